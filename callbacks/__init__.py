@@ -1,0 +1,4 @@
+"""Installed as megatron_lightning.callbacks; always import it by that name."""
+
+if __name__ != "megatron_lightning.callbacks":  # a second copy of these classes would fail isinstance checks
+    raise ImportError("import megatron_lightning.callbacks, not callbacks")

@@ -1,0 +1,31 @@
+"""The exceptions users meet. Every message says what was found, why it cannot work, and what to set."""
+
+from __future__ import annotations
+
+
+class MegatronLightningError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(MegatronLightningError, ValueError):
+    """A setting, or a combination of settings, that cannot work; raised before any process group exists."""
+
+
+class DataError(MegatronLightningError, ValueError):
+    """Input data that cannot be read; the message names the file and, where there is one, the line."""
+
+
+class CheckpointError(MegatronLightningError, RuntimeError):
+    """A checkpoint that is missing, incomplete, damaged, or does not fit the model."""
+
+
+class ShardingError(MegatronLightningError, RuntimeError):
+    """A parameter or module whose declared sharding does not hold."""
+
+
+class PipelineError(MegatronLightningError, RuntimeError):
+    """A pipeline step that broke its contract; the message names rank, stage, action and micro-batch."""
+
+
+class WorkerFailedError(MegatronLightningError, RuntimeError):
+    """Another rank of the job died or raised; the message names it."""

@@ -1,0 +1,134 @@
+"""The sizes of every parallel axis, as the user writes them in Python or YAML. No torch here.
+
+Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* one of a tensor):
+
+    tp  tensor model parallel       cp  context parallel       dp  data parallel      pp  pipeline parallel
+    ep  expert model parallel       etp expert tensor parallel edp expert data parallel
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron_lightning.errors import ConfigError
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of the parallel axes; what is left of the world is data parallel.
+
+    Raises:
+        ConfigError: If a size is not a positive integer, or the sizes contradict one another.
+    """
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (tp)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the sequence of layers (pp)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks on each pipeline rank; the model has pp times this many stages."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence (cp)."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a mixture-of-experts layer (ep)."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices (etp); None: same as tensor_model_parallel_size."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """Shard activations between tensor-parallel regions along the sequence; "auto": on when tp > 1."""
+    order: str = "tp-cp-ep-dp-pp"
+    """Order of the axes in the rank numbering, leftmost fastest (Megatron's default)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not field.name.endswith("_size") or (value is None and field.name == "expert_tensor_parallel_size"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{field.name} is {value!r}; sizes are whole numbers of ranks. Set it to 1 or more.")
+        if self.sequence_parallel is True and self.tp == 1:
+            raise ConfigError(
+                "sequence_parallel is True with tensor_model_parallel_size=1; it shards activations over the tensor-parallel "
+                'ranks, and there is one. Set sequence_parallel to "auto" or tensor_model_parallel_size to 2 or more.'
+            )
+        if self.sequence_parallel not in (True, False, "auto"):
+            raise ConfigError(f'sequence_parallel is {self.sequence_parallel!r}. Set it to true, false or "auto".')
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size={self.vpp} needs a pipeline, and pipeline_model_parallel_size is 1. "
+                "Set pipeline_model_parallel_size to 2 or more, or virtual_pipeline_model_parallel_size to 1."
+            )
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ConfigError(f"order is {self.order!r}; it must list each of {', '.join(AXES)} once, joined by '-'.")
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel size."""
+        return self.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks on each pipeline rank."""
+        return self.virtual_pipeline_model_parallel_size
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel size."""
+        return self.context_parallel_size
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel size."""
+        return self.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        """Expert-tensor-parallel size."""
+        return self.expert_tensor_parallel_size or self.tp
+
+    @property
+    def sp(self) -> bool:
+        """Whether activations are sharded along the sequence between tensor-parallel regions."""
+        return self.tp > 1 if self.sequence_parallel == "auto" else bool(self.sequence_parallel)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.vpp
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the data-parallel size that is left of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: If the world is not a multiple of the other axes' product, in either grid.
+        """
+        model = self.tp * self.cp * self.pp
+        if world_size % model:
+            raise ConfigError(
+                f"{world_size} ranks cannot be divided into model replicas of {model} ranks "
+                f"(tensor {self.tp} x context {self.cp} x pipeline {self.pp}). "
+                f"Set num_nodes x devices to a multiple of {model}, or lower one of the sizes."
+            )
+        expert = self.etp * self.ep * self.pp
+        if world_size % expert:
+            raise ConfigError(
+                f"{world_size} ranks cannot be divided into expert replicas of {expert} ranks "
+                f"(expert tensor {self.etp} x expert {self.ep} x pipeline {self.pp}). "
+                f"Set num_nodes x devices to a multiple of {expert}, or lower one of the sizes."
+            )
+        data, expert_data = world_size // model, world_size // expert
+        if not self.order.endswith("pp") and self.pp > 1 and data * self.cp * self.tp != expert_data * self.ep * self.etp:
+            raise ConfigError(f"order {self.order!r} gives the dense and expert grids different pipelines. Put pp last.")
+        if not self.order.endswith("pp") and self.pp > 1 and data != expert_data:
+            raise ConfigError(
+                f"order {self.order!r} with pp > 1 needs equal data-parallel sizes, and the dense grid has {data}, "
+                f"the expert grid {expert_data}. Put pp last in the order."
+            )
+        return data

@@ -1,0 +1,67 @@
+"""Named random streams for use inside layers (contracts of Megatron-Core, tensor_parallel/random.py).
+
+The names and seed offsets are Megatron's:
+
+    model-parallel-rng   seed + 100 pp + 2718 + tp        differs on every tensor rank (sharded activations)
+    expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
+    data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
+
+Code outside layers draws from torch's default generator, which all ranks of a model replica keep equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def get_generator_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the default generator that draws on ``device``."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of the default generator that draws on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+class RngStreams:
+    """Generator states by name; :meth:`fork` makes one of them the default for a while."""
+
+    def __init__(
+        self, seed: int, *, device: torch.device, tp_rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
+    ) -> None:
+        self.device = device
+        base = seed + 100 * pp_rank
+        self._states = {
+            "model-parallel-rng": self._seeded(base + 2718 + tp_rank),
+            "expert-parallel-rng": self._seeded(base + 1024 + 100 * ep_rank + etp_rank),
+            "data-parallel-rng": self._seeded(base),
+        }
+
+    def _seeded(self, seed: int) -> torch.Tensor:
+        return torch.Generator(device=self.device).manual_seed(seed).get_state()
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        """Draw from stream ``name`` inside the block; the default generator is untouched by it."""
+        outside = get_generator_state(self.device)
+        set_generator_state(self.device, self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = get_generator_state(self.device)
+            set_generator_state(self.device, outside)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of every stream's state."""
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._states.update({name: state.clone() for name, state in states.items()})

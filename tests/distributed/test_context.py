@@ -1,0 +1,25 @@
+import torch
+import torch.distributed as dist
+
+from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from tests.helpers.ranks import run_ranks
+
+
+def _groups() -> dict[str, int]:
+    layout = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    first, second = ParallelContext(layout), ParallelContext(ParallelLayout(pipeline_model_parallel_size=4))
+    sums = {}
+    for name in ("tp", "dp", "pp", "dp-cp", "tp-pp", "world", "embedding"):
+        value = torch.tensor(float(first.rank))
+        if first.axis(name).process_group is not None:
+            dist.all_reduce(value, group=first.axis(name).process_group)
+        sums[name] = int(value)
+        assert sums[name] == sum(first.axis(name).ranks)
+    assert second.pp.ranks == (0, 1, 2, 3) and second.tp.process_group is None
+    assert first.device_mesh()["pp"].get_local_rank() == first.pp.rank
+    return sums
+
+
+def test_groups_communicate_and_two_contexts_coexist() -> None:
+    results = run_ranks(4, _groups)
+    assert results[3]["tp"] == 2 + 3 and results[3]["pp"] == 1 + 3 and results[0]["world"] == 6
