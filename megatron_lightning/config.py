@@ -1,0 +1,165 @@
+"""The configuration of the transformer models, torch-free, with Megatron-Core's field names where they exist.
+
+Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` attention heads, ``g`` query groups,
+``d`` head dim (``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from megatron_lightning.errors import ConfigError
+
+Normalization = Literal["RMSNorm", "LayerNorm"]
+PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+
+_CHOICES = {
+    "normalization": get_args(Normalization),
+    "position_embedding_type": get_args(PositionEmbedding),
+    "activation": get_args(Activation),
+}
+_COUNTS = (
+    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
+    "num_query_groups", "kv_channels", "ffn_hidden_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes and choices of a decoder-only transformer.
+
+    Raises:
+        ConfigError: If a value is out of range, or two values contradict each other.
+    """
+
+    num_layers: int
+    """Transformer layers of the whole model."""
+    hidden_size: int
+    """Width of the residual stream (h)."""
+    num_attention_heads: int
+    """Query heads (n)."""
+    vocab_size: int
+    """Entries of the vocabulary (v); it need not be a multiple of anything."""
+    max_sequence_length: int = 2048
+    """Longest sequence in tokens; the number of learned positions."""
+    num_query_groups: int | None = None
+    """Key and value heads (g); None: one for each query head; 1: multi-query attention."""
+    kv_channels: int | None = None
+    """Size of one head (d); None: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward layer (f); None: 4 x hidden_size."""
+    normalization: Normalization = "RMSNorm"
+    """Kind of the norms."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance in the norms."""
+    position_embedding_type: PositionEmbedding = "rope"
+    """Rotary positions in attention, learned positions added to the word embeddings, or none."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Part of each head that is rotated."""
+    activation: Activation = "swiglu"
+    """Feed-forward activation; swiglu is gated: linear_fc1 holds gate and up, gate first; gelu_tanh is GPT-2's."""
+    add_bias_linear: bool = False
+    """Whether the linear layers (but not the output layer) have a bias."""
+    add_qkv_bias: bool = False
+    """Whether linear_qkv has a bias even where the other linear layers have none (Qwen2)."""
+    qk_layernorm: bool = False
+    """Normalise every query and key head before the rotation (Qwen3)."""
+    share_embeddings_and_output_weights: bool = False
+    """Whether the output layer uses the word embedding's weight (tied)."""
+    hidden_dropout: float = 0.0
+    """Dropout of the embedding's and of each block's output before it joins the residual stream."""
+    attention_dropout: float = 0.0
+    """Dropout of the attention probabilities."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by sqrt(2 x num_layers)."""
+    init_seed: int = 1234
+    """Seed of the initial weights, which depend on it and on the parameter's name only, not on the layout."""
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}.")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more and below 1.")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        heads, groups = self.num_attention_heads, self.query_groups
+        if self.kv_channels is None and self.hidden_size % heads:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}, so a head has no size. "
+                "Set kv_channels, or a hidden_size that is a multiple of the heads."
+            )
+        if heads % groups:
+            raise ConfigError(
+                f"num_attention_heads={heads} is not divisible by num_query_groups={groups}; each key/value head serves "
+                "equally many query heads. Set num_query_groups to a divisor of the heads."
+            )
+        if self.position_embedding_type == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ConfigError(
+                f"rotary_percent={self.rotary_percent} of kv_channels={self.head_dim} rotates {self.rotary_dim} channels; "
+                "rotation works on pairs within a head. Set both so that the product is even, and at most kv_channels."
+            )
+        if self.rotary_percent > 1.0:
+            raise ConfigError(f"rotary_percent is {self.rotary_percent}; a head has no more to rotate. Set it to at most 1.")
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads of the whole model (g)."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head (d)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.query_groups
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer (f)."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def gated(self) -> bool:
+        """Whether linear_fc1 holds a gate and an up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused linear_qkv weight: per query group its query heads, one key and one value head."""
+        return self.query_groups * (self.heads_per_group + 2) * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        h, f, norms = self.hidden_size, self.ffn_size, 2 if self.normalization == "LayerNorm" else 1
+        fc1 = (2 if self.gated else 1) * f
+        layer = h * (self.qkv_rows + self.num_attention_heads * self.head_dim + fc1 + f) + 2 * h * norms
+        layer += self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias) + (2 * h + fc1) * self.add_bias_linear
+        layer += 2 * self.head_dim * norms * self.qk_layernorm
+        embeddings = self.vocab_size * h * (1 if self.share_embeddings_and_output_weights else 2)
+        positions = self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
+        return self.num_layers * layer + embeddings + positions + h * norms
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields as plain values, as a checkpoint or a log keeps them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,0 +1,41 @@
+"""Dropout that draws from a named random stream where its input differs between tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.parallel.rng import RngStreams
+
+
+class Dropout(nn.Module):
+    """Dropout from torch's default generator, or from ``streams``'s ``model-parallel-rng`` once a plan has set it.
+
+    Args:
+        p: Probability of a zero; 0 makes this the identity.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.streams: RngStreams | None = None
+
+    @property
+    def active_p(self) -> float:
+        """The probability in force: 0 in evaluation."""
+        return self.p if self.training else 0.0
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Return the block in which to draw."""
+        if self.streams is None or not self.active_p:
+            return nullcontext()
+        return self.streams.fork("model-parallel-rng")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with dropped entries; any shape."""
+        if not self.active_p:
+            return x
+        with self.stream():
+            return F.dropout(x, self.p)

@@ -1,0 +1,34 @@
+"""The feed-forward layer: gated SwiGLU (https://arxiv.org/abs/2002.05202) or GELU."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_lightning.config import TransformerConfig
+
+
+class MLP(nn.Module):
+    """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight, the gate's rows first.
+
+    Args:
+        config: Sizes and the activation.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        f, bias = config.ffn_size, config.add_bias_linear
+        self.gated = config.gated
+        self.activation = nn.SiLU() if config.gated else nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
+        self.linear_fc1 = nn.Linear(config.hidden_size, 2 * f if config.gated else f, bias=bias)
+        self.linear_fc2 = nn.Linear(f, config.hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [s, b, h] to [s, b, h]."""
+        inner = self.linear_fc1(hidden)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        out: Tensor = self.linear_fc2(inner)
+        return out

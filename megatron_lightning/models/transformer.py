@@ -1,0 +1,172 @@
+"""A decoder-only transformer (GPT, Llama, Qwen) in plain PyTorch, with Megatron-Core's module names.
+
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``v`` vocabulary. Inputs and outputs are batch-first; inside, activations
+are sequence-major [s, b, h], so that a sequence shard is contiguous. The model runs on one CPU without a process group; how
+it is split over ranks is a table of its own (``models.plans``), and units of a pipeline that this rank lacks may be absent:
+``embedding``, ``output_layer`` or ``decoder.final_layernorm`` None, layers missing from ``decoder.layers``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.attention import SelfAttention
+from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.mlp import MLP
+from megatron_lightning.layers.norm import build_norm
+from megatron_lightning.layers.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from megatron_lightning.parallel.sharding import ShardingPlan
+
+_OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Word embeddings plus, where configured, learned positions; maps tokens [b, s] to [s, b, h]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        learned = config.position_embedding_type == "learned_absolute"
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_sequence_length, config.hidden_size) if learned else None
+        self.dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1); returns [s, b, h]."""
+        hidden = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if position_ids is None else position_ids
+            hidden = hidden + self.position_embeddings(positions.t())
+        out: Tensor = self.dropout(hidden)
+        return out
+
+
+class TransformerLayer(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream (pre-norm)."""
+
+    def __init__(self, config: TransformerConfig, rotary: RotaryEmbedding | None) -> None:
+        super().__init__()
+        self.input_layernorm = build_norm(config, config.hidden_size)
+        self.self_attention = SelfAttention(config, rotary)
+        self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
+        self.mlp = MLP(config)
+        self.dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map [s, b, h] to [s, b, h]."""
+        hidden = hidden + self.dropout(self.self_attention(self.input_layernorm(hidden), position_ids))
+        out: Tensor = hidden + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """The layers, keyed by their number in the whole model, and the final norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        rope = config.position_embedding_type == "rope"
+        rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base) if rope else None
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)})
+        self.final_layernorm: nn.Module | None = build_norm(config, config.hidden_size)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map [s, b, h] to [s, b, h] through the units that are present."""
+        for layer in self.layers.values():
+            hidden = layer(hidden, position_ids)
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model.
+
+    Built on a real device, it initialises itself; built under ``torch.device("meta")``, it stays there until its parameters
+    are filled through :meth:`init_weights`. Neither draws from torch's default generator.
+
+    Args:
+        config: Sizes and choices.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.empty(0).device
+        with torch.device("meta"):
+            self.embedding: LanguageModelEmbedding | None = LanguageModelEmbedding(config)
+            self.decoder = TransformerBlock(config)
+            self.output_layer: nn.Module | None = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output_gather: nn.Module = nn.Identity()
+        self.loss: nn.Module = CrossEntropy()
+        if device.type != "meta":
+            self.to_empty(device=device)
+        if config.share_embeddings_and_output_weights:
+            self.output_layer.weight = self.embedding.word_embeddings.weight
+        if device.type != "meta":
+            for name, parameter in self.named_parameters():
+                self.init_weights(name, parameter)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        """Run the units that are present.
+
+        Args:
+            tokens: [b, s] token ids; on a pipeline stage without the embedding, the previous stage's hidden [s, b, h].
+            labels: [b, s] next tokens, already shifted; -100 is left out.
+            position_ids: [b, s] positions; None: 0 to s-1.
+
+        Returns:
+            Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32; on a pipeline stage without the output layer
+            the hidden state [s, b, h].
+        """
+        hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens, position_ids)
+        hidden = self.decoder(hidden, position_ids)
+        if self.output_layer is None:
+            return hidden
+        logits = self.output_layer(hidden)
+        if labels is None:
+            full: Tensor = self.output_gather(logits)
+            return full.transpose(0, 1).contiguous()
+        losses: Tensor = self.loss(logits, labels.t())
+        return losses.t()
+
+    def pipeline_units(self) -> list[str]:
+        """Return the ordered module paths between which a pipeline may be cut, of the whole model."""
+        layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
+        return ["embedding", *layers, "decoder.final_layernorm", "output_layer"]
+
+    def tied_parameters(self) -> dict[str, str]:
+        """Return copy -> owner, both as parameter paths of this module."""
+        return {_OUTPUT: _WORDS} if self.config.share_embeddings_and_output_weights else {}
+
+    def sharding_plan(self) -> ShardingPlan:
+        """Return the table by which this model is split over tensor-parallel ranks."""
+        from megatron_lightning.models.plans import gpt_plan  # the model itself knows nothing of parallelism
+
+        return gpt_plan(self.config)
+
+    @torch.no_grad()
+    def init_weights(self, name: str, tensor: Tensor) -> None:
+        """Fill ``tensor``, which has the whole shape of parameter ``name``, with its initial values.
+
+        They depend on the config's seed and the name only (and on the kind of device, whose generator is used). Matrices are
+        normal with the config's deviation, divided by sqrt(2 x layers) for the projections into the residual stream
+        (Megatron-LM, GPT-2); norms are one, biases zero.
+        """
+        config, name = self.config, self.tied_parameters().get(name, name)
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            std = config.init_method_std / (math.sqrt(2.0 * config.num_layers) if into_residual else 1.0)
+            digest = hashlib.sha256(f"{config.init_seed}/{name}".encode()).digest()
+            generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)  # the same draw for every dtype
+            tensor.copy_(values.normal_(0.0, std, generator=generator))
