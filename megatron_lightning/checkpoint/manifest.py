@@ -1,0 +1,241 @@
+"""The manifest of a checkpoint: every tensor's name, shape and dtype, and which bytes of which file hold which part.
+
+``manifest.json`` is one JSON object::
+
+    {"format": "megatron_lightning", "version": 1, "block_bytes": 1048576,
+     "files":   {"tensors.5f….00000.000.safetensors": 4096, …},     size of every file of the checkpoint, in bytes
+     "state":   {"file": "state.5f….pt", "checksum": 123},
+     "tensors": {"state_dict.layer.weight": {"shape": [8, 16], "dtype": "float32", "shards":
+                    [[file index, first byte, [global offset], [shape], [checksum of each block]], …]}, …},
+     "info":    {…},                                                layout, versions, hyper-parameters: for people and tools
+     "checksum": 456}
+
+A *shard* is an axis-aligned box of the global tensor, stored row-major and little-endian; the shards of a tensor tile it
+exactly once. Its bytes are checksummed (CRC-32) in blocks of ``block_bytes``, so that a part of it can be read and verified.
+The last entry is the CRC-32 of the object without that entry, dumped with separators "," and ":".
+What is read here is not trusted: names, ranges and tiling are checked before anything is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from megatron_lightning.errors import CheckpointError
+
+FORMAT, VERSION = "megatron_lightning", 1
+BLOCK_BYTES = 1 << 20
+
+# torch dtype name -> code in the header of a safetensors file
+DTYPE_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+}  # fmt: skip
+
+Shape = tuple[int, ...]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the manifest's name of a dtype.
+
+    Raises:
+        CheckpointError: If a safetensors file cannot hold it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_CODES:
+        raise CheckpointError(f"dtype {name} cannot be stored in a checkpoint; it holds {', '.join(DTYPE_CODES)}.")
+    return name
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor and where its bytes are."""
+
+    file: str
+    """Name of the file in the checkpoint's directory."""
+    start: int
+    """First byte in the file."""
+    offset: Shape
+    """First index in the global tensor."""
+    shape: Shape
+    """Extent of the box."""
+    checksums: tuple[int, ...]
+    """CRC-32 of each block of ``BLOCK_BYTES`` bytes."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of the checkpoint."""
+
+    shape: Shape
+    """Global shape."""
+    dtype: torch.dtype
+    """Its dtype in the checkpoint."""
+    shards: tuple[Shard, ...]
+    """Boxes that tile it."""
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Return the bytes of a box of this tensor."""
+        return prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Content of a checkpoint.
+
+    Raises:
+        CheckpointError: If a tensor is not tiled exactly once, or a range lies outside its file.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    """Global name -> tensor."""
+    files: Mapping[str, int]
+    """File name -> size in bytes; the state file is one of them."""
+    state_file: str
+    """File of the non-tensor state."""
+    state_checksum: int
+    """CRC-32 of that file."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values for people and tools; nothing is loaded from them."""
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            _check(_is_plain_name(name), f"file name {name!r} leads out of the checkpoint's directory")
+        _check(self.state_file in self.files, f"the state file {self.state_file!r} is not among the files")
+        for name, entry in self.tensors.items():
+            check_tiling(name, entry.shape, entry.shards)
+            for shard in entry.shards:
+                num_bytes = entry.num_bytes(shard.shape)
+                _check(
+                    shard.file in self.files and shard.start >= 0 and shard.start + num_bytes <= self.files[shard.file],
+                    f"{name}: bytes {shard.start} to {shard.start + num_bytes} are not inside {shard.file!r}",
+                )
+                _check(len(shard.checksums) == -(-num_bytes // BLOCK_BYTES), f"{name}: wrong number of checksums")
+
+    def dumps(self) -> str:
+        """Return the content of ``manifest.json``."""
+        index = {name: i for i, name in enumerate(self.files)}
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "block_bytes": BLOCK_BYTES,
+            "files": dict(self.files),
+            "state": {"file": self.state_file, "checksum": self.state_checksum},
+            "tensors": {
+                name: {
+                    "shape": entry.shape,
+                    "dtype": dtype_name(entry.dtype),
+                    "shards": [[index[s.file], s.start, s.offset, s.shape, s.checksums] for s in entry.shards],
+                }
+                for name, entry in self.tensors.items()
+            },
+            "info": self.info,
+        }
+        return _dumps({**body, "checksum": _checksum(body)})
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Manifest:
+        """Parse and check the content of ``manifest.json``.
+
+        Raises:
+            CheckpointError: If it is damaged, of another format, or contradicts itself.
+        """
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise CheckpointError(f"manifest.json is damaged ({error}). Resume from another checkpoint.") from error
+        _check(isinstance(body, dict) and body.get("format") == FORMAT, f"it is not a {FORMAT} manifest")
+        _check(
+            body.get("version") == VERSION and body.get("block_bytes") == BLOCK_BYTES,
+            f"it has version {body.get('version')!r}, and this release reads {VERSION}; install the release that wrote it",
+        )
+        _check(body.pop("checksum", None) == _checksum(body), "its checksum does not match its content")
+        try:
+            return cls._of_body(body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"manifest.json is malformed ({error!r}). Resume from another checkpoint.") from error
+
+    @classmethod
+    def _of_body(cls, body: dict[str, Any]) -> Manifest:
+        files = {str(name): _count(size) for name, size in body["files"].items()}
+        names = list(files)
+        tensors = {}
+        for name, entry in body["tensors"].items():
+            _check(entry["dtype"] in DTYPE_CODES, f"{name}: unknown dtype {entry['dtype']!r}")
+            shards = tuple(
+                Shard(names[_count(file)], _count(start), _counts(offset), _counts(shape), _counts(checksums))
+                for file, start, offset, shape, checksums in entry["shards"]
+            )
+            tensors[name] = TensorEntry(_counts(entry["shape"]), getattr(torch, entry["dtype"]), shards)
+        state, info = body["state"], body["info"]
+        _check(isinstance(info, dict), "info is not an object")
+        return cls(tensors=tensors, files=files, state_file=state["file"], state_checksum=state["checksum"], info=info)
+
+
+def check_tiling(name: str, shape: Shape, shards: Sequence[Shard]) -> None:
+    """Check that boxes cover every element of a tensor exactly once.
+
+    A sum of boxes equals one box if and only if their signed corners do (the mixed difference of an indicator function
+    determines it), which takes one pass over the boxes instead of comparing them in pairs.
+
+    Raises:
+        CheckpointError: If they do not, naming the tensor and the number of elements.
+    """
+    corners: Counter[Shape] = Counter()
+    for shard in shards:
+        inside = len(shard.offset) == len(shard.shape) == len(shape) and all(
+            n > 0 and o + n <= full for o, n, full in zip(shard.offset, shard.shape, shape, strict=True)
+        )
+        _check(inside, f"{name}: a part of shape {shard.shape} at {shard.offset} is not inside shape {shape}")
+        for sign, corner in _corners(shard.offset, shard.shape):
+            corners[corner] += sign
+    for sign, corner in _corners((0,) * len(shape), shape) if prod(shape) else ():
+        corners[corner] -= sign
+    if any(corners.values()):
+        covered = sum(prod(shard.shape) for shard in shards)
+        raise CheckpointError(
+            f"{name}: its {len(shards)} parts hold {covered} elements and do not cover the {prod(shape)} elements of shape "
+            f"{shape} exactly once. Every element needs exactly one rank that writes it."
+        )
+
+
+def _corners(offset: Shape, shape: Shape) -> Iterator[tuple[int, Shape]]:
+    for ends in product((0, 1), repeat=len(shape)):
+        yield (-1) ** sum(ends), tuple(o + n * end for o, n, end in zip(offset, shape, ends, strict=True))
+
+
+def _is_plain_name(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and not set(name) & set("/\\\0")
+
+
+def _check(condition: bool, problem: str) -> None:
+    if not condition:
+        raise CheckpointError(f"the checkpoint's manifest cannot be used: {problem}.")
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _counts(values: Sequence[object]) -> Shape:
+    return tuple(_count(value) for value in values)
+
+
+def _dumps(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(_dumps(body).encode())

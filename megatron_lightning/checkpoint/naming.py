@@ -1,0 +1,106 @@
+"""How a Lightning checkpoint (one nested dict) divides into named tensors and the rest.
+
+    state_dict[fqn]                              state_dict.<fqn>
+    optimizer_states[i]["state"][fqn][key]       optimizer_states.<i>.state.<fqn>.<key>
+    <key>[name], every value a tensor            <key>.<name>            (weight averaging's copies, say)
+
+*fqn* is a parameter's name in the whole model. Optimizer states exist in two forms: *named* (by fqn: what a sharded
+checkpoint holds) and *numbered* (torch's own, by position in the concatenated parameter groups: what a plain one holds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lightning.errors import CheckpointError
+
+_OPTIMIZERS = "optimizer_states"
+
+
+def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Divide a checkpoint with named optimizer states into its named tensors and everything else.
+
+    Returns:
+        (global name -> tensor, the rest; a dict of which some values are tensors keeps the others).
+    """
+    tensors: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key == _OPTIMIZERS:
+            state[key] = [_split_optimizer(entry, f"{key}.{i}.state.", tensors) for i, entry in enumerate(value)]
+        elif isinstance(value, Mapping) and _holds_tensors(key, value):
+            tensors.update({f"{key}.{name}": tensor for name, tensor in value.items() if isinstance(tensor, Tensor)})
+            state[key] = {name: other for name, other in value.items() if not isinstance(other, Tensor)}
+        else:
+            state[key] = value
+    return tensors, state
+
+
+def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo :func:`split_tensors`."""
+    checkpoint = {key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()}
+    if _OPTIMIZERS in state:
+        checkpoint[_OPTIMIZERS] = [
+            {**entry, "state": {fqn: dict(values) for fqn, values in entry.get("state", {}).items()}}
+            for entry in state[_OPTIMIZERS]
+        ]
+    for name, tensor in tensors.items():
+        key, _, rest = name.partition(".")
+        if key == _OPTIMIZERS:
+            index, _, path = rest.partition(".state.")
+            fqn, _, entry = path.rpartition(".")
+            checkpoint[key][int(index)]["state"].setdefault(fqn, {})[entry] = tensor
+        else:
+            checkpoint.setdefault(key, {})[rest] = tensor
+    return checkpoint
+
+
+def name_optimizer_state(numbered: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Turn torch's optimizer state into the named form.
+
+    Args:
+        numbered: ``optimizer.state_dict()``.
+        names: Name of each parameter, in the order of the concatenated parameter groups.
+
+    Raises:
+        CheckpointError: If the number of parameters differs.
+    """
+    count = sum(len(group["params"]) for group in numbered["param_groups"])
+    if count != len(names):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {count} parameters, and this model's optimizer has {len(names)}. Resume with the "
+            "model and parameter groups that it was saved with, or load the weights alone."
+        )
+    return {
+        **numbered,
+        "state": {names[index]: values for index, values in numbered["state"].items()},
+        "param_groups": [{**g, "params": [names[index] for index in g["params"]]} for g in numbered["param_groups"]],
+    }
+
+
+def number_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn the named form into torch's own, which ``optimizer.load_state_dict`` reads."""
+    order = [fqn for group in named["param_groups"] for fqn in group["params"]]
+    numbers = {fqn: index for index, fqn in enumerate(order)}
+    return {
+        **named,
+        "state": {numbers[fqn]: named["state"][fqn] for fqn in order if fqn in named["state"]},
+        "param_groups": [{**g, "params": [numbers[fqn] for fqn in g["params"]]} for g in named["param_groups"]],
+    }
+
+
+def _split_optimizer(entry: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    rest: dict[str, dict[str, Any]] = {}
+    for fqn, values in entry.get("state", {}).items():
+        tensors.update({f"{prefix}{fqn}.{key}": value for key, value in values.items() if isinstance(value, Tensor)})
+        rest[fqn] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+    return {**entry, "state": {fqn: values for fqn, values in rest.items() if values}}
+
+
+def _holds_tensors(key: str, value: Mapping[Any, Any]) -> bool:
+    if key == "state_dict":
+        return True
+    return "." not in key and bool(value) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())

@@ -1,0 +1,193 @@
+"""Where a checkpoint's tensors come from: a sharded directory, or a plain Lightning ``.ckpt`` file, behind one interface."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.checkpoint.agreement import ALONE, on_first_rank, together
+from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
+from megatron_lightning.checkpoint.manifest import Manifest, Shape, Shard
+from megatron_lightning.checkpoint.naming import name_optimizer_state, split_tensors
+from megatron_lightning.checkpoint.shard_file import Piece, read_box
+from megatron_lightning.checkpoint.state import load_plain_file, load_state
+from megatron_lightning.checkpoint.storage import RangeReader
+from megatron_lightning.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_lightning.parallel.context import AxisGroup
+
+
+class TensorInfo(NamedTuple):
+    """What a checkpoint says about one tensor."""
+
+    shape: Shape
+    """Global shape."""
+    dtype: torch.dtype
+    """Stored dtype."""
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint to read from."""
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor by its global name (``naming`` says how names are made), in the same order on all ranks."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return a fresh copy of everything else; optimizer states are in the named form."""
+        ...
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Fill the views of ``pieces``, whose tensors exist and enclose them, with the checkpoint's values."""
+        ...
+
+
+class DirectorySource:
+    """A sharded checkpoint.
+
+    Args:
+        path: Its directory.
+        manifest: Its checked manifest.
+        state: Content of its state file.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, state: bytes) -> None:
+        self.path, self.manifest, self._state = path, manifest, state
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See :class:`CheckpointSource`."""
+        return {name: TensorInfo(entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`CheckpointSource`."""
+        return load_state(self._state, str(self.path / self.manifest.state_file))
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """See :class:`CheckpointSource`; reads only the byte ranges that the pieces need.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged.
+        """
+        by_file: dict[str, list[tuple[Shard, Shape, Tensor, torch.dtype]]] = {}
+        for piece in pieces:
+            entry = self.manifest.tensors[piece.name]
+            for shard in entry.shards:
+                box = _overlap(piece.offset, piece.view.shape, shard.offset, shard.shape)
+                if box is not None:
+                    low, extent = box
+                    target = piece.view[_slices(low, extent, piece.offset)]
+                    inside = tuple(a - o for a, o in zip(low, shard.offset, strict=True))
+                    by_file.setdefault(shard.file, []).append((shard, inside, target, entry.dtype))
+        for file, reads in by_file.items():
+            with RangeReader(self.path / file, self.manifest.files[file]) as reader:
+                for shard, inside, target, dtype in sorted(reads, key=lambda read: read[0].start):
+                    read_box(reader, shard, inside, target, dtype)
+
+
+class PlainSource:
+    """A plain Lightning checkpoint file, memory-mapped.
+
+    Args:
+        path: The file.
+        optimizer_parameters: For each optimizer the names of its parameters, in the order of the concatenated parameter
+            groups on one device; without them the optimizer states are not served.
+
+    Raises:
+        CheckpointError: If the file cannot be read as plain data, or its optimizers have other parameters.
+    """
+
+    def __init__(self, path: Path, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
+        checkpoint = load_plain_file(str(path))
+        optimizers = checkpoint.pop("optimizer_states", [])
+        if optimizer_parameters:
+            if len(optimizers) != len(optimizer_parameters):
+                raise CheckpointError(
+                    f"{path} holds the states of {len(optimizers)} optimizers, and the model has {len(optimizer_parameters)}. "
+                    "Return as many from configure_optimizers, or load the weights alone."
+                )
+            pairs = zip(optimizers, optimizer_parameters, strict=True)
+            checkpoint["optimizer_states"] = [name_optimizer_state(entry, names) for entry, names in pairs]
+        self._tensors, self._state = split_tensors(checkpoint)
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See :class:`CheckpointSource`."""
+        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`CheckpointSource`; tensors in it are memory-mapped."""
+        return dict(self._state)
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """See :class:`CheckpointSource`."""
+        for piece in pieces:
+            box = _slices(piece.offset, tuple(piece.view.shape), (0,) * piece.view.dim())
+            piece.view.copy_(self._tensors[piece.name][box])
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, optimizer_parameters: Sequence[Sequence[str]] = (), group: AxisGroup = ALONE
+) -> CheckpointSource:
+    """Open a checkpoint directory or a plain Lightning ``.ckpt`` file; no tensor is read yet.
+
+    The first rank decides what stands at ``path`` and reads manifest and state for all, so that ranks cannot differ.
+
+    Args:
+        path: Directory or file.
+        optimizer_parameters: For a plain file: see :class:`PlainSource`.
+        group: The ranks that call this together.
+
+    Raises:
+        CheckpointError: On every rank, if there is no complete checkpoint or it cannot be read safely.
+    """
+    folder = Path(path)
+    content = on_first_rank(group, lambda: _read_directory(folder))
+
+    def build() -> CheckpointSource:
+        if content is None:
+            return PlainSource(folder, optimizer_parameters)
+        return DirectorySource(folder, Manifest.loads(content[0]), content[1])
+
+    return together(group, f"opening {folder}", build)
+
+
+def _read_directory(path: Path) -> tuple[bytes, bytes] | None:
+    """Return manifest and state of a directory, None for a plain file."""
+    if path.is_file():
+        return None
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.")
+    if not is_committed(path):
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of this package. "
+            "Resume from another checkpoint."
+        )
+    text = (path / MANIFEST).read_bytes()
+    try:
+        manifest = Manifest.loads(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    with RangeReader(path / manifest.state_file, manifest.files[manifest.state_file]) as reader:
+        state = bytes(reader.read(0, manifest.files[manifest.state_file]))
+    if zlib.crc32(state) != manifest.state_checksum:
+        raise CheckpointError(f"{path / manifest.state_file} is damaged: its checksum differs. Resume from another checkpoint.")
+    return text, state
+
+
+def _overlap(offset: Shape, shape: Shape, other_offset: Shape, other_shape: Shape) -> tuple[Shape, Shape] | None:
+    """Return (first index, extent) of what two boxes have in common, None for nothing."""
+    low = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
+    ends = zip(offset, shape, other_offset, other_shape, low, strict=True)
+    extent = tuple(max(0, min(a + n, b + m) - start) for a, n, b, m, start in ends)
+    return (low, extent) if prod(extent) else None
+
+
+def _slices(low: Shape, extent: Shape, origin: Shape) -> tuple[slice, ...]:
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(low, extent, origin, strict=True))

@@ -1,0 +1,153 @@
+"""The part of a checkpoint that is not sharded tensors: loops, callbacks, schedulers, hyper-parameters, generator states.
+
+It is a nested dict, stored by ``torch.save`` and proven, when it is saved, to load with ``weights_only=True``: a
+checkpoint that could only be read by running code from it is never written.
+
+Stored as they are: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, tensors (moved
+to the CPU), torch.dtype, torch.device, torch.Size. Stored as something plainer, and read back as that:
+
+    Path                                  str              enum members                  their value
+    numpy scalars                         Python scalars   numpy arrays                  tensors
+    other mappings, Namespace, dataclass  dict             named tuples                  tuple
+    other lists and deques                list             frozenset                     set
+    subclasses of int, float, str …       the plain type   parameters                    tensors
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lightning.errors import CheckpointError
+
+_ATOMS = (bool, int, float, complex, str, bytes)
+_SAFE = (type(None), *_ATOMS, torch.dtype, torch.device, torch.Size)
+_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def dump_state(state: Mapping[str, Any]) -> bytes:
+    """Serialise a nested dict so that ``torch.load(..., weights_only=True)`` reads it.
+
+    Raises:
+        CheckpointError: If it holds something that this cannot read, naming its place and type.
+    """
+    buffer = io.BytesIO()
+    torch.save(plain(state), buffer)
+    data = buffer.getvalue()
+    load_state(data, "the state to be saved")
+    return data
+
+
+def load_state(data: bytes | bytearray, origin: str) -> dict[str, Any]:
+    """Read what :func:`dump_state` wrote, without running any code from it.
+
+    Args:
+        data: The bytes of the file.
+        origin: Its name, for messages.
+
+    Raises:
+        CheckpointError: If the bytes are damaged or ask for anything but plain data.
+    """
+    return _load_plain(io.BytesIO(data), origin)
+
+
+def load_plain_file(path: str) -> dict[str, Any]:
+    """Read a plain ``.ckpt`` file, memory-mapped, without running any code from it.
+
+    Raises:
+        CheckpointError: If the file is damaged or asks for anything but plain data.
+    """
+    return _load_plain(path, path)
+
+
+def _load_plain(file: io.BytesIO | str, origin: str) -> dict[str, Any]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
+    except Exception as error:  # torch raises many kinds, down to EOFError and AttributeError, for a damaged file
+        raise CheckpointError(
+            f"{origin} cannot be read as plain data: {error}. Objects of other classes are refused, because reading them would "
+            "run code from the file. Use another checkpoint, or save this one again from a program you trust with plain values."
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{origin} holds a {type(state).__name__}, and a checkpoint is a dict. Use another file.")
+    return state
+
+
+def plain(value: Any, path: str = "") -> Any:
+    """Return a copy of ``value`` built of plain types only (the table at the top of this file).
+
+    Args:
+        value: Any nested value.
+        path: Where it stands, for messages.
+
+    Raises:
+        CheckpointError: If something in it has no plain form.
+    """
+    kind = type(value)
+    if kind in _SAFE:
+        return value
+    if kind in _TENSORS:
+        # Clone: torch.save would write the whole storage behind a view.
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Enum):
+        return plain(value.value, path)
+    if isinstance(value, (*_ATOMS, PurePath, np.generic, np.ndarray)):
+        return _plain_leaf(value, path)
+    return _plain_container(value, path)
+
+
+def _plain_leaf(value: Any, path: str) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        if value.dtype.kind not in "biufcUS" or (isinstance(value, np.ndarray) and value.dtype.kind in "US"):
+            _refuse(value, path)
+        return value.item() if isinstance(value, np.generic) else torch.from_numpy(value.copy())
+    kind: Any = next(atom for atom in _ATOMS if isinstance(value, atom))
+    return kind(value)
+
+
+def _plain_container(value: Any, path: str) -> Any:
+    kind = type(value)
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        items = {_plain_key(key, path): plain(entry, f"{path}[{key!r}]") for key, entry in value.items()}
+        return kind(items) if kind in (OrderedDict, Counter) else items
+    if isinstance(value, (list, tuple, deque)):
+        entries = [plain(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        return tuple(entries) if isinstance(value, tuple) else entries
+    if isinstance(value, (set, frozenset)):
+        return {_plain_key(entry, path) for entry in value}
+    return _refuse(value, path)
+
+
+def _plain_key(key: Any, path: str) -> Any:
+    result = plain(key, f"{path}[key {key!r}]")
+    try:
+        hash(result)
+    except TypeError:
+        _refuse(key, f"{path}[key {key!r}]")
+    return result
+
+
+def _refuse(value: Any, path: str) -> Any:
+    kind = type(value)
+    raise CheckpointError(
+        f"checkpoint{path} is a {kind.__module__}.{kind.__qualname__}, which could only be read back by running code from the "
+        "checkpoint. Store plain values there (numbers, strings, lists, dicts, tensors), or leave it out: "
+        "save_hyperparameters(ignore=[...]) for hyper-parameters, state_dict() for callbacks and data modules."
+    )
