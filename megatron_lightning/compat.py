@@ -1,0 +1,32 @@
+"""The only file that knows versions: one name for what torch 2.11 to 2.13 call differently."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Sum ``input`` (1-D, n x m) over ``group`` and keep this rank's m elements in ``output``, which may be that slice.
+
+    torch 2.13 names the collective ``reduce_scatter_single`` and deprecates the older name.
+    """
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
+    return work
+
+
+def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Concatenate every rank's ``input`` (m elements) into ``output`` (n x m); ``input`` may be this rank's slice of it.
+
+    torch 2.13 names the collective ``all_gather_single`` and deprecates the older name.
+    """
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
+    return work
+
+
+def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:
+    """Let ``parameter.grad`` have another dtype than the parameter, so that autograd adds bf16 gradients to an fp32 one."""
+    parameter.grad_dtype = None

@@ -1,0 +1,214 @@
+"""Contiguous gradient buffers: which parameters share one, and which part of each belongs to this rank.
+
+A bucket is one 1-D gradient buffer (fp32 for half-precision parameters) that many parameters view, so that one collective
+reduces them all. Its parameters agree in everything that decides how they are reduced: dtype, device, rank grid, and the
+axes over which their gradients are partial sums.
+
+Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.org/abs/1910.02054, stage 1):
+
+    | parameter 0 | pad to 64 | parameter 1 | pad to 64 | … | pad to lcm(ranks, 128) |
+    |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
+
+Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its :class:`Fragment`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lightning.compat import allow_any_grad_dtype
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid import GridName
+from megatron_lightning.parallel.sharding import ShardSpec
+
+PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
+BUCKET_ALIGNMENT = 128
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of ``dtype`` parameters are summed and their masters kept."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@dataclass(eq=False)
+class Fragment:
+    """The part of one parameter whose reduced gradient this rank has, and which its optimizer steps."""
+
+    name: str
+    """The parameter's global name, as this rank's model has it."""
+    start: int
+    """Index of the first element in the flattened local parameter."""
+    whole: bool
+    """Whether the fragment is all of the local parameter."""
+    value: Tensor
+    """View of the parameter: its own shape when the fragment is whole, else 1-D."""
+    gradient: Tensor
+    """View of the gradient buffer, same shape as ``value``."""
+    target: nn.Parameter
+    """What the optimizer steps: the parameter itself, a view of it, or an fp32 master copy."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose gradients lie in one buffer and are reduced together."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    sum_groups: tuple[AxisGroup, ...]
+    """Groups over which the gradients are partial sums; reduced before the data-parallel reduction."""
+    data_group: AxisGroup
+    """Ranks that hold the same parameters and see different data."""
+    sharded: bool
+    """Whether every rank of the data group keeps only its shard of the reduced gradients."""
+    gradient: Tensor = field(init=False)
+    """1-D buffer of all gradients."""
+    value: Tensor | None = field(init=False, default=None)
+    """1-D buffer of all parameters, in their dtype; sharded buckets only."""
+    views: list[Tensor] = field(init=False)
+    """The gradient of each parameter, in its shape."""
+    touched: list[bool] = field(init=False)
+    """Which parameters received a gradient in this window."""
+    ready: set[int] = field(init=False, default_factory=set)
+    """Which parameters have received their last gradient of this window."""
+    launched: bool = field(init=False, default=False)
+    works: list[dist.Work] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.offsets, size = [], 0
+        for parameter in self.parameters:
+            self.offsets.append(size)
+            size += _round_up(parameter.numel(), PARAMETER_ALIGNMENT)
+        size = _round_up(size, math.lcm(self.data_group.size, BUCKET_ALIGNMENT)) if self.sharded else size
+        like = self.parameters[0]
+        self.gradient = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
+        self.views = [self._view(self.gradient, index) for index in range(len(self.parameters))]
+        self.touched = [False] * len(self.parameters)
+        for parameter in self.parameters:
+            if parameter.dtype != self.gradient.dtype:
+                allow_any_grad_dtype(parameter)
+        if self.sharded:
+            self.value = torch.zeros(size, dtype=like.dtype, device=like.device)
+            for index, parameter in enumerate(self.parameters):
+                parameter.data = self._view(self.value, index).copy_(parameter.data)
+
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        parameter, offset = self.parameters[index], self.offsets[index]
+        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+
+    @property
+    def shard(self) -> slice:
+        """Elements of the buffers that this rank owns after the reduction."""
+        if not self.sharded:
+            return slice(0, self.gradient.numel())
+        size = self.gradient.numel() // self.data_group.size
+        return slice(self.data_group.rank * size, (self.data_group.rank + 1) * size)
+
+    def reset(self) -> None:
+        """Begin a new window: gradients are zero and nothing was touched."""
+        self.gradient.zero_()
+        self.touched = [False] * len(self.parameters)
+        self.ready.clear()
+        self.launched = False
+
+    def fragments(self) -> dict[str, Fragment]:
+        """Return this rank's part of each parameter, by name; parameters that lie in other ranks' shards are absent."""
+        if self.value is None:
+            return {
+                name: Fragment(name, 0, True, parameter.detach(), view, parameter)
+                for name, parameter, view in zip(self.names, self.parameters, self.views, strict=True)
+            }
+        fragments, shard = {}, self.shard
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            offset, numel = self.offsets[index], parameter.numel()
+            low, high = max(offset, shard.start), min(offset + numel, shard.stop)
+            if low >= high:
+                continue
+            whole = high - low == numel
+            shape = parameter.shape if whole else (high - low,)
+            value, gradient = (buffer[low:high].view(shape) for buffer in (self.value, self.gradient))
+            fragments[name] = Fragment(name, low - offset, whole, value, gradient, nn.Parameter(value))
+        return fragments
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def build_buckets(
+    parameters: Mapping[str, nn.Parameter],
+    specs: Mapping[str, ShardSpec],
+    context: ParallelContext,
+    *,
+    sharded: bool,
+    tied: Set[str],
+    bucket_size: int | None = None,
+) -> list[Bucket]:
+    """Distribute parameters over buckets, in the order in which backward completes them.
+
+    Parameters that need no reduction and no other gradient dtype are left out: autograd keeps their gradients.
+
+    Args:
+        parameters: Name -> trainable local parameter, in registration order.
+        specs: Name -> spec of each of them.
+        context: The groups of this rank.
+        sharded: Whether a rank keeps only its shard of the reduced gradients.
+        tied: Names of owners that have a copy on another pipeline rank, and of such copies.
+        bucket_size: Elements at which a bucket closes; None: max(40e6, 1e6 per data-parallel rank).
+
+    Returns:
+        The buckets: those that need only the data-parallel reduction first, then those that are summed over other axes.
+    """
+    # Both holders of a tied parameter must fill their buckets alike, so these go by the owner's name, not by their place.
+    backward = list(reversed(list(parameters)))
+    order = [name for name in backward if name not in tied]
+    order += sorted((name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name)
+    filling: dict[_Key, list[str]] = {}
+    sizes: Counter[_Key] = Counter()
+    complete: list[tuple[_Key, list[str]]] = []
+    for name in order:
+        key = _key(parameters[name], specs[name], context, tied=name in tied)
+        num_ranks = context.data_group(key.grid).size
+        if not key.sum_groups and num_ranks == 1 and main_dtype(key.dtype) == key.dtype:
+            continue
+        filling.setdefault(key, []).append(name)
+        sizes[key] += parameters[name].numel()
+        if sizes[key] >= (max(40_000_000, 1_000_000 * num_ranks) if bucket_size is None else bucket_size):
+            complete.append((key, filling.pop(key)))
+            del sizes[key]
+    complete.extend(filling.items())
+    place = {name: index for index, name in enumerate(order)}
+    complete.sort(key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]]))
+    return [
+        Bucket(
+            names,
+            [parameters[name] for name in names],
+            key.sum_groups,
+            context.data_group(key.grid),
+            sharded and context.data_group(key.grid).size > 1,
+        )
+        for key, names in complete
+    ]
+
+
+class _Key(NamedTuple):
+    """What the parameters of one bucket have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+    grid: GridName
+    sum_groups: tuple[AxisGroup, ...]
+
+
+def _key(parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool) -> _Key:
+    groups = [context.axis(axis, spec.grid) for axis in spec.partial_over]
+    if tied:
+        groups.append(context.axis("embedding"))
+    return _Key(parameter.dtype, parameter.device, spec.grid, tuple(group for group in groups if group.size > 1))

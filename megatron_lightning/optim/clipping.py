@@ -1,0 +1,96 @@
+"""Gradient norm over every axis without double counting, and clipping.
+
+A gradient counts once: not on the holder of a tied copy, and of the ranks that hold equal parameters only on the first
+(contracts of Megatron-Core's ``clip_grads``). Sharded gradients are moreover summed over the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid import GridName
+from megatron_lightning.parallel.sharding import ShardSpec
+
+# Axes of each grid that lie inside one model replica, and the name of the group over all of them.
+_MODEL_AXES: dict[GridName, tuple[tuple[str, ...], str]] = {
+    "dense": (("tp",), "tp-pp"),
+    "expert": (("tp", "ep"), "tp-ep-pp"),
+}
+
+
+def counts_once(spec: ShardSpec, context: ParallelContext) -> bool:
+    """Return whether this rank stands for the parameter among the ranks of its model replica that hold the same values."""
+    axes, _ = _MODEL_AXES[spec.grid]
+    return spec.tied_to is None and all(axis in spec.sharded_over or context.axis(axis, spec.grid).rank == 0 for axis in axes)
+
+
+def global_grad_norm(
+    items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool, norm_type: float = 2.0
+) -> Tensor:
+    """Return the norm of all gradients of the model, equal on every rank; a collective.
+
+    Args:
+        items: (reduced gradient, spec of its parameter): what this rank's optimizers will read.
+        context: The groups of this rank.
+        sharded: Whether data-parallel ranks hold different parts of the gradients.
+        norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+
+    Returns:
+        A scalar tensor on the context's device.
+
+    Raises:
+        ConfigError: If ``norm_type`` is not positive.
+    """
+    if norm_type <= 0:
+        raise ConfigError(f"norm_type is {norm_type}; a norm over several ranks needs a positive order. Set 2.0 or inf.")
+    groups = _norm_groups(context, sharded)
+    gradients: dict[AxisGroup, list[Tensor]] = {group: [] for group in groups.values()}
+    for gradient, spec in items:
+        if counts_once(spec, context):
+            gradients[groups[spec.grid]].append(gradient)
+    norms = [_norm_over(group, tensors, context, norm_type) for group, tensors in gradients.items()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def clip_grads_by_norm_(gradients: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    """Scale the gradients in place so that their norm, which is ``total_norm`` now, is at most ``max_norm``."""
+    tensors = list(gradients)
+    if tensors:
+        torch._foreach_mul_(tensors, (max_norm / (total_norm + 1e-6)).clamp(max=1.0))
+
+
+def clip_grads_by_value_(gradients: Iterable[Tensor], max_value: float) -> None:
+    """Clamp every element of the gradients to [-max_value, max_value], in place."""
+    tensors = list(gradients)
+    if tensors:
+        torch._foreach_clamp_min_(tensors, -max_value)
+        torch._foreach_clamp_max_(tensors, max_value)
+
+
+def _norm_groups(context: ParallelContext, sharded: bool) -> dict[GridName, AxisGroup]:
+    """Return the ranks that together hold each grid's gradients once; groups of equal ranks are one object."""
+    if sharded:  # the model ranks of a grid times its data-parallel ranks are all ranks, for both grids
+        return dict.fromkeys(_MODEL_AXES, context.axis("world"))
+    groups: dict[GridName, AxisGroup] = {grid: context.axis(name, grid) for grid, (_, name) in _MODEL_AXES.items()}
+    if groups["expert"].ranks == groups["dense"].ranks:
+        groups["expert"] = groups["dense"]
+    return groups
+
+
+def _norm_over(group: AxisGroup, gradients: list[Tensor], context: ParallelContext, norm_type: float) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(context.device)
+    if group.process_group is None:
+        return norm
+    norm = norm.float()  # one dtype on all ranks, those without a gradient included
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group.process_group)
+        return norm
+    power = norm.pow(norm_type)
+    dist.all_reduce(power, group=group.process_group)
+    return power.pow(1.0 / norm_type)

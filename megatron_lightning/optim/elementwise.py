@@ -1,0 +1,82 @@
+"""Whether an optimizer treats every element by itself, so that it may step flat pieces of a matrix.
+
+An optimizer that looks at a parameter as a whole (a matrix factorisation, an orthogonalisation, a trust ratio) computes
+something else on a piece. The optimizers of torch that are element-wise are listed; any other is tried on a small matrix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from megatron_lightning.errors import ConfigError
+
+ELEMENTWISE = frozenset({SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop})
+_PROBE_SHAPE, _PROBE_CUT, _PROBE_STEPS = (6, 4), 11, 3
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Check that ``optimizer`` gives the same result on the flat pieces of a matrix as on the whole.
+
+    Raises:
+        ConfigError: If it does not, or cannot be tried.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return
+    name = type(optimizer).__name__
+    advice = 'Set data_parallel="ddp", which steps whole parameters on every rank, or choose an element-wise optimizer.'
+    for group in optimizer.param_groups:
+        try:
+            whole, pieces = probe(optimizer, group)
+        except Exception as error:
+            raise ConfigError(
+                f'{name} could not be tried on a small matrix, which data_parallel="zero1" needs for optimizers that it does '
+                f"not know ({type(error).__name__}: {error}). {advice}"
+            ) from error
+        if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * float(whole.abs().max())):
+            raise ConfigError(
+                f"{name} does not treat every element by itself: a matrix stepped whole and as two flat pieces differ by "
+                f'{float((whole - pieces).abs().max()):.2g}. data_parallel="zero1" shards parameters into flat pieces. {advice}'
+            )
+
+
+def probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Step a matrix whole and in two flat pieces with the hyper-parameters of ``group``; return both 1-D updates."""
+    device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(1 + _PROBE_STEPS, *_PROBE_SHAPE, generator=generator).to(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        whole = _steps(optimizer, group, [start], [[gradient] for gradient in gradients])
+        pieces = _steps(optimizer, group, _cut(start), [_cut(gradient) for gradient in gradients])
+    return whole - start.flatten(), pieces - start.flatten()
+
+
+def _cut(matrix: Tensor) -> list[Tensor]:
+    flat = matrix.flatten()
+    return [flat[:_PROBE_CUT], flat[_PROBE_CUT:]]
+
+
+def _steps(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
+    """Step copies of ``values`` once per list of gradients; return the results, flattened and joined."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    clone = object.__new__(type(optimizer))
+    left_out = ("state", "param_groups", "step")  # "step" is there when a scheduler has wrapped the original's
+    for key, value in vars(optimizer).items():
+        if key not in left_out:
+            # Hooks belong to the original; everything else is copied, so that the trial leaves no trace in it.
+            clone.__dict__[key] = type(value)() if key.endswith("_hooks") else copy.deepcopy(value)
+    clone.state = defaultdict(dict)
+    clone.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters}]
+    rate = clone.param_groups[0].get("lr")
+    if rate is not None:  # a warm-up may start at zero, where every optimizer looks element-wise
+        clone.param_groups[0]["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        type(optimizer).step(clone)  # type: ignore[no-untyped-call]
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
