@@ -12,11 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from megatron_lightning.errors import ShardingError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.grid import GridName
 
 if TYPE_CHECKING:
@@ -95,6 +97,23 @@ class ShardSpec:
         rectangles = tuple(Rectangle(at(b * block + rank * part), at(b * part), extent) for b in range(blocks))
         return cls(whole, rectangles, sharded_over=(axis,) if size > 1 else (), grid=grid)
 
+    @classmethod
+    def split_rows(cls, shape: Sequence[int], *, size: int, rank: int, axis: str = "tp", grid: GridName = "dense") -> ShardSpec:
+        """Return the spec of rank ``rank``'s rows of a table that need not divide evenly: see :func:`part_of`.
+
+        Raises:
+            ShardingError: If a rank would have no row.
+        """
+        whole, zeros = tuple(shape), (0,) * (len(shape) - 1)
+        start, length = part_of(whole[0], size, rank)
+        if part_of(whole[0], size, size - 1)[1] == 0:
+            raise ShardingError(
+                f"{whole[0]} rows are too few for {size} {axis} ranks: in equal parts rounded up, the last would have none. "
+                f"Choose at least {size * (size - 1)} rows, or fewer ranks."
+            )
+        box = Rectangle((start, *zeros), (0, *zeros), (length, *whole[1:]))
+        return cls(whole, (box,), sharded_over=(axis,) if size > 1 else (), grid=grid)
+
     @property
     def local_shape(self) -> Shape:
         """Shape of this rank's tensor."""
@@ -139,6 +158,27 @@ class ShardSpec:
         return pieces
 
 
+def part_of(total: int, size: int, rank: int) -> tuple[int, int]:
+    """Return (start, length) of rank ``rank``'s part of ``total`` entries in equal parts rounded up; the last are shorter."""
+    part = -(-total // size)
+    start = min(rank * part, total)
+    return start, min(part, total - start)
+
+
+def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
+    """Give ``module`` its parts of the parameters of ``source`` that ``specs`` names, None for the others it may have.
+
+    The parts are new tensors on the source's device, ``meta`` included; the specs become ``module.shard_specs``.
+    """
+    for name, parameter in source._parameters.items():
+        if parameter is None or name not in specs:
+            module.register_parameter(name, None)
+        else:
+            part = specs[name].shard(parameter.detach())
+            module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    module.shard_specs = dict(specs)  # type: ignore[assignment]
+
+
 def _numel(shape: Shape) -> int:
     count = 1
     for n in shape:
@@ -170,23 +210,30 @@ def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape
         position += _numel(extent)
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return copy -> owner for every parameter that a module of ``model`` declares as tied.
+
+    A module whose parameters tie to others states them in ``tied_parameters()``: a dict from its own parameter path to the
+    owner's path, both relative to that module, also where this rank holds only one of them.
+    """
+    ties: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "tied_parameters"):
+            prefix = f"{path}." if path else ""
+            ties.update({prefix + copy: prefix + owner for copy, owner in module.tied_parameters().items()})
+    return ties
+
+
 def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return the spec of every parameter, by the name ``model.named_parameters()`` gives it.
-
-    A module whose parameters tie to others (see :meth:`ShardSpec.tied_to`) states them in ``tied_parameters()``:
-    a dict from its own parameter path to the owner's path, both relative to that module. It is read here, so that a rank
-    which holds only the copy knows the owner's name.
 
     Raises:
         ShardingError: If a declared spec does not fit the local tensor.
     """
     specs: dict[str, ShardSpec] = {}
-    ties: dict[str, str] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if hasattr(module, "tied_parameters"):
-            ties.update({prefix + copy: prefix + owner for copy, owner in module.tied_parameters().items()})
         declared: Mapping[str, ShardSpec] = getattr(module, "shard_specs", None) or {}
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # the same tensor under a second name: named_parameters() lists it once, too
@@ -199,6 +246,7 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
                     f"of {spec.global_shape}."
                 )
             specs[prefix + name] = spec
+    ties = tied_names(model)
     return {
         name: replace(spec, tied_to=ties[name]) if name in ties and ties[name] not in specs else spec
         for name, spec in specs.items()
@@ -252,6 +300,7 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
         ShardingError: If a size does not divide over the ranks, or the same module is reached under two names.
     """
     styles = [(compile_pattern(pattern), style) for pattern, style in plan.modules.items()]
+    tied = _shared_names(model)
     for path, module in list(model.named_modules()):
         style = next((style for pattern, style in styles if pattern.fullmatch(path)), None)
         if style is None:
@@ -263,6 +312,8 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
         if swapped is not module:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, swapped)
+    for owner, *copies in tied:
+        _tie(model, owner, copies)
     rewrites = [(compile_pattern(pattern), rewrite) for pattern, rewrite in plan.attributes.items()]
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -271,3 +322,69 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
             if rewrite is not None:
                 setattr(module, name, rewrite(value, context))
     return model
+
+
+def _shared_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of every parameter that the model holds under more than one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, owner: str, copies: Sequence[str]) -> None:
+    """Make the modules that swapped a shared parameter for parts of it share the part."""
+    parameter = model.get_parameter(owner)
+    for copy in copies:
+        if model.get_parameter(copy).shape != parameter.shape:
+            raise ShardingError(
+                f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
+                f"{tuple(model.get_parameter(copy).shape)} and {tuple(parameter.shape)}. Give both modules the same style."
+            )
+        parent, _, name = copy.rpartition(".")
+        setattr(model.get_submodule(parent), name, parameter)
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Allocate what is on ``meta`` on ``device`` and fill it, in place; the rest of the model is left as it is.
+
+    Every parameter's values come from ``init_weights(name, tensor)`` of the outermost module that has such a method: it fills
+    ``tensor``, which has the global shape and is fp32 for floating types, with the initial values of the parameter ``name``
+    (relative to that module). This rank keeps its part, so it never holds more than its part and one whole parameter.
+
+    Args:
+        model: Reduced to this rank's pipeline units and parallelized.
+        device: Where the model trains.
+
+    Raises:
+        ConfigError: If a module on ``meta`` has no ``init_weights``.
+    """
+    specs, filled = named_shard_specs(model), {}
+    for path, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if not tensor.is_meta:
+            continue
+        if id(tensor) not in filled:
+            spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            whole = torch.empty(spec.global_shape, dtype=dtype, device=device)
+            owner, name = _initializer(model, path)
+            with torch.no_grad():
+                owner(name, whole)
+                part = spec.shard(whole).to(tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            filled[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, filled[id(tensor)])
+
+
+def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:
+    """Return the outermost ``init_weights(name, tensor)`` above ``path``, and the name it knows the tensor by."""
+    segments = path.split(".")
+    for depth in range(len(segments)):
+        method = getattr(model.get_submodule(".".join(segments[:depth])), "init_weights", None)
+        if method is not None and len(signature(method).parameters) == 2:  # other libraries use the name for other things
+            return method, ".".join(segments[depth:])
+    raise ConfigError(
+        f"{path} is on the meta device, and no module above it has init_weights(name, tensor), so its values are unknown. "
+        "Add that method to the model, or build the model on a real device."
+    )

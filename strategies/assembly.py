@@ -1,0 +1,184 @@
+"""Turn the whole LightningModule into this rank's part: cut into stages, shard over tensor ranks, fill the weights.
+
+The steps, in this order: equal weights on all ranks (a module that was initialised at random), drop the pipeline units of other
+ranks, replace layers by their parallel counterparts, allocate and initialise what is still on ``meta``, read the specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import (
+    ShardingPlan,
+    ShardSpec,
+    materialize,
+    named_shard_specs,
+    parallelize,
+    tied_names,
+)
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.partition import partition_units
+from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module
+
+
+class _Mark(NamedTuple):
+    """Left on an assembled LightningModule; plain values, so that the module stays copyable."""
+
+    layout: ParallelLayout
+    stages: tuple[tuple[str, ...], ...]
+    """Unit paths of every stage; empty without a pipeline."""
+
+
+@dataclass
+class Assembly:
+    """What this rank holds of the module."""
+
+    specs: dict[str, ShardSpec]
+    """Spec of every parameter, by its name in the LightningModule."""
+    tied: dict[str, str]
+    """Name of a tied copy -> name of its owner."""
+    path: str | None = None
+    """Path of the module that is cut into stages; None with one stage."""
+    views: dict[int, nn.Module] = field(default_factory=dict)
+    """Stage of this rank -> the pipelined module as that stage sees it."""
+    unit_prefixes: tuple[str, ...] = ()
+    """Prefixes of the names that belong to pipeline units of this rank; other names are held by every pipeline rank."""
+
+    def in_unit(self, name: str) -> bool:
+        """Return whether a parameter or buffer belongs to a pipeline unit, so that only this pipeline rank holds it."""
+        return any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.unit_prefixes)
+
+
+def assemble(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None) -> Assembly:
+    """Reduce ``module`` to this rank's part, in place; a module that already is, is only described.
+
+    Args:
+        module: The LightningModule, whole, on a real device or ``meta``.
+        context: Groups of this rank.
+        plan: Tensor-parallel table by module path; None: the ``sharding_plan()`` of the modules that have one.
+
+    Raises:
+        ConfigError: If the module has no pipeline units or no table though the layout needs them, or was assembled for
+            another layout.
+    """
+    mark: _Mark | None = module.__dict__.get("_megatron_mark")
+    if mark is not None and mark.layout != context.layout:
+        raise ConfigError(
+            f"{type(module).__name__} was sharded for {_describe(mark.layout)} by an earlier Trainer and cannot be used with "
+            f"{_describe(context.layout)}. Create a new module, and load a checkpoint into it."
+        )
+    partition = None
+    if mark is None and context.world_size > 1:
+        _equalize(module, context.axis("world"))
+    if context.layout.num_stages > 1:
+        path, pipelined = find_pipelined_module(module)
+        placement = Placement.loop(context.layout.pp, context.layout.vpp)
+        stages = mark.stages if mark else partition_units(pipelined.pipeline_units(), context.layout.num_stages)
+        own = placement.stages_of(context.pp.rank)
+        partition = _partitioned(pipelined, stages, own, whole=mark is None)
+    if mark is None:
+        if context.layout.tp > 1:
+            _parallelize(module, context, plan)
+        materialize(module, context.device)
+        module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else ())
+    assembly = Assembly(named_shard_specs(module), tied_names(module))
+    if partition is not None:
+        assembly.path = path
+        assembly.views = {stage: partition.view(stage) for stage in partition.own}
+        prefix = f"{path}." if path else ""
+        assembly.unit_prefixes = tuple(prefix + unit for stage in partition.own for unit in partition.stages[stage])
+        assembly.specs = {name: _summed_over_stages(name, spec, assembly) for name, spec in assembly.specs.items()}
+    return assembly
+
+
+def _describe(layout: ParallelLayout) -> str:
+    return f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp})"
+
+
+def _partitioned(module: nn.Module, stages: tuple[tuple[str, ...], ...], own: tuple[int, ...], *, whole: bool) -> StagePartition:
+    if whole:
+        return StagePartition(module, stages, own)
+    partition = StagePartition.__new__(StagePartition)
+    partition.module, partition.stages, partition.own = module, stages, own
+    return partition
+
+
+def _summed_over_stages(name: str, spec: ShardSpec, assembly: Assembly) -> ShardSpec:
+    """A parameter outside the units (used before or after the pipelined call) gets its gradient on one stage or on several."""
+    return spec if assembly.in_unit(name) else replace(spec, partial_over=(*spec.partial_over, "pp"))
+
+
+def _parallelize(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None) -> None:
+    if plan is not None:
+        parallelize(module, context, plan)
+        return
+    planned = [child for child in module.modules() if callable(getattr(child, "sharding_plan", None))]
+    if not planned:
+        raise ConfigError(
+            f"tensor_model_parallel_size is {context.layout.tp}, and no module of {type(module).__name__} says how it is split. "
+            "Give the model a method sharding_plan() that returns a ShardingPlan, pass MegatronStrategy(sharding_plan=...), or "
+            "set tensor_model_parallel_size to 1."
+        )
+    for child in planned:
+        parallelize(child, context, child.sharding_plan())
+
+
+def _equalize(module: nn.Module, world: AxisGroup) -> None:
+    """Give all ranks rank 0's weights where they differ (unseeded initialisation), as DistributedDataParallel does."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if not tensors or _agree(torch.stack([fingerprint(t) for t in tensors]), world):
+        return
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=world.ranks[0], group=world.process_group)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return an int64 that depends on every bit of ``tensor`` and on their order."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    return (padded * torch.arange(1, 2 * padded.numel(), 2, device=padded.device)).sum()
+
+
+def _agree(fingerprints: Tensor, group: AxisGroup) -> bool:
+    return not disagreeing(fingerprints, group)
+
+
+def disagreeing(fingerprints: Tensor, group: AxisGroup) -> list[int]:
+    """Return the indices at which the ranks of ``group`` have different fingerprints; a collective."""
+    if group.process_group is None:
+        return []
+    low, high = fingerprints.clone(), fingerprints.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group.process_group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group.process_group)
+    return [int(index) for index in (low != high).nonzero()]
+
+
+def check_replicas(parameters: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], context: ParallelContext) -> None:
+    """Check that parameters that are not sharded over an axis are bit-equal over it.
+
+    Raises:
+        ShardingError: Naming the parameters that differ and the axis.
+    """
+    names = list(parameters)
+    if context.world_size == 1 or not names:
+        return
+    marks = torch.stack([fingerprint(parameters[name]) for name in names])
+    groups = {"dp-cp": context.dp_cp, "tp": context.tp}
+    for axis, group in groups.items():
+        equal = [i for i, name in enumerate(names) if not set(axis.split("-")) & set(specs[name].sharded_over)]
+        differing = [names[equal[i]] for i in disagreeing(marks[equal], group)]
+        if differing:
+            raise ShardingError(
+                f"{len(differing)} parameter(s) differ between the {axis} ranks {list(group.ranks)} though their spec says they "
+                f"are replicated: {', '.join(differing[:5])}. Initialise them from the same seed, or declare how they are sharded."
+            )

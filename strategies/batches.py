@@ -1,0 +1,121 @@
+"""Cut a batch into micro-batches along dim 0, and put the outputs of the micro-batches together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return the size of dim 0 of the first tensor in ``batch`` (None if it holds none)."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else None
+    for item in _children(batch):
+        size = batch_size_of(item)
+        if size is not None:
+            return size
+    return None
+
+
+def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
+    """Cut ``batch`` into micro-batches.
+
+    Tensors whose dim 0 has the batch size, and lists of that length without tensors in them, are cut; everything else is
+    handed to every micro-batch as it is. The last micro-batch is smaller if the size does not divide.
+
+    Args:
+        batch: Nested tensors.
+        micro_batch_size: Samples of a micro-batch; None: one micro-batch.
+    """
+    size = batch_size_of(batch)
+    if micro_batch_size is None or size is None or size <= micro_batch_size:
+        return [batch]
+    starts = range(0, size, micro_batch_size)
+    return [_map_leaves(batch, _cutter(size, start, start + micro_batch_size)) for start in starts]
+
+
+def _cutter(size: int, start: int, stop: int) -> Callable[[Any], Any]:
+    def cut(leaf: Any) -> Any:
+        sized = (isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size) or _is_list_of(leaf, size)
+        return leaf[start:stop] if sized else leaf
+
+    return cut
+
+
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Put the outputs of one step's micro-batches together.
+
+    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors are concatenated on dim 0,
+    lists of plain values are joined; nested structures are followed.
+    """
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
+    if isinstance(first, Tensor):
+        return _weighted_mean(outputs, weights) if first.ndim == 0 else torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        merged = {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
+        if "num_items" in first:
+            merged["num_items"] = sum(output["num_items"] for output in outputs)
+        return merged
+    if isinstance(first, bool | int | float):
+        return float(_weighted_mean([torch.tensor(float(output)) for output in outputs], weights))
+    if isinstance(first, list) and not any(isinstance(item, Tensor) for item in first):
+        return [item for output in outputs for item in output]
+    if isinstance(first, list | tuple):
+        parts = [merge_outputs(items, weights) for items in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return list(outputs)
+
+
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    if all(weight == weights[0] for weight in weights):
+        return torch.stack(list(values)).mean()
+    stacked = torch.stack(list(values))
+    weight = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weight).sum() / weight.sum()
+
+
+def _is_list_of(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, list) and len(leaf) == size and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
+
+
+def _children(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return list(batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return []
+
+
+def _map_leaves(batch: Any, cut: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Mapping):
+        mapped = {key: _map_leaves(value, cut) for key, value in batch.items()}
+        return mapped if type(batch) is dict else _like(batch, mapped)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map_leaves(value, cut) for value in batch))
+    if isinstance(batch, list | tuple):
+        shortened = cut(batch)
+        return shortened if shortened is not batch else type(batch)(_map_leaves(value, cut) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: _map_leaves(getattr(batch, f.name), cut) for f in fields(batch) if f.init})
+    return cut(batch)
+
+
+def _like(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    try:
+        return type(batch)(mapped)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} cannot be rebuilt from a dict, so it cannot be cut into micro-batches. "
+            "Return a dict from the collate function, or define split_batch(batch, micro_batch_size) on the LightningModule "
+            "or LightningDataModule."
+        ) from error

@@ -1,0 +1,188 @@
+"""Gradients between the steps that compute them and the optimizer that reads them, in Lightning's hook order.
+
+Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. With a schedule of micro-batches the gradients exist
+after ``training_step``; they are put aside, and published in ``backward`` between Lightning's hooks. A *window* is one optimizer
+step: one flush, or as many as are accumulated.
+
+A module that returns ``num_items`` is weighted exactly: every micro-batch's mean loss is multiplied by its number of items, and
+the gradients are divided by the sum of all items (micro-batches, data and context ranks, accumulated flushes). Otherwise every
+micro-batch's loss is a mean, and means are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
+from megatron_lightning.optim.distributed import shard_optimizer
+from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.sharding import ShardSpec
+
+
+class GradientFlow:
+    """Accumulates, reduces, exposes and clips the gradients of one fit.
+
+    Args:
+        module: The sharded LightningModule.
+        specs: Spec of every parameter by name.
+        context: Groups of this rank.
+        optimizers: The user's optimizers; sharded in place over the data-parallel ranks if ``sharded``.
+        sharded: ZeRO-1.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        specs: Mapping[str, ShardSpec],
+        context: ParallelContext,
+        optimizers: Sequence[Optimizer],
+        *,
+        sharded: bool,
+    ) -> None:
+        self._context, self._specs = context, specs
+        self._sharded = sharded and context.dp_cp.size > 1
+        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.reducer = GradientReducer(parameters, specs, context, sharded=self._sharded)
+        self.sharded_optimizers = [shard_optimizer(optimizer, self.reducer) for optimizer in optimizers] if self._sharded else []
+        self.last_norm: Tensor | None = None
+        """Global norm before the last clipping by norm."""
+        self.computed = False
+        """Whether the gradients of the current flush exist already."""
+        self._is_last_flush = True
+        self._window_open = False
+        self._num_items: Tensor | None = None
+        self._native_weight: Tensor | None = None
+        self._clipped: Precision | None = None
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the reduced gradients that the optimizers read, by parameter name."""
+        return self.reducer.gradients()
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Inside the block flushes are not the window's last."""
+        self._is_last_flush = False
+        try:
+            yield
+        finally:
+            self._is_last_flush = True
+
+    # ------------------------------------------------------------------------------- flushes run by a schedule
+
+    def begin_flush(self) -> None:
+        """Prepare for the backward passes of a flush."""
+        if self._window_open:
+            self.reducer.expose()
+        else:
+            self._num_items, self._window_open = None, True
+            self.reducer.start_window()
+        self.reducer.sync = False
+
+    def before_last_backward(self, stage: int) -> None:
+        """Let the reduction start with the stage's last backward of the window."""
+        self.reducer.sync = self._is_last_flush
+
+    def end_flush(self, num_items: Tensor | None) -> None:
+        """Put the gradients aside until ``backward``."""
+        self._add_items(num_items)
+        self.reducer.hide()
+        self.computed = True
+
+    def expose(self) -> None:
+        """Bring the gradients back."""
+        self.reducer.expose()
+
+    # ------------------------------------------------------------------- flushes run by Lightning's own closure
+
+    def note_native_output(self, output: Any, accumulated: int) -> None:
+        """Remember how much a step that Lightning runs itself weighs.
+
+        Args:
+            output: What ``training_step`` returned.
+            accumulated: Flushes of a window, by which Lightning divides the loss.
+        """
+        self.computed, self._native_weight = False, None
+        if not self._window_open:
+            self._num_items = None
+        if isinstance(output, Mapping) and "num_items" in output and (accumulated > 1 or self._context.dp_cp.size > 1):
+            items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._context.device).detach()
+            self._native_weight = items * accumulated
+            self._add_items(items)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return what to backpropagate for the loss that Lightning computed."""
+        return loss if self._native_weight is None else loss * self._native_weight
+
+    @contextmanager
+    def native_backward(self) -> Generator[None, None, None]:
+        """Around one backward pass that produces all gradients of a flush."""
+        if self.reducer.buckets:
+            if self._window_open:
+                self.reducer.expose()
+            else:
+                self.reducer.start_window()
+        self._window_open = True
+        self.reducer.sync = self._is_last_flush
+        yield
+
+    # ---------------------------------------------------------------------------------------------- both kinds
+
+    def finish_flush(self) -> None:
+        """Complete the reduction if this flush was the window's last."""
+        self.computed = False
+        if not self._is_last_flush:
+            return
+        scale = self._scale()
+        if self.reducer.buckets or isinstance(scale, Tensor) or scale != 1.0:
+            self.reducer.finish(scale)
+        self._window_open = False
+
+    def _add_items(self, num_items: Tensor | None) -> None:
+        if num_items is not None:
+            self._num_items = num_items if self._num_items is None else self._num_items + num_items
+
+    def _scale(self) -> float | Tensor:
+        group = self._context.dp_cp
+        if self._num_items is None:
+            return 1.0 / group.size
+        total = self._num_items.clone()
+        if group.process_group is not None:
+            dist.all_reduce(total, group=group.process_group)
+        return 1.0 / total.clamp(min=1.0)
+
+    # ------------------------------------------------------------------------------------------------ clipping
+
+    def take_over_clipping(self, plugin: Precision) -> None:
+        """Let the precision plugin, whatever its class, clip by the norm over all ranks."""
+        self._clipped = plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    def norm(self) -> Tensor:
+        """Return the global norm of the gradients; a collective."""
+        items = ((gradient, self._specs[name]) for name, gradient in self.by_name().items())
+        return global_grad_norm(items, self._context, sharded=self._sharded)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.last_norm = self.norm()
+        clip_grads_by_norm_(self.by_name().values(), clip_val, self.last_norm)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_grads_by_value_(self.by_name().values(), clip_val)
+
+    def release(self) -> None:
+        """Remove hooks from the parameters and give clipping back to the plugin."""
+        self.reducer.detach()
+        if self._clipped is not None:
+            del self._clipped.clip_grad_by_norm, self._clipped.clip_grad_by_value
+            self._clipped = None

@@ -1,0 +1,119 @@
+"""``self.log`` inside a step: captured for each micro-batch, reduced, sent to every stage and replayed there.
+
+Lightning expects one call per key and batch, on every rank. A step runs once for each micro-batch, and only the last stage
+reaches the code after the model. So calls are recorded during the schedule; afterwards every rank makes the real call once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from megatron_lightning.errors import ConfigError
+
+
+@dataclass
+class LogEntry:
+    """One key of a step, ready to be replayed: plain data that can be sent to another stage."""
+
+    name: str
+    value: Any
+    """Reduced value; for a metric object, its value in this step."""
+    metric: str | None
+    """Path of the metric object in the LightningModule, if that is what was logged."""
+    batch_size: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of ``self.log``."""
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Return the fields; tuples are what :class:`StageBroadcast` takes apart."""
+        return (self.name, self.value, self.metric, self.batch_size, self.options)
+
+
+class LogRecorder:
+    """Records ``self.log`` calls of one step."""
+
+    def __init__(self, module: pl.LightningModule, sizes: Sequence[int | None]) -> None:
+        self._module, self._sizes = module, sizes
+        self._calls: dict[str, list[tuple[Any, int | None, dict[str, Any]]]] = {}
+        self.microbatch = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take the calls of ``module.log`` (and ``log_dict``, which goes through it) instead of Lightning."""
+        names = list(inspect.signature(type(self._module).log).parameters)[1:]
+
+        def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
+            arguments = {**dict(zip(names, args, strict=False)), **options}
+            name, value = arguments.pop("name"), arguments.pop("value")
+            size = batch_size if batch_size is not None else arguments.pop("batch_size", self._sizes[self.microbatch])
+            value = value.detach() if isinstance(value, Tensor) else value
+            self._calls.setdefault(name, []).append((value, size, arguments))
+
+        before = self._module.__dict__.get("log")
+        self._module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+            if before is not None:
+                self._module.__dict__["log"] = before
+
+    def entries(self) -> list[LogEntry]:
+        """Return what was recorded, reduced over the micro-batches."""
+        return [self._reduced(name, calls) for name, calls in self._calls.items()]
+
+    def _reduced(self, name: str, calls: list[tuple[Any, int | None, dict[str, Any]]]) -> LogEntry:
+        options = calls[-1][2]
+        sizes = [size for _, size, _ in calls]
+        batch_size = None if None in sizes else sum(size or 0 for size in sizes)
+        value = calls[0][0]
+        if isinstance(value, Metric):
+            return LogEntry(name, value._forward_cache, self._path_of(value, options), batch_size, options)
+        if len(calls) > 1:
+            values = torch.stack([torch.as_tensor(value, dtype=torch.get_default_dtype()).squeeze() for value, _, _ in calls])
+            weights = torch.tensor([1.0 if None in sizes else float(size or 0) for size in sizes], device=values.device)
+            value = _reduction(name, options.get("reduce_fx", "mean"))(values, weights)
+        return LogEntry(name, value, None, batch_size, options)
+
+    def _path_of(self, metric: Metric, options: dict[str, Any]) -> str:
+        if options.get("metric_attribute"):
+            return str(options["metric_attribute"])
+        for path, module in self._module.named_modules():
+            if module is metric:
+                return path
+        raise ConfigError(
+            f"self.log was given a {type(metric).__name__} that is not an attribute of the LightningModule. "
+            "Assign it to self in __init__, or log metric.compute()."
+        )
+
+
+def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
+    key = (reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")).lower()
+    if key in ("mean", "avg"):
+        return lambda values, weights: (values * weights).sum() / weights.sum()
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
+    if key in reductions:
+        return lambda values, weights: reductions[key](values)
+    if callable(reduce_fx):
+        return lambda values, weights: reduce_fx(values)
+    raise ConfigError(f"self.log({name!r}) has reduce_fx={reduce_fx!r}. Set it to mean, sum, min, max or a function.")
+
+
+def replay(module: pl.LightningModule, entries: Sequence[tuple[Any, ...]]) -> None:
+    """Make the real ``self.log`` calls, once for each key."""
+    for name, value, metric_path, batch_size, options in entries:
+        sized = {} if batch_size is None else {"batch_size": int(batch_size)}
+        if metric_path is not None:
+            metric = module.get_submodule(metric_path)
+            metric._forward_cache = value
+            value = metric  # noqa: PLW2901
+        module.log(name, value, **sized, **options)

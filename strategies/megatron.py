@@ -1,0 +1,534 @@
+"""``Trainer(strategy=MegatronStrategy(...))``: tensor, sequence, pipeline and data parallel training of ordinary modules.
+
+The strategy joins the parts: it checks the layout before anything starts, creates the groups, cuts and shards the module
+right after ``configure_model``, runs each step as a pipeline flush, and hands gradients over in Lightning's own hook order.
+The work is done by ``assembly`` (model), ``steps`` (pipeline flush), ``gradients`` (reduction, clipping), ``sampling`` (data
+order) and ``checkpointing``. No loop, connector, fetcher or callback of Lightning is patched.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning.pytorch as pl
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.pipeline.schedules import make_schedule, resolve_schedule
+from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies.assembly import Assembly, assemble
+from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.failure import FailureWatch
+from megatron_lightning.strategies.gradients import GradientFlow
+from megatron_lightning.strategies.launchers import StartMethod, make_launcher
+from megatron_lightning.strategies.sampling import DataProgress, ResumableSampler, resumable, sharded_for_evaluation
+from megatron_lightning.strategies.steps import StepRunner
+
+DataParallel = Literal["ddp", "zero1", "fsdp"]
+ScheduleName = Literal["auto", "gpipe", "1f1b"]
+
+_STEP_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+class MegatronStrategy(ParallelStrategy):
+    """Train an ordinary LightningModule with Megatron-style parallelism.
+
+    World size is ``num_nodes x devices``; what the other axes leave is data parallel.
+
+    Args:
+        tensor_model_parallel_size: Ranks that share each layer's matrices.
+        pipeline_model_parallel_size: Ranks that share the sequence of layers.
+        virtual_pipeline_model_parallel_size: Model chunks on each pipeline rank.
+        context_parallel_size: Ranks that share each sequence.
+        expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts layer.
+        expert_tensor_parallel_size: Ranks that share each expert's matrices; None: same as tensor.
+        sequence_parallel: Shard activations along the sequence between tensor-parallel regions; "auto": when tensor > 1.
+        micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
+        pipeline_schedule: Order of work in the pipeline; "auto" picks by layout.
+        data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks.
+        start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
+        sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
+            ``sharding_plan()`` of its own.
+        process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        timeout_s: Seconds after which a collective that waits for another rank fails.
+
+    Raises:
+        ConfigError: If the values cannot work together; always before a process group exists.
+    """
+
+    strategy_name = "megatron"
+
+    def __init__(
+        self,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        sequence_parallel: bool | Literal["auto"] = "auto",
+        micro_batch_size: int | None = None,
+        pipeline_schedule: ScheduleName = "auto",
+        data_parallel: DataParallel = "zero1",
+        start_method: StartMethod = "popen",
+        sharding_plan: ShardingPlan | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        self.layout = ParallelLayout(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            context_parallel_size=context_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            sequence_parallel=sequence_parallel,
+        )
+        preflight.check_options(self.layout, micro_batch_size, data_parallel, start_method)
+        self.pipeline_schedule = resolve_schedule(pipeline_schedule, self.layout)
+        self.micro_batch_size, self.data_parallel, self.start_method = micro_batch_size, data_parallel, start_method
+        self.sharding_plan, self.num_nodes = sharding_plan, 1
+        self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
+        self.progress = DataProgress()
+        self._context: ParallelContext | None = None
+        self._assembly: Assembly | None = None
+        self._runner: StepRunner | None = None
+        self._gradients: GradientFlow | None = None
+        self._failure_watch: FailureWatch | None = None
+        self._checkpoints = CheckpointGlue(self)
+        self._configure_model: Callable[[], None] | None = None
+        self._injects_samplers = True
+
+    # ------------------------------------------------------------------------------------------------- environment
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        return (self.parallel_devices or [torch.device("cpu")])[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def _planned_world_size(self) -> int:
+        return self.num_nodes * max(1, self.num_processes)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether batches differ between ranks; decides in Lightning whether ``sync_dist`` has work to do."""
+        return self.layout.data_parallel_size(self._planned_world_size) > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas of the data and which one this rank sees."""
+        if self._context is None:
+            return {"num_replicas": self.layout.data_parallel_size(self._planned_world_size), "rank": 0}
+        return {"num_replicas": self.context.dp.size, "rank": self.context.dp.rank}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are loaded into the sharded module."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning asks for the optimizer state after the module's."""
+        return True
+
+    @property
+    def context(self) -> ParallelContext:
+        """Groups of this rank.
+
+        Raises:
+            ConfigError: Before the process groups exist.
+        """
+        if self._context is None:
+            raise ConfigError("the parallel context exists from the Trainer's setup on; use it in or after configure_model.")
+        return self._context
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all data-parallel ranks together have trained on."""
+        return self.progress.consumed_samples
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.layout.num_stages
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """Global gradient norm before clipping, of the last step that clipped by norm."""
+        return self._gradients.last_norm if self._gradients else None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""
+        return self._gradients.by_name() if self._gradients else {}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self._planned_world_size)
+        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        RankGrid(self.layout, self._planned_world_size)  # a layout that does not fit fails here, before any process starts
+        self._launcher = make_launcher(self)
+
+    def setup_environment(self) -> None:
+        """Create the process groups, then make sharding part of ``configure_model``.
+
+        Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so the module must be cut
+        when that call returns, or here if it exists already.
+        """
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        module = self.lightning_module
+        if self._planned_world_size > 1:
+            default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+            _init_dist_connection(self.cluster_environment, self._backend or default, timeout=self._timeout)
+            self._failure_watch = FailureWatch()
+            self._failure_watch.start()
+        if self._context is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 1234))
+            self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout)
+        if self.context.world_size > 1:
+            module._device_mesh = self.context.device_mesh()
+        if not is_overridden("configure_model", module):
+            self._assemble()
+            return
+        original, self._configure_model = module.configure_model, module.__dict__.get("configure_model")
+
+        @functools.wraps(original)
+        def configure_model() -> None:
+            original()
+            self._assemble()
+
+        module.__dict__["configure_model"] = configure_model
+
+    def _restore_configure_model(self) -> None:
+        attributes = self.lightning_module.__dict__
+        if hasattr(attributes.get("configure_model"), "__wrapped__"):
+            del attributes["configure_model"]
+            if self._configure_model is not None:
+                attributes["configure_model"] = self._configure_model
+
+    def _assemble(self) -> None:
+        self._assembly = assemble(self.lightning_module, self.context, self.sharding_plan)
+
+    # ------------------------------------------------------------------------------------------------------- setup
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Finish the module, create optimizers and the engines that run steps and reduce gradients."""
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._restore_configure_model()
+        self._assemble()
+        preflight.check_module(module, self.layout, self.micro_batch_size, trainer)
+        connector = trainer._accelerator_connector
+        self._injects_samplers = self._injects_samplers and connector.use_distributed_sampler
+        connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.assembly.check_replicas(module, self.context)
+        self._runner = StepRunner(module, self.context, self.assembly)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._setup_training(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self._runner.rng.separate_replicas(self.context)
+
+    def _setup_training(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self._release_gradients()
+        self.setup_optimizers(trainer)
+        self._gradients = GradientFlow(
+            self.lightning_module, self.assembly.specs, self.context, self.optimizers, sharded=self.data_parallel == "zero1"
+        )
+        if self.context.world_size > 1:
+            self._gradients.take_over_clipping(self.precision_plugin)
+
+    @property
+    def assembly(self) -> Assembly:
+        """How this rank's part of the module was made.
+
+        Raises:
+            ConfigError: Before the module is set up.
+        """
+        if self._assembly is None:
+            raise ConfigError("the module has not been sharded yet; it is in or after configure_model.")
+        return self._assembly
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        self.model.to(self.root_device)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        preflight.check_precision(plugin, self._planned_world_size if self.parallel_devices else 1)
+        self._precision_plugin = plugin
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give each data-parallel rank its share of the data; training continues where ``consumed_samples`` says."""
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        trainer = self.lightning_module.trainer
+        if self._injects_samplers:
+            if trainer.training:
+                dataloader = resumable(dataloader, self.context.dp, self.progress)
+            else:
+                dataloader = sharded_for_evaluation(dataloader, self.context.dp, trainer.state.stage)
+        if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+            # Lightning would seed workers by global rank; ranks of one replica must see the same random transforms.
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.context.dp.rank)
+        return dataloader
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def on_train_start(self) -> None:
+        """Draw the data order again if the loader was started before a checkpoint said where to continue."""
+        trainer = self.lightning_module.trainer
+        samplers = [getattr(loader, "sampler", None) for loader in trainer.fit_loop._combined_loader.flattened]
+        if self.progress.resuming and any(isinstance(s, ResumableSampler) and s.started for s in samplers):
+            iter(trainer.fit_loop._data_fetcher)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""
+        runner, gradients = self.runner, self.gradient_flow
+        microbatches = runner.split(batch, self.micro_batch_size)
+        trainer = self.lightning_module.trainer
+        self.progress.consumed_samples += self._num_samples(microbatches) * self.context.dp.size
+        if self._is_native(microbatches):
+            output = super().training_step(batch, *args, **kwargs)
+            gradients.note_native_output(output, trainer.accumulate_grad_batches)
+            return output
+        skip_backward = trainer.fit_loop._skip_backward
+        gradients.begin_flush()
+        result = runner.run(
+            "training_step",
+            microbatches,
+            (*args, *kwargs.values()),
+            schedule=make_schedule(self.pipeline_schedule, self.layout, len(microbatches)),
+            step_context=self.precision_plugin.train_step_context,
+            backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
+            before_last_backward=gradients.before_last_backward,
+        )
+        gradients.end_flush(result.num_items)
+        return result.output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Publish the gradients between Lightning's backward hooks; compute them first if no schedule did."""
+        gradients, module = self.gradient_flow, self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if gradients.computed:
+            gradients.expose()
+        else:
+            with gradients.native_backward():
+                weighted = gradients.weighted(closure_loss)
+                self.precision_plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        gradients.finish_flush()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients inside the block without reducing them."""
+        with self.gradient_flow.accumulating():
+            yield
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of validation."""
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of testing."""
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of prediction; every stage gets the whole output."""
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        microbatches = self.runner.split(batch, self.micro_batch_size)
+        if self._is_native(microbatches):
+            return getattr(super(), hook)(batch, *args, **kwargs)
+        return self.runner.run(
+            hook,
+            microbatches,
+            (*args, *kwargs.values()),
+            schedule=make_schedule(self.pipeline_schedule, self.layout, len(microbatches), forward_only=True),
+            step_context=getattr(self.precision_plugin, _STEP_CONTEXTS[hook]),
+        ).output
+
+    def _is_native(self, microbatches: list[Any]) -> bool:
+        """Whether Lightning's own step does the work: one stage and one micro-batch."""
+        return self.num_stages == 1 and len(microbatches) == 1
+
+    def _num_samples(self, microbatches: list[Any]) -> int:
+        from megatron_lightning.strategies.batches import batch_size_of
+
+        return sum(batch_size_of(part) or 1 for part in microbatches)
+
+    @property
+    def runner(self) -> StepRunner:
+        """Runs steps.
+
+        Raises:
+            ConfigError: Before setup.
+        """
+        if self._runner is None:
+            raise ConfigError("steps can be run after the Trainer has set the strategy up.")
+        return self._runner
+
+    @property
+    def gradient_flow(self) -> GradientFlow:
+        """Reduces and exposes gradients.
+
+        Raises:
+            ConfigError: Outside of fitting.
+        """
+        if self._gradients is None:
+            raise ConfigError("gradients exist while the Trainer fits.")
+        return self._gradients
+
+    # ------------------------------------------------------------------------------------------------- collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+            dist.barrier(device_ids=device_ids)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value)."""
+        if not isinstance(tensor, Tensor) or self._context is None:
+            return tensor
+        group = group if group is not None else self.context.dp.process_group
+        return tensor if group is None else _sync_ddp(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data-parallel ranks."""
+        group = group if group is not None else (self.context.dp.process_group if self._context else None)
+        return tensor.unsqueeze(0) if group is None and dist.is_initialized() else super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the world: control flow must be the same on every rank."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the module's state."""
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a sharded checkpoint directory; committed by one rename when every rank has written its part."""
+        self._checkpoints.save(checkpoint, str(self.broadcast(str(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
+        return self._checkpoints.load(str(self.broadcast(str(checkpoint_path))))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of the module."""
+        self._checkpoints.load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizer states."""
+        self._checkpoints.load_optimizers(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint."""
+        if self.is_global_zero:
+            self._checkpoints.remove(str(filepath))
+
+    # ---------------------------------------------------------------------------------------------------- teardown
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one stops, so that nobody waits for it."""
+        if self._failure_watch is not None:
+            self._failure_watch.report(exception)
+
+    def _release_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.release()
+            self._gradients = None
+
+    def teardown(self) -> None:
+        """Give back hooks and threads; the module stays where it is."""
+        self._restore_configure_model()
+        self._release_gradients()
+        if self._runner is not None:
+            self._runner.metrics.release()
+            self._runner = None
+        if self._failure_watch is not None:
+            self._failure_watch.stop()
+            self._failure_watch = None
+        self.precision_plugin.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.accelerator.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        unpicklable = ("_context", "_assembly", "_runner", "_gradients", "_failure_watch", "_launcher")
+        return {**self.__dict__, **dict.fromkeys(unpicklable)}
+
+
+StrategyRegistry.register("megatron", MegatronStrategy, description="Megatron-style parallelism", override=True)

@@ -1,0 +1,66 @@
+"""torchmetrics objects under a pipeline: only the last stage updates them, every rank computes the same value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from megatron_lightning.parallel.context import ParallelContext
+
+
+class MetricSync:
+    """Gathers metric states over the data-parallel ranks of the last stage and gives the result to all stages."""
+
+    def __init__(self, module: nn.Module, context: ParallelContext) -> None:
+        self._context = context
+        self._metrics = {path: metric for path, metric in module.named_modules() if isinstance(metric, Metric)}
+        for metric in self._metrics.values():
+            if metric.dist_sync_fn is None and context.world_size > 1:
+                metric.dist_sync_fn = self.gather
+
+    def release(self) -> None:
+        """Give the metrics their own synchronisation back."""
+        for metric in self._metrics.values():
+            if metric.dist_sync_fn == self.gather:
+                metric.dist_sync_fn = None
+
+    def gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Return the states of all data-parallel ranks (torchmetrics' ``dist_sync_fn``).
+
+        Tensor-parallel ranks hold equal states and count once. A ``group`` of the user's is followed as it is.
+        """
+        if group is not None and group is not dist.group.WORLD:
+            return gather_all_tensors(state, group)
+        context = self._context
+        states: list[Tensor] = [state]
+        if context.pp.rank == 0 and context.dp_cp.size > 1:
+            states = gather_all_tensors(state, context.dp_cp.process_group)
+        if context.pp.size > 1:
+            box = [[s.cpu() for s in states] if context.pp.rank == 0 else None]
+            dist.broadcast_object_list(box, src=context.pp.ranks[0], group=context.pp.process_group)
+            states = [s.to(state.device) for s in box[0] or []]
+        return states
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each metric was updated: what :meth:`follow` needs on the other stages."""
+        return {path: metric._update_count for path, metric in self._metrics.items()}
+
+    def follow(self, counts: Mapping[str, int]) -> None:
+        """Make this stage's metrics know that the last stage updated them.
+
+        A metric that was updated drops its cached value, so that all ranks take part in the next ``compute``; list states
+        get an empty entry, so that torchmetrics gathers them here as well.
+        """
+        for path, metric in self._metrics.items():
+            if metric._update_count == counts[path]:
+                continue
+            metric._update_count, metric._computed = counts[path], None
+            for name, default in metric._defaults.items():
+                if isinstance(default, list) and not getattr(metric, name):
+                    setattr(metric, name, [torch.empty(0, device=metric.device)])

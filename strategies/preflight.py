@@ -1,0 +1,93 @@
+"""Checks of the strategy's settings against each other, the module and the Trainer, before any process group exists."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.rules import check_model_layout
+
+SUPPORTED_PRECISION = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+
+
+def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_parallel: str, start_method: str) -> None:
+    """Check what the strategy was given.
+
+    Raises:
+        ConfigError: For a value that cannot work.
+    """
+    for name, size in (("context_parallel_size", layout.cp), ("expert_model_parallel_size", layout.ep)):
+        if size != 1:
+            raise ConfigError(f"{name}={size} is not available in this version. Set it to 1.")
+    if layout.etp != layout.tp:
+        raise ConfigError(
+            f"expert_tensor_parallel_size={layout.etp} differs from tensor_model_parallel_size={layout.tp}, and experts are not "
+            "available in this version. Leave it unset."
+        )
+    if layout.vpp != 1:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size={layout.vpp} is not available in this version. Set it to 1."
+        )
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ConfigError(f"micro_batch_size is {micro_batch_size}; set it to 1 or more, or leave it unset for whole batches.")
+    if data_parallel not in ("ddp", "zero1"):
+        raise ConfigError(f'data_parallel is {data_parallel!r}, which is not available. Set it to "zero1" or "ddp".')
+    if start_method not in ("popen", "spawn", "fork"):
+        raise ConfigError(f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".')
+
+
+def check_precision(plugin: Precision | None, world_size: int) -> None:
+    """Check the Trainer's precision.
+
+    Raises:
+        ConfigError: If several ranks would disagree under it.
+    """
+    precision = getattr(plugin, "precision", "32-true")
+    if world_size > 1 and precision not in SUPPORTED_PRECISION:
+        raise ConfigError(
+            f"precision={precision!r} is not supported on {world_size} ranks: its loss scale would differ between them. "
+            f"Set it to one of {', '.join(SUPPORTED_PRECISION)}."
+        )
+
+
+def check_config(module: pl.LightningModule, layout: ParallelLayout, world_size: int) -> None:
+    """Check the model's sizes against the layout, where the module says them in ``config``.
+
+    Raises:
+        ConfigError: Naming the numbers that do not fit.
+    """
+    config = getattr(module, "config", None)
+    if isinstance(config, TransformerConfig):
+        check_model_layout(config, layout, world_size)
+
+
+def check_module(
+    module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, world_size: int, *, fitting: bool
+) -> None:
+    """Check what the LightningModule does against the layout.
+
+    Raises:
+        ConfigError: For steps that a pipeline or several data-parallel ranks cannot run.
+    """
+    schedules = layout.num_stages > 1 or micro_batch_size is not None
+    if fitting and not module.automatic_optimization and (schedules or world_size > 1):
+        raise ConfigError(
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and here the strategy runs the backward "
+            f"passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks). Set "
+            "automatic_optimization=True, or use one device, pipeline_model_parallel_size=1 and micro_batch_size=None."
+        )
+    if fitting and schedules and is_overridden("backward", module):
+        raise ConfigError(
+            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the override, "
+            "or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+        )
+    if layout.pp > 1 and micro_batch_size is None:
+        rank_zero_warn(
+            f"micro_batch_size is not set: each batch runs as one micro-batch, and the pipeline of {layout.pp} ranks is idle "
+            f"{(layout.pp - 1) / layout.pp:.0%} of the time. Set micro_batch_size to a fraction of the batch size."
+        )

@@ -1,0 +1,54 @@
+"""One random state for all ranks of a model replica, for the code of a step that runs outside the layers.
+
+Code before the pipelined call (a random mask, say) runs on every stage and must draw the same numbers there. Every
+micro-batch therefore starts from a recorded state: the one in which the previous micro-batch reached the pipelined call.
+What layers and the loss draw does not count, since only some stages run them; a module that draws only before the call
+sees the same numbers as on one device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.parallel.rng import get_generator_state, set_generator_state
+
+
+class ReplicaRng:
+    """States of the default generators (CPU, and the device's) along the micro-batches of one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._devices = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
+        self._starts: list[list[Tensor]] = []
+
+    def begin_step(self) -> None:
+        """Record the state in which micro-batch 0 starts."""
+        self._starts = [self.state()]
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Set the state in which ``microbatch`` starts on every stage."""
+        if microbatch < len(self._starts):
+            self.set_state(self._starts[microbatch])
+
+    def at_call(self, microbatch: int) -> None:
+        """Record that ``microbatch`` reached the pipelined call: the next one starts from here."""
+        if microbatch + 1 == len(self._starts):
+            self._starts.append(self.state())
+
+    def end_step(self) -> None:
+        """Leave the step with the state that all stages agree on."""
+        self.set_state(self._starts[-1])
+
+    def state(self) -> list[Tensor]:
+        """Return the current states."""
+        return [get_generator_state(device) for device in self._devices]
+
+    def set_state(self, states: list[Tensor]) -> None:
+        """Set the states; those of devices this rank lacks are ignored."""
+        for device, state in zip(self._devices, states, strict=False):
+            set_generator_state(device, state)
+
+    def separate_replicas(self, data_rank: int) -> None:
+        """Give each data-parallel replica random numbers of its own; replica 0 goes on like a single device."""
+        if data_rank:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * data_rank)

@@ -1,0 +1,80 @@
+"""Send small nested values from the last stage of a pipeline to its other stages, once a step.
+
+A value is split into its numbers and the rest (names, keyword arguments, structure). The numbers travel as one float64
+tensor. The rest changes rarely: it is sent when it is new and remembered under its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class _Number:
+    """Stands for a number in the structure: how to make it from a float64."""
+
+    def __init__(self, value: Tensor | float) -> None:
+        self.dtype = value.dtype if isinstance(value, Tensor) else type(value)
+
+    def restore(self, number: Tensor) -> Any:
+        return number.to(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype(number.item())
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, float | int) or (isinstance(leaf, Tensor) and leaf.ndim == 0)
+
+
+class StageBroadcast:
+    """Broadcast of nested values from pipeline coordinate 0, where the last stage is.
+
+    Tensors with dims do not travel: they are None on the other stages.
+    """
+
+    def __init__(self, pipeline: AxisGroup, device: torch.device) -> None:
+        self._pipeline, self._device = pipeline, device
+        self._structures: dict[int, tuple[list[Any], Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Return the last stage's ``value`` (there unchanged); other stages pass anything."""
+        if self._pipeline.size == 1:
+            return value
+        if self._pipeline.rank == 0:
+            self._send(value)
+            return value
+        return self._receive()
+
+    def _send(self, value: Any) -> None:
+        leaves, spec = tree_flatten(value)
+        numbers = [leaf for leaf in leaves if _is_number(leaf)]
+        rest = [_Number(x) if _is_number(x) else None if isinstance(x, Tensor) else x for x in leaves]
+        packed = pickle.dumps((rest, spec))
+        key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
+        new = key not in self._structures
+        self._broadcast(torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device))
+        if new:
+            self._structures[key] = (rest, spec)
+            self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
+        if numbers:
+            on_device = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
+            self._broadcast(torch.stack(on_device))
+
+    def _receive(self) -> Any:
+        key, count, packed_bytes = self._broadcast(torch.empty(3, dtype=torch.int64, device=self._device)).tolist()
+        if packed_bytes:
+            packed = self._broadcast(torch.empty(packed_bytes, dtype=torch.uint8, device=self._device))
+            self._structures[key] = pickle.loads(packed.cpu().numpy().tobytes())
+        rest, spec = self._structures[key]
+        numbers = iter(self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device)) if count else ())
+        return tree_unflatten([leaf.restore(next(numbers)) if isinstance(leaf, _Number) else leaf for leaf in rest], spec)
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=self._pipeline.ranks[0], group=self._pipeline.process_group)
+        return tensor

@@ -1,0 +1,268 @@
+"""One Lightning step as a pipeline flush: the user's step runs for every micro-batch on every stage.
+
+The call of the pipelined module is the cut. A stage that is not the last runs its layers there and the user's step is
+unwound; on the last stage the call returns the real output and the rest of the step runs. The action table says what runs
+when; this module says what a forward *is*.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.errors import PipelineError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.pipeline.actions import Schedule
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch
+from megatron_lightning.strategies.logs import LogRecorder, replay
+from megatron_lightning.strategies.metrics import MetricSync
+from megatron_lightning.strategies.replica_rng import ReplicaRng
+from megatron_lightning.strategies.stage_sync import StageBroadcast
+
+
+class _StageExit(BaseException):
+    """Unwinds the user's step on every stage but the last, right after the pipelined module ran."""
+
+    def __init__(self, boundary: tuple[Tensor, ...]) -> None:
+        super().__init__("the step left a pipeline stage")
+        self.boundary = boundary
+
+
+@dataclass
+class PipelinedModule:
+    """The one module that is cut into stages, and what each stage of this rank sees of it."""
+
+    path: str
+    """Its path in the LightningModule."""
+    module: nn.Module
+    views: Mapping[int, nn.Module]
+    """Stage -> the module with only that stage's units."""
+
+
+@dataclass
+class StepResult:
+    """What a step gave, the same on every stage."""
+
+    output: Any
+    num_items: Tensor | None
+    """Sum of the ``num_items`` of this rank's micro-batches, if the module returns them."""
+
+
+class StepRunner:
+    """Runs ``*_step`` hooks of a LightningModule through the pipeline.
+
+    Args:
+        module: The LightningModule.
+        context: Groups of this rank.
+        pipelined: The module that is cut; None with one stage.
+        executor: Runs the action tables.
+        rng: Random state of the replica.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        context: ParallelContext,
+        pipelined: PipelinedModule | None,
+        executor: PipelineExecutor,
+        rng: ReplicaRng,
+    ) -> None:
+        self.module, self.context, self.pipelined = module, context, pipelined
+        self.rng, self.metrics = rng, MetricSync(module, context)
+        self.num_stages = context.layout.num_stages
+        self._executor, self._broadcast = executor, StageBroadcast(context.pp, context.device)
+
+    def split(self, batch: Any, micro_batch_size: int | None) -> list[Any]:
+        """Cut a batch, with the ``split_batch`` of the module or data module if there is one."""
+        trainer = self.module.trainer
+        for owner in (self.module, getattr(trainer, "datamodule", None)):
+            if micro_batch_size is not None and hasattr(owner, "split_batch"):
+                return list(owner.split_batch(batch, micro_batch_size))
+        return split_batch(batch, micro_batch_size)
+
+    def run(
+        self,
+        hook: str,
+        microbatches: Sequence[Any],
+        args: tuple[Any, ...],
+        *,
+        schedule: Schedule,
+        step_context: Callable[[], AbstractContextManager[Any]],
+        backward_scale: float | None = None,
+        before_last_backward: Callable[[int], None] | None = None,
+    ) -> StepResult:
+        """Run one step.
+
+        Args:
+            hook: Name of the step hook, such as ``"training_step"``.
+            microbatches: The parts of the batch.
+            args: Further arguments of the hook (batch_idx, dataloader_idx).
+            schedule: Action table for this number of micro-batches.
+            step_context: Precision context of one forward.
+            backward_scale: Factor of the losses (1 / accumulated flushes); None: no backward.
+            before_last_backward: Called with the stage before its last backward, when gradient reduction may start.
+
+        Raises:
+            PipelineError: If the step breaks the contract of a pipelined step.
+        """
+        program = _StepProgram(self, hook, microbatches, args, step_context, backward_scale, before_last_backward)
+        self.rng.begin_step()
+        with program.intercepted():
+            self._executor.run(schedule, program, len(microbatches), backward=backward_scale is not None)
+        if self.num_stages > 1:
+            self.rng.end_step()
+        return self._share(program, sharing_tensors=hook == "predict_step")
+
+    def _share(self, program: _StepProgram, *, sharing_tensors: bool) -> StepResult:
+        """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
+        shared: Any = None
+        if self.context.pp.rank == 0:
+            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], program.weights)
+            entries = [entry.as_tuple() for entry in program.recorder.entries()]
+            shared = (output, program.num_items, entries, self.metrics.counts())
+        if self.num_stages > 1:
+            if sharing_tensors:
+                shared = self._broadcast_objects(shared)
+            shared = self._broadcast(shared)
+        output, num_items, entries, counts = shared
+        self.metrics.follow(counts)
+        replay(self.module, entries)
+        return StepResult(output, num_items)
+
+    def _broadcast_objects(self, value: Any) -> Any:
+        """Send tensors with dims as well: predictions, on the CPU."""
+        box = [torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cpu(), value)]
+        pipeline = self.context.pp
+        torch.distributed.broadcast_object_list(box, src=pipeline.ranks[0], group=pipeline.process_group)
+        return box[0]
+
+
+class _StepProgram:
+    """What the executor calls: forwards of the user's step for one (stage, micro-batch)."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        hook: str,
+        microbatches: Sequence[Any],
+        args: tuple[Any, ...],
+        step_context: Callable[[], AbstractContextManager[Any]],
+        backward_scale: float | None,
+        before_last_backward: Callable[[int], None] | None,
+    ) -> None:
+        self._runner, self._hook, self._microbatches, self._args = runner, hook, microbatches, args
+        self._step_context, self._backward_scale = step_context, backward_scale
+        self._before_last_backward = before_last_backward
+        self.sizes = [batch_size_of(part) for part in microbatches]
+        known = [float(size) for size in self.sizes if size]
+        self.weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
+        self.recorder = LogRecorder(runner.module, self.sizes)
+        self.outputs: dict[int, Any] = {}
+        self.num_items: Tensor | None = None
+        self._position: tuple[int, int, tuple[Tensor, ...] | None] = (0, 0, None)
+        self._called = False
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | Tensor | None:
+        """Run the user's step on ``microbatch`` as ``stage`` sees it."""
+        runner, last = self._runner, stage == self._runner.num_stages - 1
+        self._position, self._called, self.recorder.microbatch = (stage, microbatch, received), False, microbatch
+        if runner.num_stages > 1:
+            runner.rng.begin_microbatch(microbatch)
+        try:
+            with self._step_context(), self.recorder.installed() if last else self._silenced():
+                output = getattr(runner.module, self._hook)(self._microbatches[microbatch], *self._args)
+        except _StageExit as exit_:
+            return exit_.boundary
+        if runner.num_stages > 1 and not self._called:
+            path = runner.pipelined.path if runner.pipelined else ""
+            raise PipelineError(
+                f"{self._hook} returned on stage {stage} without calling the pipelined module ({path}). "
+                "Call it exactly once in every step."
+            )
+        return self._finish(microbatch, output)
+
+    def _silenced(self) -> AbstractContextManager[None]:
+        """Drop what is logged before the call on a stage that is not the last; the last stage logs it as well."""
+        return LogRecorder(self._runner.module, self.sizes).installed()
+
+    def _finish(self, microbatch: int, output: Any) -> Tensor | None:
+        self.outputs[microbatch] = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, output)
+        if self._backward_scale is None or output is None:
+            return None
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if isinstance(output, Mapping) and "num_items" in output:
+            items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=loss.device).detach()
+            self.num_items = items if self.num_items is None else self.num_items + items
+            return loss * items
+        return loss * (self.weights[microbatch] / sum(self.weights) * self._backward_scale)
+
+    def signature(self, microbatch: int) -> Any:
+        """Return shapes and dtypes of the micro-batch: equal ones give equal stage boundaries."""
+        leaves = torch.utils._pytree.tree_leaves(self._microbatches[microbatch])
+        shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, Tensor))
+        return (self._hook, torch.is_autocast_enabled(), shapes)
+
+    def before_last_backward(self, stage: int) -> None:
+        """Let gradient reduction start."""
+        if self._before_last_backward is not None:
+            self._before_last_backward(stage)
+
+    @contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Make the pipelined module's ``forward`` the cut for the time of the step."""
+        pipelined = self._runner.pipelined
+        if pipelined is None:
+            yield
+            return
+        attributes = pipelined.module.__dict__
+        before = attributes.get("forward")
+        originals = {stage: view.forward for stage, view in pipelined.views.items()}
+        first_parameter = next(iter(inspect.signature(next(iter(originals.values()))).parameters))
+
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            return self._cut(originals, first_parameter, args, kwargs)
+
+        attributes["forward"] = cut
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+            if before is not None:
+                attributes["forward"] = before
+
+    def _cut(self, originals: Mapping[int, Callable[..., Any]], first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage, microbatch, received = self._position
+        runner = self._runner
+        if self._called:
+            raise PipelineError(
+                f"{self._hook} called the pipelined module twice on stage {stage}, micro-batch {microbatch}. A pipelined step "
+                "calls it exactly once; put the inputs into one batch, or set pipeline_model_parallel_size=1."
+            )
+        self._called = True
+        if received is not None:
+            stage_input = received[0] if len(received) == 1 else received
+            if args:
+                args = (stage_input, *args[1:])
+            else:
+                kwargs = {**kwargs, first: stage_input}
+        runner.rng.at_call(microbatch)
+        with runner.context.rng.fork("data-parallel-rng") if runner.num_stages > 1 else nullcontext():
+            output = originals[stage](*args, **kwargs)
+        if stage == runner.num_stages - 1:
+            return output
+        boundary = tuple(output) if isinstance(output, tuple | list) else (output,)
+        if not all(isinstance(tensor, Tensor) for tensor in boundary):
+            kinds = ", ".join(type(item).__name__ for item in boundary)
+            raise PipelineError(
+                f"stage {stage} of the pipelined module returned ({kinds}); only tensors travel between stages. "
+                "Return a tensor or a tuple of tensors when the last units are absent."
+            )
+        raise _StageExit(boundary)
