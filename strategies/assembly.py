@@ -37,6 +37,8 @@ class _Mark(NamedTuple):
     layout: ParallelLayout
     stages: tuple[tuple[str, ...], ...]
     """Unit paths of every stage; empty without a pipeline."""
+    names: tuple[str, ...]
+    """Keys of the whole module's state dict, in order."""
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Assembly:
     """Spec of every parameter, by its name in the LightningModule."""
     tied: dict[str, str]
     """Name of a tied copy -> name of its owner."""
+    names: tuple[str, ...]
+    """Keys of the whole module's state dict, in order."""
     path: str | None = None
     """Path of the module that is cut into stages; None with one stage."""
     views: dict[int, nn.Module] = field(default_factory=dict)
@@ -77,7 +81,7 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
             f"{type(module).__name__} was sharded for {_describe(mark.layout)} by an earlier Trainer and cannot be used with "
             f"{_describe(context.layout)}. Create a new module, and load a checkpoint into it."
         )
-    partition = None
+    partition, names = None, mark.names if mark else tuple(module.state_dict())
     if mark is None and context.world_size > 1:
         _equalize(module, context.axis("world"))
     if context.layout.num_stages > 1:
@@ -90,8 +94,8 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         if context.layout.tp > 1:
             _parallelize(module, context, plan)
         materialize(module, context.device)
-        module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else ())
-    assembly = Assembly(named_shard_specs(module), tied_names(module))
+        module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else (), names)
+    assembly = Assembly(named_shard_specs(module), tied_names(module), names)
     if partition is not None:
         assembly.path = path
         assembly.views = {stage: partition.view(stage) for stage in partition.own}
@@ -105,7 +109,9 @@ def _describe(layout: ParallelLayout) -> str:
     return f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp})"
 
 
-def _partitioned(module: nn.Module, stages: tuple[tuple[str, ...], ...], own: tuple[int, ...], *, whole: bool) -> StagePartition:
+def _partitioned(
+    module: nn.Module, stages: tuple[tuple[str, ...], ...], own: tuple[int, ...], *, whole: bool
+) -> StagePartition:
     if whole:
         return StagePartition(module, stages, own)
     partition = StagePartition.__new__(StagePartition)

@@ -83,7 +83,9 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
 
 
 def _is_list_of(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, list) and len(leaf) == size and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
+    return (
+        isinstance(leaf, list) and len(leaf) == size and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
+    )
 
 
 def _children(batch: Any) -> list[Any]:

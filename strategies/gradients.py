@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
-from megatron_lightning.optim.distributed import shard_optimizer
+from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardSpec
@@ -53,7 +53,11 @@ class GradientFlow:
         self._sharded = sharded and context.dp_cp.size > 1
         parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.reducer = GradientReducer(parameters, specs, context, sharded=self._sharded)
-        self.sharded_optimizers = [shard_optimizer(optimizer, self.reducer) for optimizer in optimizers] if self._sharded else []
+        self._names = dict(module.named_parameters())
+        self._views = [
+            DistributedOptimizer(optimizer, self.reducer, self._names) if isinstance(optimizer, Optimizer) else None
+            for optimizer in optimizers
+        ]
         self.last_norm: Tensor | None = None
         """Global norm before the last clipping by norm."""
         self.computed = False
@@ -63,10 +67,19 @@ class GradientFlow:
         self._num_items: Tensor | None = None
         self._native_weight: Tensor | None = None
         self._clipped: Precision | None = None
+        self._released = False
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizers read, by parameter name."""
         return self.reducer.gradients()
+
+    def view(self, optimizer: Optimizer) -> DistributedOptimizer:
+        """Return an optimizer as checkpoints see it: by global parameter name."""
+        for view in self._views:
+            if view is not None and view.optimizer is optimizer and self.reducer.buckets:
+                return view
+        # Nothing was exchanged: described anew, since callbacks may have added parameter groups.
+        return DistributedOptimizer(optimizer, self.reducer, self._names)
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
@@ -182,7 +195,9 @@ class GradientFlow:
 
     def release(self) -> None:
         """Remove hooks from the parameters and give clipping back to the plugin."""
-        self.reducer.detach()
+        if not self._released:
+            self.reducer.detach()
+        self._released = True
         if self._clipped is not None:
             del self._clipped.clip_grad_by_norm, self._clipped.clip_grad_by_value
             self._clipped = None

@@ -36,9 +36,10 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
-from megatron_lightning.pipeline.schedules import make_schedule, resolve_schedule
+from megatron_lightning.pipeline import schedules
 from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble
+from megatron_lightning.strategies.assembly import Assembly, assemble, check_replicas
+from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.failure import FailureWatch
 from megatron_lightning.strategies.gradients import GradientFlow
@@ -113,7 +114,7 @@ class MegatronStrategy(ParallelStrategy):
             sequence_parallel=sequence_parallel,
         )
         preflight.check_options(self.layout, micro_batch_size, data_parallel, start_method)
-        self.pipeline_schedule = resolve_schedule(pipeline_schedule, self.layout)
+        self.pipeline_schedule = schedules.resolve(pipeline_schedule, self.layout.vpp)
         self.micro_batch_size, self.data_parallel, self.start_method = micro_batch_size, data_parallel, start_method
         self.sharding_plan, self.num_nodes = sharding_plan, 1
         self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
@@ -256,25 +257,26 @@ class MegatronStrategy(ParallelStrategy):
         module = self.lightning_module
         self._restore_configure_model()
         self._assemble()
-        preflight.check_module(module, self.layout, self.micro_batch_size, trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        preflight.check_module(module, self.layout, self.micro_batch_size, self.context.world_size, fitting=fitting)
         connector = trainer._accelerator_connector
         self._injects_samplers = self._injects_samplers and connector.use_distributed_sampler
         connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self.assembly.check_replicas(module, self.context)
-        self._runner = StepRunner(module, self.context, self.assembly)
+        check_replicas(dict(module.named_parameters()), self.assembly.specs, self.context)
+        self._runner = StepRunner(module, self.context, self.assembly, self.pipeline_schedule)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self._setup_training(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._runner.rng.separate_replicas(self.context)
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
+        if self._gradients is None:
+            self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()
-        self._release_gradients()
         self.setup_optimizers(trainer)
         self._gradients = GradientFlow(
             self.lightning_module, self.assembly.specs, self.context, self.optimizers, sharded=self.data_parallel == "zero1"
@@ -336,7 +338,7 @@ class MegatronStrategy(ParallelStrategy):
         runner, gradients = self.runner, self.gradient_flow
         microbatches = runner.split(batch, self.micro_batch_size)
         trainer = self.lightning_module.trainer
-        self.progress.consumed_samples += self._num_samples(microbatches) * self.context.dp.size
+        self.progress.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
         if self._is_native(microbatches):
             output = super().training_step(batch, *args, **kwargs)
             gradients.note_native_output(output, trainer.accumulate_grad_batches)
@@ -347,7 +349,6 @@ class MegatronStrategy(ParallelStrategy):
             "training_step",
             microbatches,
             (*args, *kwargs.values()),
-            schedule=make_schedule(self.pipeline_schedule, self.layout, len(microbatches)),
             step_context=self.precision_plugin.train_step_context,
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             before_last_backward=gradients.before_last_backward,
@@ -397,18 +398,12 @@ class MegatronStrategy(ParallelStrategy):
             hook,
             microbatches,
             (*args, *kwargs.values()),
-            schedule=make_schedule(self.pipeline_schedule, self.layout, len(microbatches), forward_only=True),
             step_context=getattr(self.precision_plugin, _STEP_CONTEXTS[hook]),
         ).output
 
     def _is_native(self, microbatches: list[Any]) -> bool:
         """Whether Lightning's own step does the work: one stage and one micro-batch."""
         return self.num_stages == 1 and len(microbatches) == 1
-
-    def _num_samples(self, microbatches: list[Any]) -> int:
-        from megatron_lightning.strategies.batches import batch_size_of
-
-        return sum(batch_size_of(part) or 1 for part in microbatches)
 
     @property
     def runner(self) -> StepRunner:
@@ -506,18 +501,13 @@ class MegatronStrategy(ParallelStrategy):
         if self._failure_watch is not None:
             self._failure_watch.report(exception)
 
-    def _release_gradients(self) -> None:
-        if self._gradients is not None:
-            self._gradients.release()
-            self._gradients = None
-
     def teardown(self) -> None:
         """Give back hooks and threads; the module stays where it is."""
         self._restore_configure_model()
-        self._release_gradients()
+        if self._gradients is not None:
+            self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
         if self._runner is not None:
             self._runner.metrics.release()
-            self._runner = None
         if self._failure_watch is not None:
             self._failure_watch.stop()
             self._failure_watch = None

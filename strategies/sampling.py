@@ -44,11 +44,11 @@ class DataProgress:
             "generator_states": dict(self.generator_states),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` at the next pass over the data."""
+    def load_state_dict(self, state: dict[str, Any], *, epoch_finished: bool) -> None:
+        """Continue from :meth:`state_dict` at the next pass over the data, which is a new epoch if the saved one was finished."""
         self.consumed_samples, self.epoch_start = state["consumed_samples"], state["epoch_start"]
         self.generator_states = dict(state["generator_states"])
-        self.resuming = self.consumed_samples > self.epoch_start
+        self.resuming = not epoch_finished and self.consumed_samples > self.epoch_start
 
 
 class ResumableSampler(Sampler[int]):

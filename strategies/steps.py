@@ -15,12 +15,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.actions import Schedule
+from megatron_lightning.pipeline.actions import Placement, Schedule
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.schedules import make_schedule
+from megatron_lightning.pipeline.simulate import validate
+from megatron_lightning.strategies.assembly import Assembly
 from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch
 from megatron_lightning.strategies.logs import LogRecorder, replay
 from megatron_lightning.strategies.metrics import MetricSync
@@ -34,17 +37,6 @@ class _StageExit(BaseException):
     def __init__(self, boundary: tuple[Tensor, ...]) -> None:
         super().__init__("the step left a pipeline stage")
         self.boundary = boundary
-
-
-@dataclass
-class PipelinedModule:
-    """The one module that is cut into stages, and what each stage of this rank sees of it."""
-
-    path: str
-    """Its path in the LightningModule."""
-    module: nn.Module
-    views: Mapping[int, nn.Module]
-    """Stage -> the module with only that stage's units."""
 
 
 @dataclass
@@ -62,23 +54,29 @@ class StepRunner:
     Args:
         module: The LightningModule.
         context: Groups of this rank.
-        pipelined: The module that is cut; None with one stage.
-        executor: Runs the action tables.
-        rng: Random state of the replica.
+        assembly: What this rank holds of the module.
+        schedule: Name of the pipeline schedule.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        context: ParallelContext,
-        pipelined: PipelinedModule | None,
-        executor: PipelineExecutor,
-        rng: ReplicaRng,
-    ) -> None:
-        self.module, self.context, self.pipelined = module, context, pipelined
-        self.rng, self.metrics = rng, MetricSync(module, context)
+    def __init__(self, module: pl.LightningModule, context: ParallelContext, assembly: Assembly, schedule: str) -> None:
+        self.module, self.context, self.assembly = module, context, assembly
+        self.rng, self.metrics = ReplicaRng(context.device), MetricSync(module, context)
         self.num_stages = context.layout.num_stages
-        self._executor, self._broadcast = executor, StageBroadcast(context.pp, context.device)
+        self._schedule_name, self._schedules = schedule, dict[int, Schedule]()
+        self._executor = PipelineExecutor(context, Placement.loop(context.layout.pp, context.layout.vpp))
+        self._executor.warm_up()
+        self._broadcast = StageBroadcast(context.pp, context.device)
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        """Return the action table, proven once for each number of micro-batches."""
+        if num_microbatches not in self._schedules:
+            layout = self.context.layout
+            schedule = make_schedule(
+                self._schedule_name, num_coordinates=layout.pp, num_microbatches=num_microbatches, num_chunks=layout.vpp
+            )
+            validate(schedule)
+            self._schedules[num_microbatches] = schedule
+        return self._schedules[num_microbatches]
 
     def split(self, batch: Any, micro_batch_size: int | None) -> list[Any]:
         """Cut a batch, with the ``split_batch`` of the module or data module if there is one."""
@@ -94,7 +92,6 @@ class StepRunner:
         microbatches: Sequence[Any],
         args: tuple[Any, ...],
         *,
-        schedule: Schedule,
         step_context: Callable[[], AbstractContextManager[Any]],
         backward_scale: float | None = None,
         before_last_backward: Callable[[int], None] | None = None,
@@ -105,7 +102,6 @@ class StepRunner:
             hook: Name of the step hook, such as ``"training_step"``.
             microbatches: The parts of the batch.
             args: Further arguments of the hook (batch_idx, dataloader_idx).
-            schedule: Action table for this number of micro-batches.
             step_context: Precision context of one forward.
             backward_scale: Factor of the losses (1 / accumulated flushes); None: no backward.
             before_last_backward: Called with the stage before its last backward, when gradient reduction may start.
@@ -116,7 +112,7 @@ class StepRunner:
         program = _StepProgram(self, hook, microbatches, args, step_context, backward_scale, before_last_backward)
         self.rng.begin_step()
         with program.intercepted():
-            self._executor.run(schedule, program, len(microbatches), backward=backward_scale is not None)
+            self._executor.run(self._schedule(len(microbatches)), program, backward=backward_scale is not None)
         if self.num_stages > 1:
             self.rng.end_step()
         return self._share(program, sharing_tensors=hook == "predict_step")
@@ -129,9 +125,7 @@ class StepRunner:
             entries = [entry.as_tuple() for entry in program.recorder.entries()]
             shared = (output, program.num_items, entries, self.metrics.counts())
         if self.num_stages > 1:
-            if sharing_tensors:
-                shared = self._broadcast_objects(shared)
-            shared = self._broadcast(shared)
+            shared = self._broadcast_objects(shared) if sharing_tensors else self._broadcast(shared)
         output, num_items, entries, counts = shared
         self.metrics.follow(counts)
         replay(self.module, entries)
@@ -182,9 +176,8 @@ class _StepProgram:
         except _StageExit as exit_:
             return exit_.boundary
         if runner.num_stages > 1 and not self._called:
-            path = runner.pipelined.path if runner.pipelined else ""
             raise PipelineError(
-                f"{self._hook} returned on stage {stage} without calling the pipelined module ({path}). "
+                f"{self._hook} returned on stage {stage} without calling the pipelined module ({runner.assembly.path or 'the module itself'}). "
                 "Call it exactly once in every step."
             )
         return self._finish(microbatch, output)
@@ -218,13 +211,13 @@ class _StepProgram:
     @contextmanager
     def intercepted(self) -> Iterator[None]:
         """Make the pipelined module's ``forward`` the cut for the time of the step."""
-        pipelined = self._runner.pipelined
-        if pipelined is None:
+        assembly = self._runner.assembly
+        if not assembly.views:
             yield
             return
-        attributes = pipelined.module.__dict__
+        attributes = self._runner.module.get_submodule(assembly.path or "").__dict__
         before = attributes.get("forward")
-        originals = {stage: view.forward for stage, view in pipelined.views.items()}
+        originals = {stage: view.forward for stage, view in assembly.views.items()}
         first_parameter = next(iter(inspect.signature(next(iter(originals.values()))).parameters))
 
         def cut(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +231,9 @@ class _StepProgram:
             if before is not None:
                 attributes["forward"] = before
 
-    def _cut(self, originals: Mapping[int, Callable[..., Any]], first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cut(
+        self, originals: Mapping[int, Callable[..., Any]], first: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         stage, microbatch, received = self._position
         runner = self._runner
         if self._called:

@@ -1,0 +1,304 @@
+"""Between Lightning's checkpoint, one nested dict, and our sharded directories.
+
+Lightning builds the dict on every rank with that rank's part of the module in it. Tensors of the module, of the optimizers and
+of callbacks that keep copies of the module are saved by global name, so any layout reads them; the rest comes from rank 0, plus
+what ranks have of their own (random states, states of data loaders) under ``"megatron_lightning"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_lightning.checkpoint import (
+    TensorShards,
+    is_writer,
+    load_sharded,
+    open_checkpoint,
+    remove_checkpoint,
+    save_sharded,
+)
+from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
+from megatron_lightning.parallel.sharding import ShardSpec
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.megatron import MegatronStrategy
+
+_OWN = "megatron_lightning"
+"""Key of what this package adds to Lightning's checkpoint."""
+
+
+class CheckpointGlue:
+    """Saves and loads the checkpoints of one strategy."""
+
+    def __init__(self, strategy: MegatronStrategy) -> None:
+        self._strategy = strategy
+        self._source: CheckpointSource | None = None
+
+    # ------------------------------------------------------------------------------------------------------ save
+
+    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Write ``checkpoint`` as a directory; all ranks call this.
+
+        Raises:
+            CheckpointError: On every rank, if one of them failed; what stood under ``path`` before is intact.
+        """
+        context = self._strategy.context
+        rest = dict(checkpoint)
+        optimizers = [self._view(optimizer) for optimizer in rest.pop("optimizer_states", [])]
+        tensors = list(self._module_shards(rest))
+        for index, optimizer in enumerate(optimizers):
+            tensors += [_state_shards(f"optimizer_states.{index}.state", state) for state in optimizer.state_tensors()]
+        if optimizers:
+            rest["optimizer_states"] = [{"state": {}, "param_groups": groups} for groups in self._merged_groups(optimizers)]
+        rest[_OWN] = self._own_state(rest)
+        info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
+        info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
+        save_sharded(path, tensors, rest, info=info, group=context.axis("world"))
+
+    def _module_shards(self, rest: dict[str, Any]) -> Iterator[TensorShards]:
+        """Take every dict of tensors by module name out of ``rest``."""
+        for key, value in list(rest.items()):
+            if key != "state_dict" and not _is_tensor_dict(key, value):
+                continue
+            tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+            rest[key] = {name: other for name, other in value.items() if not isinstance(other, Tensor)}
+            for name, tensor in tensors.items():
+                if name not in self._strategy.assembly.tied:
+                    yield TensorShards.local(
+                        f"{key}.{name}", self._spec(name, tensor), tensor, writes=self._writes(name, tensor)
+                    )
+
+    def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
+        return self._strategy.assembly.specs.get(name) or ShardSpec.replicated(tensor.shape)
+
+    def _writes(self, name: str, tensor: Tensor) -> bool:
+        replicated = () if self._strategy.assembly.in_unit(name) else ("pp",)
+        return is_writer(self._spec(name, tensor), self._strategy.context, replicated_over=replicated)
+
+    def _own_state(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return progress, and what each rank has of its own."""
+        strategy = self._strategy
+        context = strategy.context
+        fit_loop = rest.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        ranks: list[Any] = [None] * context.world_size
+        mine: dict[str, Any] = {}
+        if context.tp.rank == context.pp.rank == context.cp.rank == 0:
+            mine["data"] = (context.dp.rank, strategy.runner.rng.state(), fit_loop.get("combined_loader"))
+        if context.dp.rank == 0:
+            mine["layers"] = (f"tp{context.tp.rank}-pp{context.pp.rank}", context.rng.state_dict())
+        if dist.is_initialized() and context.world_size > 1:
+            dist.gather_object(mine, ranks if context.rank == 0 else None, dst=0)
+        else:
+            ranks = [mine]
+        ranks = [rank for rank in ranks if rank]
+        data = [rank["data"] for rank in ranks if "data" in rank]
+        return {
+            "progress": strategy.progress.state_dict(),
+            "layout": asdict(context.layout),
+            "tied": dict(strategy.assembly.tied),
+            "random_states": {replica: states for replica, states, _ in data},
+            "loaders": {replica: loader for replica, _, loader in data if loader},
+            "layer_streams": dict(rank["layers"] for rank in ranks if "layers" in rank),
+        }
+
+    def _view(self, optimizer: Any) -> DistributedOptimizer:
+        """Return the optimizer as checkpoints see it."""
+        if not isinstance(optimizer, _OptimizerHandle):
+            raise CheckpointError("optimizer_states of the checkpoint were replaced by a hook; leave them to the strategy.")
+        return self._strategy.gradient_flow.view(optimizer.optimizer)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return what stands for an optimizer's state in the dict that Lightning hands to hooks."""
+        return _OptimizerHandle(getattr(optimizer, "_optimizer", optimizer))
+
+    def _merged_groups(self, optimizers: Sequence[DistributedOptimizer]) -> list[list[dict[str, Any]]]:
+        """Return each optimizer's parameter groups with the names of all pipeline ranks, in the whole model's order."""
+        context = self._strategy.context
+        mine = [optimizer.param_groups() for optimizer in optimizers]
+        ranks: list[Any] = [mine]
+        if context.pp.process_group is not None:
+            ranks = [None] * context.pp.size
+            dist.all_gather_object(ranks, mine, group=context.pp.process_group)
+        place = {name: position for position, name in enumerate(self._strategy.assembly.names)}
+        return [_merge([rank[index] for rank in ranks], place) for index in range(len(optimizers))]
+
+    # ------------------------------------------------------------------------------------------------------ load
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Return Lightning's checkpoint with this rank's part of the module; all ranks call this.
+
+        Optimizer states are read later, by :meth:`load_optimizers`, into the optimizers' own tensors.
+
+        Raises:
+            CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
+        """
+        strategy = self._strategy
+        module, world = strategy.lightning_module, strategy.context.axis("world")
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        order: list[list[str]] = []
+        if fitting:
+            views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
+            order = [[name for group in groups for name in group["params"]] for groups in self._merged_groups(views)]
+        self._source = open_checkpoint(path, optimizer_parameters=order, group=world)
+        checkpoint = self._source.state()
+        checkpoint["state_dict"] = {**checkpoint.get("state_dict", {}), **self._load_module(module.strict_loading)}
+        for key, names in self._tensor_dicts().items():
+            checkpoint[key] = {**checkpoint.get(key, {}), **self._load_copies(key, names)}
+        checkpoint.setdefault("optimizer_states", [{}] * len(order)) if self._has_optimizers(checkpoint) else None
+        self._restore_own(checkpoint, fitting)
+        return checkpoint
+
+    def _has_optimizers(self, checkpoint: Mapping[str, Any]) -> bool:
+        return "optimizer_states" in checkpoint
+
+    @property
+    def source(self) -> CheckpointSource:
+        """The checkpoint being loaded.
+
+        Raises:
+            CheckpointError: If none is.
+        """
+        if self._source is None:
+            raise CheckpointError("no checkpoint is being loaded.")
+        return self._source
+
+    def _load_module(self, strict: bool) -> dict[str, Tensor]:
+        """Read this rank's part of the module into new tensors."""
+        local = {name: t for name, t in self._strategy.lightning_module.state_dict().items() if isinstance(t, Tensor)}
+        fresh = {name: tensor.clone() for name, tensor in local.items()}
+        stored, tied = self.source.tensors(), self._strategy.assembly.tied
+        shards = []
+        for name, tensor in fresh.items():
+            saved_as = name if f"state_dict.{name}" in stored else tied.get(name, name)
+            shards.append(TensorShards.local(f"state_dict.{saved_as}", self._spec(name, tensor), tensor))
+        shards += [_nothing(f"state_dict.{copy}", stored) for copy in tied if f"state_dict.{copy}" in stored]
+        load_sharded(self.source, shards, prefix="state_dict.", strict=strict, group=self._strategy.context.axis("world"))
+        return fresh
+
+    def _tensor_dicts(self) -> dict[str, list[str]]:
+        """Return key -> names of the dicts of tensors other than the module and the optimizers."""
+        found: dict[str, list[str]] = {}
+        for full in self.source.tensors():
+            key, _, name = full.partition(".")
+            if key not in ("state_dict", "optimizer_states"):
+                found.setdefault(key, []).append(name)
+        return found
+
+    def _load_copies(self, key: str, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read the local parts of tensors named like the module's, and all of the others."""
+        local = self._strategy.lightning_module.state_dict()
+        elsewhere = set(self._strategy.assembly.names) - set(local)
+        stored = self.source.tensors()
+        fresh = {}
+        for name in names:
+            if name in local:
+                fresh[name] = local[name].clone()
+            elif name not in elsewhere:
+                info = stored[f"{key}.{name}"]
+                fresh[name] = next(iter(local.values())).new_empty(info.shape, dtype=info.dtype)
+        shards = [TensorShards.local(f"{key}.{name}", self._spec(name, tensor), tensor) for name, tensor in fresh.items()]
+        load_sharded(self.source, shards, prefix=f"{key}.", strict=False, group=self._strategy.context.axis("world"))
+        for copy, owner in self._strategy.assembly.tied.items():
+            if copy in local and owner in fresh:
+                fresh.setdefault(copy, fresh[owner])
+        return fresh
+
+    def _restore_own(self, checkpoint: dict[str, Any], fitting: bool) -> None:
+        own = checkpoint.get(_OWN)
+        if own is None or not fitting:
+            return
+        strategy = self._strategy
+        context = strategy.context
+        strategy.progress.load_state_dict(own["progress"], epoch_finished=_epoch_finished(checkpoint))
+        replica = context.dp.rank
+        if own["loaders"]:
+            if len(own["loaders"]) != context.dp.size:
+                raise CheckpointError(
+                    f"the checkpoint holds the states of data loaders of {len(own['loaders'])} data-parallel ranks, and there are "
+                    f"{context.dp.size}. Resume with {len(own['loaders'])}, or use a map-style dataset, whose position is valid "
+                    "for any number."
+                )
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][replica]
+        if replica in own["random_states"]:
+            strategy.runner.rng.set_state(own["random_states"][replica])
+        streams = own["layer_streams"].get(f"tp{context.tp.rank}-pp{context.pp.rank}")
+        if streams is not None and own["layout"] == asdict(context.layout):
+            context.rng.load_state_dict(streams)
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Copy the loaded part into the module."""
+        self._strategy.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read the optimizer states into the optimizers' tensors; all ranks call this."""
+        strategy = self._strategy
+        for index, (optimizer, saved) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=False)):
+            view, prefix = strategy.gradient_flow.view(optimizer), f"optimizer_states.{index}.state."
+            described = {}
+            for full, info in self.source.tensors().items():
+                if full.startswith(prefix):
+                    name, _, key = full[len(prefix) :].rpartition(".")
+                    described[name, key] = (info.shape, info.dtype)
+            view.load_param_groups(_local_groups(view.param_groups(), saved["param_groups"]))
+            shards = [_state_shards(prefix[:-1], state) for state in view.allocate_state(described)]
+            load_sharded(self.source, shards, prefix=prefix, strict=True, group=strategy.context.axis("world"))
+            view.finish_restore()
+        self._source = None
+
+    def remove(self, path: str) -> None:
+        """Delete a checkpoint directory, a plain file or a link."""
+        remove_checkpoint(path)
+
+
+class _OptimizerHandle(dict[str, Any]):
+    """Stands for an optimizer's state between Lightning's dump and our save."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.state_dict())
+        self.optimizer = optimizer
+
+
+def _is_tensor_dict(key: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and "." not in key and all(isinstance(t, Tensor) for t in value.values())
+
+
+def _state_shards(prefix: str, state: StateTensor) -> TensorShards:
+    return TensorShards(f"{prefix}.{state.name}.{state.key}", state.global_shape, state.dtype, state.pieces, state.writes)
+
+
+def _nothing(name: str, stored: Mapping[str, Any]) -> TensorShards:
+    """Return a request that mentions a tensor without reading it."""
+    return TensorShards(name, stored[name].shape, stored[name].dtype, [])
+
+
+def _merge(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
+    for index in range(max(len(groups) for groups in ranks)):
+        parts = [groups[index] for groups in ranks if index < len(groups)]
+        names = list(dict.fromkeys(name for part in parts for name in part["params"]))
+        if len(parts) > 1:
+            names.sort(key=lambda name: place.get(name, len(place)))
+        merged.append({**parts[0], "params": names})
+    return merged
+
+
+def _local_groups(local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the saved group of each local one: the one that holds its parameters, or else the one in its place."""
+    holder = {name: group for group in saved for name in group["params"]}
+    by_place = [saved[min(index, len(saved) - 1)] for index in range(len(local))]
+    return [holder.get(next(iter(group["params"]), ""), by_place[index]) for index, group in enumerate(local)]
+
+
+def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether Lightning's loops will begin a new pass over the data."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(progress.get("is_last_batch", False))
