@@ -282,6 +282,13 @@ class DistributedOptimizer:
         )
 
 
+def shard_optimizer(
+    optimizer: Optimizer, reducer: GradientReducer, names: Mapping[str, nn.Parameter] | None = None
+) -> DistributedOptimizer:
+    """Exchange the parameters of ``optimizer`` for what this rank steps; see :class:`DistributedOptimizer`."""
+    return DistributedOptimizer(optimizer, reducer, names)
+
+
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 

@@ -78,5 +78,5 @@ def _steps(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gr
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        type(optimizer).step(clone)  # type: ignore[no-untyped-call]
+        type(optimizer).step(clone)
     return torch.cat([parameter.detach().flatten() for parameter in parameters])

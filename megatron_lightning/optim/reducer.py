@@ -122,7 +122,7 @@ class GradientReducer:
         Raises:
             PipelineError: If the window was finished before.
         """
-        if self._finished:
+        if self._finished and self.buckets:
             raise PipelineError("finish() was called twice; the gradients are reduced already. Call start_window() first.")
         self._launch_in_order(everything=True)
         for bucket in self.buckets:
