@@ -1,0 +1,116 @@
+"""Which units of a model go to which stage. No torch here.
+
+A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never cut; ``pipeline_units()`` lists
+them in the order of the forward. Weights say how much of a stage's time a unit takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from megatron_lightning.errors import ConfigError
+
+Unit = str | tuple[str, float]
+
+
+def unit_names(units: Sequence[Unit]) -> tuple[str, ...]:
+    """Return the paths of units, without their weights."""
+    return tuple(unit if isinstance(unit, str) else unit[0] for unit in units)
+
+
+def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
+    """Return the weight of every unit.
+
+    Where a unit has none of its own, a layer of a list (its last path segment is a number) weighs 1 and anything else 0;
+    if then nothing weighs, every unit weighs 1.
+
+    Raises:
+        ConfigError: If a weight is negative.
+    """
+    weights = []
+    for unit in units:
+        weight = float(unit.rpartition(".")[2].isdigit()) if isinstance(unit, str) else unit[1]
+        if weight < 0:
+            raise ConfigError(f"pipeline unit {unit[0]!r} weighs {weight}; weights are shares of time. Set it to 0 or more.")
+        weights.append(weight)
+    return tuple(weights) if any(weights) else (1.0,) * len(weights)
+
+
+def partition_units(units: Sequence[Unit], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """Cut the units into contiguous stages of weights as equal as possible.
+
+    The heaviest stage is as light as can be; among such cuts the weights differ least (in squares), and among those the
+    earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2. Units without weight stay with the unit before them,
+    leading ones with the first stage.
+
+    Args:
+        units: Paths, or (path, weight), in the order of the forward.
+        num_stages: Stages to fill.
+
+    Returns:
+        The unit paths of each stage.
+
+    Raises:
+        ConfigError: If there are fewer weighing units than stages, a path appears twice, or a weight is negative.
+    """
+    names, weights = unit_names(units), unit_weights(units)
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ConfigError(f"pipeline_units() lists {repeated!r} twice; a unit runs on one stage. List it once.")
+    weighing = [weight for weight in weights if weight > 0]
+    if len(weighing) < num_stages:
+        raise ConfigError(
+            f"{num_stages} pipeline stages need at least {num_stages} layers, and pipeline_units() lists {len(weighing)} that "
+            f"weigh anything ({', '.join(names) or 'no unit at all'}). Set pipeline_model_parallel_size x "
+            f"virtual_pipeline_model_parallel_size to {max(len(weighing), 1)} or less, or give the model more layers."
+        )
+    stage_ends = list(accumulate(_balanced_counts(weighing, num_stages)))
+    stages: list[list[str]] = [[] for _ in range(num_stages)]
+    stage = taken = 0
+    for name, weight in zip(names, weights, strict=True):
+        if weight > 0:
+            stage += taken == stage_ends[stage]
+            taken += 1
+        stages[stage].append(name)
+    return tuple(map(tuple, stages))
+
+
+def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Return how many of ``weights`` each of the contiguous parts takes, by dynamic programming over suffixes."""
+    sums = [0.0, *accumulate(weights)]
+    total = len(weights)
+    limit = _lightest_limit(sums, num_parts)
+    infinity = float("inf")
+    # cost[i]: least sum of squares of the parts that cover weights[i:]; count[k][i]: how many the first of k parts takes.
+    cost = [infinity] * total + [0.0]
+    counts: list[list[int]] = []
+    for _ in range(num_parts):
+        best, first = [infinity] * (total + 1), [0] * (total + 1)
+        for start in range(total):
+            for end in range(start + 1, total + 1):
+                part = sums[end] - sums[start]
+                if part > limit:
+                    break
+                if part * part + cost[end] <= best[start]:  # ties: the longest first part
+                    best[start], first[start] = part * part + cost[end], end - start
+        cost = best
+        counts.append(first)
+    taken, start = [], 0
+    for first in reversed(counts):
+        taken.append(first[start])
+        start += first[start]
+    return taken
+
+
+def _lightest_limit(sums: Sequence[float], num_parts: int) -> float:
+    """Return the least possible weight of the heaviest of ``num_parts`` contiguous parts, none of them empty."""
+    total = len(sums) - 1
+    heaviest = [float("inf")] * total + [0.0]
+    for _ in range(num_parts):
+        previous = heaviest
+        heaviest = [
+            min(max(sums[end] - sums[start], previous[end]) for end in range(start + 1, total + 1)) for start in range(total)
+        ]
+        heaviest.append(float("inf"))
+    return heaviest[0]
