@@ -7,8 +7,16 @@ the logits in their own dtype and one number a token.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megatron_lightning.layers.embedding import local_ids
+from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.sharding import part_of
 
 
 class CrossEntropy(nn.Module):
@@ -28,3 +36,68 @@ class CrossEntropy(nn.Module):
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index, reduction="none"
         )
         return losses.view(targets.shape)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """log Σexp − target logit forward, with three reduced numbers a token; (softmax − onehot) · grad backward, all local."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, group: AxisGroup) -> Tensor:
+        shifted = logits.float()
+        maximum = all_reduce(shifted.amax(dim=-1), group, "max")
+        shifted = shifted - maximum[..., None]
+        picked = shifted.gather(-1, local[..., None]).squeeze(-1).masked_fill(outside, 0.0)
+        picked, total = all_reduce(torch.stack((picked, shifted.exp().sum(dim=-1))), group).unbind()
+        log_total = total.log()
+        ctx.save_for_backward(logits, local, outside, maximum + log_total)
+        return log_total - picked
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, local, outside, normalizer = ctx.saved_tensors
+        probabilities = (logits.float() - normalizer[..., None]).exp()
+        onehot = torch.zeros_like(local, dtype=probabilities.dtype).masked_fill(~outside, -1.0)
+        grad_logits = probabilities.scatter_add(-1, local[..., None], onehot[..., None]) * grad[..., None]
+        return grad_logits.to(logits.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: AxisGroup, *, vocab_size: int | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Return the cross entropy of every token in fp32, from logits whose last dim the ranks share.
+
+    Args:
+        logits: [..., v / ranks] this rank's logits.
+        targets: [...] ids of the whole vocabulary.
+        group: The tensor-parallel ranks.
+        vocab_size: Size of the whole vocabulary, where the last ranks hold less than the others; None: all hold the same.
+        ignore_index: Target whose loss and gradient are zero.
+
+    Returns:
+        [...] losses, equal on every rank.
+    """
+    start, _ = part_of(vocab_size or logits.shape[-1] * group.size, group.size, group.rank)
+    ignored = targets == ignore_index
+    local, outside = local_ids(targets.masked_fill(ignored, start), start, logits.shape[-1], group)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, local, outside, group)  # type: ignore[no-untyped-call]
+    return losses.masked_fill(ignored, 0.0)
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """The form of :class:`CrossEntropy` for logits whose last dim the ranks share.
+
+    Args:
+        group: The tensor-parallel ranks.
+        vocab_size: Size of the whole vocabulary.
+        ignore_index: Target whose loss and gradient are zero.
+    """
+
+    def __init__(self, group: AxisGroup, vocab_size: int, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.group, self.vocab_size, self.ignore_index = group, vocab_size, ignore_index
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""
+        return vocab_parallel_cross_entropy(
+            logits, targets, self.group, vocab_size=self.vocab_size, ignore_index=self.ignore_index
+        )

@@ -69,7 +69,15 @@ class ShardSpec:
 
     @classmethod
     def split(
-        cls, shape: Sequence[int], *, dim: int, size: int, rank: int, axis: str = "tp", blocks: int = 1, grid: GridName = "dense"
+        cls,
+        shape: Sequence[int],
+        *,
+        dim: int,
+        size: int,
+        rank: int,
+        axis: str = "tp",
+        blocks: int = 1,
+        grid: GridName = "dense",
     ) -> ShardSpec:
         """Return the spec of rank ``rank``'s part of a tensor cut along ``dim`` over ``size`` ranks.
 
@@ -93,7 +101,10 @@ class ShardSpec:
             )
         block, part = whole[dim] // blocks, whole[dim] // blocks // size
         extent = (*whole[:dim], part, *whole[dim + 1 :])
-        at = lambda offset: (*(0,) * dim, offset, *(0,) * (len(whole) - dim - 1))  # noqa: E731
+
+        def at(offset: int) -> Shape:
+            return (*(0,) * dim, offset, *(0,) * (len(whole) - dim - 1))
+
         rectangles = tuple(Rectangle(at(b * block + rank * part), at(b * part), extent) for b in range(blocks))
         return cls(whole, rectangles, sharded_over=(axis,) if size > 1 else (), grid=grid)
 
@@ -146,9 +157,7 @@ class ShardSpec:
         for offset, shape, position in _boxes_of_range(self.local_shape, start, start + flat.numel()):
             for box in self.rectangles:
                 low = tuple(max(o, p) for o, p in zip(offset, box.local_offset, strict=True))
-                high = tuple(
-                    min(o + n, p + m) for o, n, p, m in zip(offset, shape, box.local_offset, box.shape, strict=True)
-                )
+                high = tuple(min(o + n, p + m) for o, n, p, m in zip(offset, shape, box.local_offset, box.shape, strict=True))
                 if any(a >= b for a, b in zip(low, high, strict=True)):
                     continue
                 view = flat[position : position + _numel(shape)].view(shape)
@@ -265,7 +274,8 @@ class Style(Protocol):
 class ShardingPlan:
     """How a plain model is split over the tensor-parallel ranks, as a table.
 
-    Patterns are dotted module paths in which ``*`` stands for one path segment, ``**`` for any number; the first pattern that matches wins.
+    Patterns are dotted module paths in which ``*`` stands for one path segment, ``**`` for any number; the first pattern
+    that matches wins.
     """
 
     modules: Mapping[str, Style]

@@ -1,0 +1,133 @@
+"""Embeddings shared by the tensor-parallel ranks: words by rows of the vocabulary, positions by parts of the sequence."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.collectives import reduce_from_axis, reduce_scatter, scatter
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.sharding import ShardSpec, take_shards
+
+
+def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple[Tensor, Tensor]:
+    """Return the ids relative to this rank's rows, 0 for those of other ranks, and a mask of the latter.
+
+    Ids outside the whole vocabulary are left as they are on the rank next to them, so that the look-up there fails as it
+    does on one device.
+
+    Args:
+        ids: [...] ids of the whole vocabulary.
+        start: First row of this rank.
+        num_rows: Rows of this rank.
+        group: The ranks that share the vocabulary.
+    """
+    local = ids - start
+    outside = torch.zeros_like(local, dtype=torch.bool)
+    if group.rank > 0:
+        outside = outside | (local < 0)
+    if group.rank < group.size - 1:
+        outside = outside | (local >= num_rows)
+    return local.masked_fill(outside, 0), outside
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding whose rows are shared; where the ranks do not divide the vocabulary, the last ones hold fewer rows.
+
+    Args:
+        num_embeddings: Entries of the whole vocabulary.
+        embedding_dim: Size of a vector.
+        group: The tensor-parallel ranks.
+        padding_idx: Entry that gets no gradient.
+        sequence_parallel: Return a shard of the output along the sequence.
+        sequence_dim: Dim of the sequence.
+        device: Where the parameter lives.
+        dtype: Type of the parameter.
+
+    Raises:
+        ShardingError: If there are ranks without a row.
+    """
+
+    weight: nn.Parameter
+    shard_specs: dict[str, ShardSpec]
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: AxisGroup,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
+        self.padding_idx = padding_idx
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and group.size > 1, sequence_dim
+        spec = ShardSpec.split_rows((num_embeddings, embedding_dim), size=group.size, rank=group.rank, axis=group.name)
+        self.start = spec.rectangles[0].global_offset[0]
+        source = nn.Embedding(num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype)
+        take_shards(self, source, {"weight": spec})
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, group: AxisGroup, sequence_parallel: bool = False, sequence_dim: int = 0
+    ) -> VocabParallelEmbedding:
+        """Return this rank's rows of ``embedding``.
+
+        Raises:
+            ShardingError: If it uses an option that has no parallel form.
+        """
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ShardingError(
+                "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the whole table on one rank. "
+                "Build it without them, or leave it out of the plan."
+            )
+        module = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            group=group,
+            padding_idx=embedding.padding_idx,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device="meta",
+            dtype=embedding.weight.dtype,
+        )
+        take_shards(module, embedding, module.shard_specs)
+        return module.train(embedding.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids [...] to vectors [..., h], or to this rank's sequence shard of them."""
+        local, outside = local_ids(ids, self.start, self.weight.shape[0], self.group)
+        padding = None if self.padding_idx is None else self.padding_idx - self.start
+        if padding is not None and not 0 <= padding < self.weight.shape[0]:
+            padding = None
+        part = F.embedding(local, self.weight, padding).masked_fill(outside[..., None], 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter(part, self.group, self.sequence_dim)
+        return reduce_from_axis(part, self.group)
+
+
+class SequenceParallelEmbedding(nn.Module):
+    """Embedding that every rank holds whole and looks up for its part of the sequence only (learned positions).
+
+    Args:
+        embedding: The plain embedding, whose weight it takes over.
+        group: The tensor-parallel ranks.
+        sequence_dim: Dim of the sequence in the ids.
+    """
+
+    def __init__(self, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int = 0) -> None:
+        super().__init__()
+        self.group, self.sequence_dim = group, sequence_dim
+        self.weight = embedding.weight
+        self.shard_specs = {"weight": ShardSpec.replicated(self.weight.shape, partial_over=(group.name,))}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids [s, ...] to vectors [s / ranks, ..., h]."""
+        return F.embedding(scatter(ids, self.group, self.sequence_dim), self.weight)

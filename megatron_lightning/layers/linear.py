@@ -1,0 +1,233 @@
+"""Linear layers whose weight is shared by the tensor-parallel ranks (https://arxiv.org/abs/1909.08053), with sequence
+parallelism (https://arxiv.org/abs/2205.05198).
+
+With X the input, rank i computes in a column-parallel layer Y_i = X W_i^T (rows of W are cut) and in a row-parallel layer the
+partial sum X_i W_i^T (columns of W are cut). Under sequence parallelism the input of the former and the output of the latter
+are shards along the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.parallel.collectives import (
+    all_gather_start,
+    all_reduce_start,
+    finish,
+    gather,
+    reduce_from_axis,
+    reduce_scatter,
+    reduce_scatter_start,
+    scatter,
+)
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.sharding import ShardSpec, take_shards
+
+Self = TypeVar("Self", bound="_ParallelLinear")
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or reduce-scattered) backward.
+
+    Backward keeps the sequence shard only and gathers it again while the input's gradient is computed; that gradient's
+    reduction then runs beside the weight's gradient.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: AxisGroup, sequence_dim: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence_dim = group, sequence_dim
+        if sequence_dim is not None:
+            x = finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        group, dim = ctx.group, ctx.sequence_dim
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        if dim is not None and need_weight:
+            x = all_gather_start(x, group, dim)
+        if need_x:
+            grad_x = grad.matmul(weight)
+            grad_x = all_reduce_start(grad_x, group) if dim is None else reduce_scatter_start(grad_x, group, dim)
+        if need_weight:
+            x = x if dim is None else finish(x, group, dim)
+            grad_weight = grad.flatten(0, -2).t().matmul(x.flatten(0, -2))
+        if need_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if grad_x is not None:
+            grad_x = finish(grad_x, group, dim or 0)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: AxisGroup, sequence_dim: int | None) -> Tensor:
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # a custom Function's backward sees no autocast, so its operands agree from the start
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, group, sequence_dim)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _ParallelLinear(nn.Module):
+    """What both kinds share: global sizes, and a weight cut out of a plain linear layer's.
+
+    The weights equal those of ``nn.Linear`` built from the same random state, whatever the number of ranks.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    shard_specs: dict[str, ShardSpec]
+
+    def __init__(
+        self, in_features: int, out_features: int, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and group.size > 1, sequence_dim
+
+    @classmethod
+    def from_linear(cls: type[Self], linear: nn.Linear, **options: Any) -> Self:
+        """Return this rank's part of ``linear``; ``options`` are the constructor's keywords.
+
+        Raises:
+            ShardingError: If the ranks cannot share the weight equally.
+        """
+        bias = linear.bias is not None
+        options |= {"bias": bias, "device": "meta", "dtype": linear.weight.dtype}
+        module = cls(linear.in_features, linear.out_features, **options)
+        take_shards(module, linear, module._specs(bias))
+        return module.train(linear.training)
+
+    def _specs(self, bias: bool) -> dict[str, ShardSpec]:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Return the global sizes."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.group.name}={self.group.size}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Linear layer whose output features are shared: x [..., in] -> this rank's part of [..., out].
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the whole output.
+        group: The tensor-parallel ranks.
+        bias: Whether a bias, cut like the output, is added.
+        sequence_parallel: The input is a shard along the sequence, and is gathered.
+        sequence_dim: Dim of the sequence.
+        gather_output: Return the whole output on every rank.
+        copy_input: Sum the input's gradient over the ranks; False where the caller has done it (``copy_to_axis``).
+        num_blocks: Equal blocks stacked in the output that are each cut (2 for a fused gate and up projection).
+        device: Where the parameters live.
+        dtype: Type of the parameters.
+
+    Raises:
+        ShardingError: If the ranks cannot share the output equally.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: AxisGroup,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        gather_output: bool = False,
+        copy_input: bool = True,
+        num_blocks: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim)
+        self.gather_output, self.copy_input, self.num_blocks = gather_output, copy_input, num_blocks
+        take_shards(self, nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype), self._specs(bias))
+
+    def _specs(self, bias: bool) -> dict[str, ShardSpec]:
+        shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
+        return {name: self._split(shape) for name, shape in shapes.items() if bias or name == "weight"}
+
+    def _split(self, shape: tuple[int, ...]) -> ShardSpec:
+        group = self.group
+        return ShardSpec.split(shape, dim=0, size=group.size, rank=group.rank, axis=group.name, blocks=self.num_blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out / ranks], or [..., out] with ``gather_output``."""
+        if self.group.size == 1 or not (self.copy_input or self.sequence_parallel):
+            y = F.linear(x, self.weight, self.bias)
+        else:
+            y = _column_linear(x, self.weight, self.bias, self.group, self.sequence_dim if self.sequence_parallel else None)
+        return gather(y, self.group, -1, self.out_features) if self.gather_output else y
+
+
+class VocabParallelLinear(ColumnParallelLinear):
+    """Column-parallel output layer for any vocabulary: the last ranks hold fewer rows where the ranks do not divide it."""
+
+    def _split(self, shape: tuple[int, ...]) -> ShardSpec:
+        return ShardSpec.split_rows(shape, size=self.group.size, rank=self.group.rank, axis=self.group.name)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Linear layer whose input features are shared: this rank's part of x [..., in] -> [..., out].
+
+    Args:
+        in_features: Size of the whole input.
+        out_features: Size of the output.
+        group: The tensor-parallel ranks.
+        bias: Whether a bias is added, after the reduction.
+        sequence_parallel: Return a shard of the output along the sequence.
+        sequence_dim: Dim of the sequence.
+        input_is_parallel: The input is this rank's part already; False: it is whole, and is cut here.
+        device: Where the parameters live.
+        dtype: Type of the parameters.
+
+    Raises:
+        ShardingError: If the ranks cannot share the input equally.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: AxisGroup,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim)
+        self.input_is_parallel = input_is_parallel
+        take_shards(self, nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype), self._specs(bias))
+
+    def _specs(self, bias: bool) -> dict[str, ShardSpec]:
+        group, shape = self.group, (self.out_features, self.in_features)
+        specs = {"weight": ShardSpec.split(shape, dim=1, size=group.size, rank=group.rank, axis=group.name)}
+        if bias:  # under sequence parallelism each rank adds it to its own tokens only
+            partial_over = (group.name,) if self.sequence_parallel else ()
+            specs["bias"] = ShardSpec.replicated((self.out_features,), partial_over=partial_over)
+        return specs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in / ranks] to [..., out]."""
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        partial = F.linear(x if self.input_is_parallel else scatter(x, self.group, -1), self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter(partial, self.group, self.sequence_dim)
+        else:
+            y = reduce_from_axis(partial, self.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)

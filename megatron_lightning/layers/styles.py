@@ -1,0 +1,222 @@
+"""The styles of a :class:`ShardingPlan`: what becomes of one module of a plain model under tensor parallelism.
+
+Two kinds of models are served. One whose modules each handle their own input and output (``GPTModel``) names a style for
+every linear layer. One whose attention reads the shape of its input (Hugging Face) enters the parallel region once, before
+the attention (:class:`ParallelInput`), and its column-parallel layers leave the input alone (``copy_input=False``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.embedding import SequenceParallelEmbedding, VocabParallelEmbedding
+from megatron_lightning.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelLinear
+from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
+from megatron_lightning.parallel.collectives import copy_to_axis, gather, gather_sequence, scatter
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan, ShardSpec
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
+    if not isinstance(module, kind):
+        raise ShardingError(
+            f"style {style} takes a {kind.__name__}, and the plan points it at a {type(module).__name__}. "
+            "Correct the pattern, or give this module another style."
+        )
+    return module
+
+
+@dataclass(frozen=True)
+class ColumnParallel:
+    """``nn.Linear`` -> :class:`ColumnParallelLinear`."""
+
+    num_blocks: int = 1
+    """Equal blocks stacked in the output that are each cut (2 for a fused gate and up projection)."""
+    num_heads: int | None = None
+    """Heads, or query groups, that the output consists of and that must stay whole."""
+    copy_input: bool = True
+    """False inside a :class:`ParallelInput` region."""
+    gather_output: bool = False
+    """Return the whole output on every rank."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the column-parallel layer."""
+        if self.num_heads is not None and self.num_heads % context.tp.size:
+            raise ShardingError(
+                f"{self.num_heads} heads (or query groups) cannot be shared by {context.tp.size} tensor-parallel ranks. "
+                f"Set tensor_model_parallel_size to a divisor of {self.num_heads}."
+            )
+        return ColumnParallelLinear.from_linear(
+            _expect(module, nn.Linear, "ColumnParallel"),
+            group=context.tp,
+            sequence_parallel=context.sp and self.copy_input,
+            sequence_dim=plan.sequence_dim,
+            gather_output=self.gather_output,
+            copy_input=self.copy_input,
+            num_blocks=self.num_blocks,
+        )
+
+
+@dataclass(frozen=True)
+class RowParallel:
+    """``nn.Linear`` -> :class:`RowParallelLinear`."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the row-parallel layer."""
+        linear = _expect(module, nn.Linear, "RowParallel")
+        return RowParallelLinear.from_linear(
+            linear, group=context.tp, sequence_parallel=context.sp, sequence_dim=plan.sequence_dim
+        )
+
+
+@dataclass(frozen=True)
+class VocabParallel:
+    """``nn.Embedding`` -> :class:`VocabParallelEmbedding`, or an output ``nn.Linear`` -> :class:`VocabParallelLinear`."""
+
+    shard_sequence: bool = True
+    """Under sequence parallelism the embedding returns a sequence shard; False: the model cuts it later."""
+    gather_output: bool = False
+    """The output layer returns the logits of the whole vocabulary on every rank."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the vocabulary-parallel module."""
+        if isinstance(module, nn.Embedding):
+            return VocabParallelEmbedding.from_embedding(
+                module,
+                group=context.tp,
+                sequence_parallel=context.sp and self.shard_sequence,
+                sequence_dim=plan.sequence_dim,
+            )
+        return VocabParallelLinear.from_linear(
+            _expect(module, nn.Linear, "VocabParallel"),
+            group=context.tp,
+            sequence_parallel=context.sp,
+            sequence_dim=plan.sequence_dim,
+            gather_output=self.gather_output,
+        )
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """A module that works on each token by itself (a norm): on sequence shards its parameters' gradients are partial sums."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Declare it; learned positions are looked up for the rank's part of the sequence only."""
+        if not context.sp:
+            return module
+        if isinstance(module, nn.Embedding):
+            return SequenceParallelEmbedding(module, group=context.tp, sequence_dim=plan.sequence_dim)
+        return _partial_over(module, context.tp)
+
+
+@dataclass(frozen=True)
+class HeadParallel:
+    """A module applied to each head by itself (a query or key norm): the rank sees its heads, so gradients are partial sums."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Declare it."""
+        return _partial_over(module, context.tp)
+
+
+def _partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
+    if group.size > 1:
+        own = module.named_parameters(recurse=False)
+        specs = {name: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for name, p in own}
+        module.shard_specs = specs  # type: ignore[assignment]
+    return module
+
+
+@dataclass(frozen=True)
+class StreamDropout:
+    """A ``Dropout`` whose input differs between the ranks draws from a stream of the rank's own."""
+
+    always: bool = False
+    """The input is sharded with and without sequence parallelism (attention probabilities)."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Set the streams."""
+        if context.sp or (self.always and context.tp.size > 1):
+            _expect(module, Dropout, "StreamDropout").streams = context.rng
+        return module
+
+
+class _GatherLogits(nn.Module):
+    def __init__(self, group: AxisGroup, vocab_size: int) -> None:
+        super().__init__()
+        self.group, self.vocab_size = group, vocab_size
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return gather(logits, self.group, -1, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class GatherLogits:
+    """The identity -> an all-gather of the logits' shards, its gradient cut back to the shard."""
+
+    vocab_size: int
+    """Size of the whole vocabulary."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the gathering module."""
+        return _GatherLogits(context.tp, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class VocabParallelLoss:
+    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits' shards."""
+
+    vocab_size: int
+    """Size of the whole vocabulary."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the vocabulary-parallel loss."""
+        plain = _expect(module, CrossEntropy, "VocabParallelLoss")
+        return VocabParallelCrossEntropy(context.tp, self.vocab_size, plain.ignore_index)
+
+
+@dataclass(frozen=True)
+class ParallelInput:
+    """A module within which every rank computes with its shards: its input is copied, or gathered from sequence shards."""
+
+    argument: str = "hidden_states"
+    """Name of the input, where it is not passed as the first positional argument."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Put the copy (or gather) before the module's forward."""
+        enter = partial(gather_sequence, dim=plan.sequence_dim) if context.sp else copy_to_axis
+        return _map_input(module, self.argument, partial(enter, group=context.tp))
+
+
+@dataclass(frozen=True)
+class ShardSequence:
+    """The module from which on, under sequence parallelism, activations are sequence shards: its input is cut."""
+
+    argument: str = "hidden_states"
+    """Name of the input, where it is not passed as the first positional argument."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Put the cut before the module's forward."""
+        if not context.sp:
+            return module
+        return _map_input(module, self.argument, partial(scatter, group=context.tp, dim=plan.sequence_dim))
+
+
+def _map_input(module: nn.Module, argument: str, change: partial[Tensor]) -> nn.Module:
+    module.register_forward_pre_hook(partial(_change_input, argument, change), with_kwargs=True)
+    return module
+
+
+def _change_input(
+    argument: str, change: partial[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, argument: change(kwargs[argument])}

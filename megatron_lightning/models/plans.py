@@ -1,0 +1,70 @@
+"""The tables by which models are split over tensor-parallel ranks; a user writes one like them for a model of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.styles import (
+    ColumnParallel,
+    GatherLogits,
+    HeadParallel,
+    ParallelInput,
+    RowParallel,
+    SequenceParallel,
+    ShardSequence,
+    StreamDropout,
+    VocabParallel,
+    VocabParallelLoss,
+)
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+
+def gpt_plan(config: TransformerConfig) -> ShardingPlan:
+    """Return the table of :class:`GPTModel`."""
+    layer = "decoder.layers.*"
+    return ShardingPlan(
+        modules={
+            "embedding.word_embeddings": VocabParallel(),
+            "embedding.position_embeddings": SequenceParallel(),
+            "embedding.dropout": StreamDropout(),
+            f"{layer}.input_layernorm": SequenceParallel(),
+            f"{layer}.self_attention.linear_qkv": ColumnParallel(num_heads=config.query_groups),
+            f"{layer}.self_attention.q_layernorm": HeadParallel(),
+            f"{layer}.self_attention.k_layernorm": HeadParallel(),
+            f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
+            f"{layer}.self_attention.linear_proj": RowParallel(),
+            f"{layer}.pre_mlp_layernorm": SequenceParallel(),
+            f"{layer}.mlp.linear_fc1": ColumnParallel(num_blocks=2 if config.gated else 1),
+            f"{layer}.mlp.linear_fc2": RowParallel(),
+            f"{layer}.dropout": StreamDropout(),
+            "decoder.final_layernorm": SequenceParallel(),
+            "output_layer": VocabParallel(),
+            "output_gather": GatherLogits(config.vocab_size),
+            "loss": VocabParallelLoss(config.vocab_size),
+        }
+    )
+
+
+def llama_hf_plan(config: Any) -> ShardingPlan:
+    """Return the table of an unmodified ``transformers.LlamaForCausalLM`` with configuration ``config``."""
+    column = ColumnParallel(copy_input=False)
+    heads = ColumnParallel(copy_input=False, num_heads=config.num_key_value_heads)
+    return ShardingPlan(
+        sequence_dim=1,
+        modules={
+            "model.embed_tokens": VocabParallel(shard_sequence=False),
+            "model.layers.0": ShardSequence(),
+            "model.layers.*.self_attn": ParallelInput(),
+            "model.layers.*.self_attn.q_proj": heads,
+            "model.layers.*.self_attn.k_proj": heads,
+            "model.layers.*.self_attn.v_proj": heads,
+            "model.layers.*.self_attn.o_proj": RowParallel(),
+            "model.layers.*.mlp": ParallelInput(),
+            "model.layers.*.mlp.gate_proj": column,
+            "model.layers.*.mlp.up_proj": column,
+            "model.layers.*.mlp.down_proj": RowParallel(),
+            "**norm": SequenceParallel(),
+            "lm_head": VocabParallel(gather_output=True),
+        },
+    )

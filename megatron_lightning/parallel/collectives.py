@@ -1,0 +1,197 @@
+"""Collectives over one axis as conjugate autograd pairs, the ``f`` and ``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053)
+and their sequence-parallel forms (https://arxiv.org/abs/2205.05198).
+
+    copy_to_axis        identity        / all-reduce         scatter      own part       / all-gather
+    reduce_from_axis    all-reduce      / identity           gather       all-gather     / own part
+    gather_sequence     all-gather      / reduce-scatter     reduce_scatter  reduce-scatter / all-gather
+
+All go through torch's functional collectives, which ``torch.compile`` traces and activation checkpointing may save or
+recompute. None works in place on its argument, and over an axis of one rank each returns its argument. The functions that
+end in ``_start`` and ``_finish`` have no gradient: between the two, other work overlaps the communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.sharding import part_of
+
+_ops = torch.ops._c10d_functional
+
+
+def _name(group: AxisGroup) -> str:
+    if group.process_group is None:
+        raise ShardingError(
+            f"the group over {group.name} has {group.size} ranks and no communicator: it came from another process. "
+            "Build the module again with this process's ParallelContext."
+        )
+    return group.process_group.group_name
+
+
+def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
+    """Begin to reduce ``x`` over the group; ``op`` is sum or max."""
+    return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, _name(group))
+
+
+def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """Begin to concatenate the ranks' ``x`` along ``dim``."""
+    return x if group.size == 1 else _ops.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), group.size, _name(group))
+
+
+def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """Begin to sum ``x`` over the group, of which this rank keeps its part along ``dim``.
+
+    Raises:
+        ShardingError: If the extent does not divide over the ranks.
+    """
+    _part(x, group, dim)
+    return x if group.size == 1 else _ops.reduce_scatter_tensor(x.movedim(dim, 0).contiguous(), "sum", group.size, _name(group))
+
+
+def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """Wait for what a ``_start`` with the same ``dim`` began, and return its result (an all-reduce has dim 0)."""
+    return started if group.size == 1 else _ops.wait_tensor(started).movedim(0, dim)
+
+
+def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
+    """Reduce ``x`` over the group, without a gradient."""
+    return finish(all_reduce_start(x, group, op), group)
+
+
+def _part(x: Tensor, group: AxisGroup, dim: int) -> int:
+    """Return the extent of one rank's part of ``x`` along ``dim``."""
+    if x.shape[dim] % group.size:
+        raise ShardingError(
+            f"dim {dim} of an activation of shape {tuple(x.shape)} has {x.shape[dim]} entries, which {group.size} {group.name} "
+            f"ranks cannot share equally. Pad the sequence to a multiple of {group.size}, or set sequence_parallel to False."
+        )
+    return x.shape[dim] // group.size
+
+
+class _CopyToAxis(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _ReduceFromAxis(torch.autograd.Function):
+    """All-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return finish(all_gather_start(x, group, dim), group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return finish(reduce_scatter_start(grad, ctx.group, ctx.dim), ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return finish(reduce_scatter_start(x, group, dim), group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return finish(all_gather_start(grad, ctx.group, ctx.dim), ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Own part forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        part = _part(x, group, dim)
+        return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return finish(all_gather_start(grad, ctx.group, ctx.dim), ctx.group, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather forward, own part backward; the last ranks' parts may be shorter than the others'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int, total: int) -> Tensor:
+        part = part_of(total, group.size, 0)[1]
+        ctx.dim, ctx.start, ctx.length = dim, part_of(total, group.size, group.rank)[0], x.shape[dim]
+        padded = x.movedim(dim, -1)
+        padded = F.pad(padded, (0, part - x.shape[dim])) if x.shape[dim] < part else padded
+        return finish(all_gather_start(padded.movedim(-1, dim), group, dim), group, dim).narrow(dim, 0, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(ctx.dim, ctx.start, ctx.length).contiguous(), None, None, None
+
+
+def copy_to_axis(x: Tensor, group: AxisGroup) -> Tensor:
+    """Identity forward, all-reduce backward: a replicated tensor enters a region where every rank computes with its shard."""
+    return x if group.size == 1 else _apply(_CopyToAxis, x, group)
+
+
+def reduce_from_axis(x: Tensor, group: AxisGroup) -> Tensor:
+    """All-reduce forward, identity backward: partial sums leave such a region, replicated."""
+    return x if group.size == 1 else _apply(_ReduceFromAxis, x, group)
+
+
+def gather_sequence(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """All-gather forward, reduce-scatter backward: a sequence shard enters such a region, whole along ``dim``."""
+    return x if group.size == 1 else _apply(_GatherSequence, x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """Reduce-scatter forward, all-gather backward: partial sums leave such a region as sequence shards along ``dim``."""
+    return x if group.size == 1 else _apply(_ReduceScatter, x, group, dim)
+
+
+def scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """Own part forward, all-gather backward: a replicated tensor is cut along ``dim``."""
+    return x if group.size == 1 else _apply(_Scatter, x, group, dim)
+
+
+def gather(x: Tensor, group: AxisGroup, dim: int = -1, total: int | None = None) -> Tensor:
+    """All-gather forward, own part backward: shards along ``dim`` become a tensor that every rank uses in the same way.
+
+    Args:
+        x: This rank's shard.
+        group: The axis.
+        dim: Dim of the shards.
+        total: Extent of the whole, where the last ranks hold less than the others; None: all hold the same.
+    """
+    return x if group.size == 1 else _apply(_Gather, x, group, dim, total or x.shape[dim] * group.size)
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
