@@ -13,7 +13,7 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
-    from megatron_lightning.checkpoint.consolidate import consolidate, read_full
+    from megatron_lightning.checkpoint.consolidation import consolidate, read_full
     from megatron_lightning.checkpoint.sharded import TensorShards, is_writer, load_sharded, save_sharded
     from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 
@@ -35,12 +35,12 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "CheckpointSource": "megatron_lightning.checkpoint.source",
         "TensorShards": "megatron_lightning.checkpoint.sharded",
-        "consolidate": "megatron_lightning.checkpoint.consolidate",
+        "consolidate": "megatron_lightning.checkpoint.consolidation",
         "is_committed": "megatron_lightning.checkpoint.commit",
         "is_writer": "megatron_lightning.checkpoint.sharded",
         "load_sharded": "megatron_lightning.checkpoint.sharded",
         "open_checkpoint": "megatron_lightning.checkpoint.source",
-        "read_full": "megatron_lightning.checkpoint.consolidate",
+        "read_full": "megatron_lightning.checkpoint.consolidation",
         "remove_checkpoint": "megatron_lightning.checkpoint.commit",
         "save_sharded": "megatron_lightning.checkpoint.sharded",
     },

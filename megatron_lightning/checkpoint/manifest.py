@@ -152,7 +152,7 @@ class Manifest:
         """
         try:
             body = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"manifest.json is damaged ({error}). Resume from another checkpoint.") from error
         _check(isinstance(body, dict) and body.get("format") == FORMAT, f"it is not a {FORMAT} manifest")
         _check(
@@ -162,7 +162,7 @@ class Manifest:
         _check(body.pop("checksum", None) == _checksum(body), "its checksum does not match its content")
         try:
             return cls._of_body(body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"manifest.json is malformed ({error!r}). Resume from another checkpoint.") from error
 
     @classmethod

@@ -40,7 +40,11 @@ def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
 
 
 def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo :func:`split_tensors`."""
+    """Undo :func:`split_tensors`.
+
+    Raises:
+        CheckpointError: If there is a tensor of an optimizer that the state does not describe.
+    """
     checkpoint = {key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()}
     if _OPTIMIZERS in state:
         checkpoint[_OPTIMIZERS] = [
@@ -52,6 +56,10 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
         if key == _OPTIMIZERS:
             index, _, path = rest.partition(".state.")
             fqn, _, entry = path.rpartition(".")
+            if not index.isdecimal() or int(index) >= len(checkpoint.get(key, ())):
+                raise CheckpointError(
+                    f"{name} stands in the checkpoint, whose state has no optimizer {index}. It is incomplete."
+                )
             checkpoint[key][int(index)]["state"].setdefault(fqn, {})[entry] = tensor
         else:
             checkpoint.setdefault(key, {})[rest] = tensor
