@@ -30,3 +30,16 @@ def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async
 def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:
     """Let ``parameter.grad`` have another dtype than the parameter, so that autograd adds bf16 gradients to an fp32 one."""
     parameter.grad_dtype = None
+
+
+def clone_store(store: dist.Store) -> dist.Store:
+    """Return a second connection to the same store, for use by another thread."""
+    clone: dist.Store = store.clone() if hasattr(store, "clone") else store
+    return clone
+
+
+def abort_process_groups() -> None:
+    """Break this rank's connections, so that peers that wait for it fail at once."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None and dist.is_initialized():
+        abort()

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -205,7 +204,17 @@ class MegatronStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         RankGrid(self.layout, self._planned_world_size)  # a layout that does not fit fails here, before any process starts
+        preflight.check_precision(self.precision_plugin, self._planned_world_size)
         self._launcher = make_launcher(self)
+
+    def check_before_launch(self) -> None:
+        """Check what is known of the module before any process is started.
+
+        Raises:
+            ConfigError: If the module cannot run under the layout.
+        """
+        if self.lightning_module is not None:
+            preflight.check_config(self.lightning_module, self.layout, self._planned_world_size)
 
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
@@ -298,16 +307,6 @@ class MegatronStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
         self.model.to(self.root_device)
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The precision plugin."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        preflight.check_precision(plugin, self._planned_world_size if self.parallel_devices else 1)
-        self._precision_plugin = plugin
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give each data-parallel rank its share of the data; training continues where ``consumed_samples`` says."""

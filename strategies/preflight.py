@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.rules import check_model_layout
+
 
 SUPPORTED_PRECISION = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -61,6 +61,8 @@ def check_config(module: pl.LightningModule, layout: ParallelLayout, world_size:
     """
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
+        from megatron_lightning.rules import check_model_layout
+
         check_model_layout(config, layout, world_size)
 
 
