@@ -1,0 +1,76 @@
+"""The rules that span a model's configuration and a layout, checked before any process group exists. No torch here."""
+
+from __future__ import annotations
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.layout import ParallelLayout
+
+
+def check_model_layout(
+    config: TransformerConfig, layout: ParallelLayout, world_size: int, *, sequence_length: int | None = None
+) -> None:
+    """Check that ``world_size`` ranks in ``layout`` can hold and run the model.
+
+    Args:
+        config: The model.
+        layout: Sizes of the parallel axes.
+        world_size: Number of ranks.
+        sequence_length: Tokens of a training sample, where it is known.
+
+    Raises:
+        ConfigError: Naming the two values that do not fit, why, and what to set.
+    """
+    layout.data_parallel_size(world_size)
+    _check_tensor(config, layout)
+    _check_sequence(config, layout, sequence_length)
+    if layout.num_stages > config.num_layers:
+        raise ConfigError(
+            f"num_layers={config.num_layers} are fewer than the {layout.num_stages} pipeline stages "
+            f"(pipeline_model_parallel_size={layout.pp} x virtual_pipeline_model_parallel_size={layout.vpp}), and a stage "
+            f"without a layer has no work. Set num_layers to {layout.num_stages} or more, or lower one of the sizes."
+        )
+    if layout.ep > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size={layout.ep} shares experts among ranks, and this model has none. "
+            "Set expert_model_parallel_size to 1."
+        )
+
+
+def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
+    tp = layout.tp
+    shared = [("num_attention_heads", config.num_attention_heads), ("ffn_hidden_size", config.ffn_size)]
+    for name, value in shared:
+        if value % tp:
+            raise ConfigError(
+                f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank takes an equal share. "
+                f"Set {name} to a multiple of {tp}, or tensor_model_parallel_size to a divisor of {value}."
+            )
+    if config.query_groups % tp:
+        raise ConfigError(
+            f"num_query_groups={config.query_groups} is not divisible by tensor_model_parallel_size={tp}; a key/value head "
+            f"lives on one tensor-parallel rank. Set tensor_model_parallel_size to a divisor of {config.query_groups}, or "
+            f"num_query_groups to a multiple of {tp}."
+        )
+    rows = -(-config.vocab_size // tp)
+    if rows * (tp - 1) >= config.vocab_size:
+        raise ConfigError(
+            f"vocab_size={config.vocab_size} leaves a rank without a row of the embedding when "
+            f"tensor_model_parallel_size={tp} ranks take {rows} rows each. Lower tensor_model_parallel_size."
+        )
+
+
+def _check_sequence(config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None) -> None:
+    if sequence_length is None:
+        return
+    if sequence_length > config.max_sequence_length:
+        raise ConfigError(
+            f"samples of {sequence_length} tokens are longer than the model's max_sequence_length="
+            f"{config.max_sequence_length}. Set max_sequence_length to {sequence_length} or more, or shorten the samples."
+        )
+    if layout.sp and sequence_length % layout.tp:
+        raise ConfigError(
+            f"samples of {sequence_length} tokens cannot be cut into equal parts for the tensor_model_parallel_size="
+            f"{layout.tp} ranks of sequence parallelism. Set the sequence length to a multiple of {layout.tp}, or "
+            "sequence_parallel to false."
+        )
