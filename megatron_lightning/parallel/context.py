@@ -101,8 +101,16 @@ class ParallelContext:
         return AxisGroup(name, ranks, position, self._by_ranks[ranks])
 
     def new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-        """Create a communicator of its own for ``ranks``; called by exactly these ranks, None for fewer than two."""
-        if len(ranks) < 2 or self.rank not in ranks:
+        """Create a communicator of its own for ``ranks``; None on other ranks, and for fewer than two.
+
+        Every rank calls this equally often, for groups that it is in or not.
+        """
+        if len(ranks) < 2:
+            return None
+        if self.rank not in ranks:
+            # torch names a group by its ranks and the number of groups this rank has made: without one more here, the next
+            # group that is shared with a member of this one would have two names, and both sides would wait forever.
+            dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
             return None
         group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
         assert isinstance(group, dist.ProcessGroup)

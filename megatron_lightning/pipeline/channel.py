@@ -180,9 +180,9 @@ class Inbox:
     """
 
     def __init__(
-        self, transport: Transport, kind: Kind, source: int, expected: Sequence[Action], book: BoundaryBook, window: int
+        self, transport: Transport, source: int, expected: Sequence[Action], book: BoundaryBook, *, window: int
     ) -> None:
-        self._transport, self._kind, self._source = transport, kind, source
+        self._transport, self._kind, self._source = transport, expected[0].kind, source
         self._expected, self._book, self._window = deque(expected), book, window
         self._posted: deque[tuple[tuple[Tensor, ...], list[dist.Work]]] = deque()
 

@@ -93,7 +93,8 @@ class PipelineExecutor:
     def __init__(self, context: ParallelContext, placement: Placement) -> None:
         self.context, self.placement = context, placement
         self.transport = Transport(context, placement)
-        self._boundaries: dict[_BoundaryKey, Boundary] = {}
+        self.boundaries: dict[_BoundaryKey, Boundary] = {}
+        """Tensors that each (receiving stage, backward, signature) has been found to take."""
 
     def warm_up(self) -> None:
         """Make every communicator exist before the first step; collective over the pipeline group."""
@@ -105,7 +106,7 @@ class PipelineExecutor:
         To be called when the same signature may from now on mean something else, such as after layers were frozen or
         unfrozen; the next step sends headers again.
         """
-        self._boundaries.clear()
+        self.boundaries.clear()
 
     def run(self, schedule: Schedule, program: StageProgram, *, backward: bool = True) -> None:
         """Run one step.
@@ -125,7 +126,7 @@ class PipelineExecutor:
                 f"{self.placement.coordinates}. Make the schedule for this pipeline."
             )
         table = schedule if backward else forward_only(schedule)
-        _Step(self.context, self.transport, self._boundaries, table, program, backward).run()
+        _Step(self, table, program, backward).run()
 
 
 @dataclass
@@ -145,17 +146,10 @@ class _InFlight:
 class _Step:
     """One run of a table; also the book in which its inboxes look up what arrives."""
 
-    def __init__(
-        self,
-        context: ParallelContext,
-        transport: Transport,
-        boundaries: dict[_BoundaryKey, Boundary],
-        schedule: Schedule,
-        program: StageProgram,
-        backward: bool,
-    ) -> None:
-        self._context, self._boundaries, self._schedule = context, boundaries, schedule
-        self._program, self._backward = program, backward
+    def __init__(self, executor: PipelineExecutor, schedule: Schedule, program: StageProgram, backward: bool) -> None:
+        self._context, self._boundaries = executor.context, executor.boundaries
+        self._schedule, self._program, self._backward = schedule, program, backward
+        context, transport = executor.context, executor.transport
         self._coordinate, self._holders = context.pp.rank, schedule.placement.coordinates
         self._last_stage = schedule.placement.num_stages - 1
         self._actions = schedule.actions[self._coordinate]
@@ -175,7 +169,7 @@ class _Step:
             if source is not None and source != self._coordinate:
                 expected[action.kind, source].append(action)
         self._inboxes = {
-            (kind, source): Inbox(transport, kind, source, actions, self, _WINDOW)
+            (kind, source): Inbox(transport, source, actions, self, window=_WINDOW)
             for (kind, source), actions in expected.items()
         }
         neighbours = {stage + hop for stage in schedule.placement.stages_of(self._coordinate) for hop in (-1, 1)}
@@ -207,10 +201,7 @@ class _Step:
         outputs = self._program.forward(stage, microbatch, received)
         # Only what can take a gradient is kept; the rest of the input lives as long as the graph needs it.
         inputs = tuple(tensor for tensor in received or () if tensor.requires_grad)
-        if stage == self._last_stage:
-            flight = self._end(outputs, inputs)
-        else:
-            flight = self._hand_on(action, outputs, inputs)
+        flight = self._end(outputs, inputs) if stage == self._last_stage else self._hand_on(action, outputs, inputs)
         if self._backward:
             self._in_flight[stage, microbatch] = flight
 

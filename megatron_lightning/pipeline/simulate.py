@@ -1,4 +1,4 @@
-"""Run a schedule on paper: is it complete, is every message received in the order it was sent, does a rank wait forever?
+"""Run a schedule on paper: is it complete, does every message arrive in the order it was sent, does no rank wait forever.
 
 Three things are proven of a table. Every (stage, micro-batch) has one forward and one backward (whole, or split in two),
 on the coordinate that holds the stage. On every directed channel (forward or backward messages from one coordinate to

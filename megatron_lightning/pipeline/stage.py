@@ -3,7 +3,7 @@
 The module that is pipelined states its units in ``pipeline_units()``, paths in the order of its forward, and its forward
 tolerates absent ones: a child of a ``ModuleList`` or ``ModuleDict`` (or ``Sequential``) is gone, any other attribute is
 None. What is left keeps its name, so that checkpoints, optimizers and summaries see one ordinary module. A ``ModuleList``
-keeps the integer names of its remaining children: iterate over it, or index it by the global index.
+keeps the integer names of its remaining children: iterate over it, since indices no longer fit.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _drop(module: nn.Module, unit: str) -> None:
             if isinstance(owner, _CONTAINERS):
                 del members[name]
             else:
-                members[name] = None  # type: ignore[index]
+                members[name] = None
 
 
 def _view(module: nn.Module, foreign: Sequence[str]) -> nn.Module:

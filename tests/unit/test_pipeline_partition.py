@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def test_no_cut_has_a_lighter_heaviest_stage(weights: list[int], num_stages: int
 
     def heaviest(cuts: tuple[int, ...]) -> int:
         edges = (0, *cuts, len(weights))
-        return max(sum(weights[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+        return max(sum(weights[a:b]) for a, b in pairwise(edges))
 
     best = min(heaviest(cuts) for cuts in combinations(range(1, len(weights)), num_stages - 1))
     assert max(sum(weight_of[name] for name in stage) for stage in stages) == best

@@ -23,7 +23,7 @@ def test_actions_have_a_text_form(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "0X1", "0F", "-1F0", "0F0 1F0"])
 def test_text_that_is_no_action(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a pipeline action.*such as 2F0"):
+    with pytest.raises(ConfigError, match=r"not a pipeline action.*such as 2F0"):
         Action.parse(text)
 
 
@@ -71,11 +71,11 @@ def test_bubble_and_memory_follow_the_formulas(num_coordinates: int, num_microba
 
 def test_names_resolve_and_unknown_ones_list_the_known() -> None:
     assert schedules.resolve("auto") == "1f1b" and schedules.resolve("auto", 2) == "gpipe"
-    with pytest.raises(ConfigError, match="'pipedream'.*auto, gpipe, 1f1b"):
+    with pytest.raises(ConfigError, match=r"'pipedream'.*auto, gpipe, 1f1b"):
         schedules.make_schedule("pipedream", num_coordinates=2, num_microbatches=2)
     with pytest.raises(ConfigError, match="num_microbatches is 0"):
         schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=0)
-    with pytest.raises(ConfigError, match="one model chunk.*there are 2.*gpipe"):
+    with pytest.raises(ConfigError, match=r"one model chunk.*there are 2.*gpipe"):
         schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=2, num_chunks=2)
 
 
@@ -113,7 +113,7 @@ def test_faults_are_named(rows: tuple[str, ...], message: str) -> None:
 
 def test_messages_out_of_order_are_named() -> None:
     table = _table("mine", LOOP2, 2, "1F1 1F0 1B0 1B1", "0F0 0F1 0B0 0B1")
-    with pytest.raises(ConfigError, match="forward channel from pp rank 1 to 0.*stage 1, micro-batch 0 is sent where"):
+    with pytest.raises(ConfigError, match=r"forward channel from pp rank 1 to 0.*stage 1, micro-batch 0 is sent where"):
         simulate.validate(table)
 
 

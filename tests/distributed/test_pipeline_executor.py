@@ -1,0 +1,313 @@
+"""The executor on several gloo ranks, against one process: gradients are equal bit by bit, since every parameter sums the
+same micro-batches in the same order with the same kernels."""
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.pipeline import Action, PipelineExecutor, Placement, Schedule, schedules, simulate
+from megatron_lightning.pipeline.executor import PipelinePosition
+from tests.helpers.ranks import run_ranks
+
+WIDTH = 6
+
+
+class Stage(nn.Module):
+    """One layer between boundaries of three tensors: hidden, auxiliary (its own dtype), integer positions."""
+
+    def __init__(self, stage: int, skip_gradient: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.auxiliary = nn.Linear(WIDTH, 1).double()
+        self.skip_gradient = skip_gradient
+
+    def forward(self, hidden: Tensor, total: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = hidden + self.linear(hidden) + positions.unsqueeze(-1)
+        if self.skip_gradient:
+            hidden = hidden.detach()
+        return hidden.relu(), total + self.auxiliary(hidden.double()).mean(), positions + 1
+
+
+def _batch(step: int, microbatch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    return torch.randn(2, length, WIDTH, generator=generator), torch.zeros((), dtype=torch.float64), torch.arange(length)
+
+
+class Program:
+    """Runs the stages of one rank; ``lengths[step][microbatch]`` is both shape and signature."""
+
+    def __init__(self, stages: dict[int, nn.Module], num_stages: int, lengths: list[int], step: int = 0) -> None:
+        self.stages, self.num_stages, self.lengths, self.step = stages, num_stages, lengths, step
+        self.losses: list[float] = []
+        self.events: list[str] = []
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
+        assert (received is None) == (stage == 0)
+        self.events.append(f"{stage}F{microbatch}")
+        inputs = _batch(self.step, microbatch, self.lengths[microbatch]) if received is None else received
+        outputs = self.stages[stage](*inputs)
+        if stage < self.num_stages - 1:
+            return outputs
+        loss = outputs[0].square().mean() + outputs[1].float()
+        self.losses.append(loss.item())
+        return loss
+
+    def signature(self, microbatch: int) -> Hashable:
+        return self.lengths[microbatch]
+
+    def before_last_backward(self, stage: int) -> None:
+        self.events.append(f"last {stage}")
+
+
+def _single_process(
+    num_stages: int, steps: list[list[int]], skip: int | None
+) -> tuple[list[float], dict[int, list[Tensor | None]]]:
+    stages = {stage: Stage(stage, stage == skip) for stage in range(num_stages)}
+    losses = []
+    for step, lengths in enumerate(steps):
+        for microbatch, length in enumerate(lengths):
+            tensors: Any = _batch(step, microbatch, length)
+            for stage in stages.values():
+                tensors = stage(*tensors)
+            loss = tensors[0].square().mean() + tensors[1].float()
+            loss.backward()
+            losses.append(loss.item())
+    return losses, {stage: [p.grad for p in module.parameters()] for stage, module in stages.items()}
+
+
+def _schedule(name: str, pp: int, microbatches: int) -> Schedule:
+    if name == "v":  # stages up the ranks and down again, all forwards, then all backwards: the ends meet on rank 0
+        placement = Placement.v(pp)
+        rows = []
+        for coordinate in range(pp):
+            up, down = placement.stages_of(coordinate)
+            forwards = [f"{stage}F{m}" for stage in (up, down) for m in range(microbatches)]
+            rows.append(forwards + [f"{stage}B{m}" for stage in (down, up) for m in range(microbatches)])
+        actions = tuple(tuple(map(Action.parse, row)) for row in rows)
+        return Schedule("v", placement, microbatches, actions)
+    name, _, chunks = name.partition("-")
+    return schedules.make_schedule(name, num_coordinates=pp, num_microbatches=microbatches, num_chunks=int(chunks or 1))
+
+
+def _train(cases: list[tuple[str, list[list[int]], int | None]]) -> None:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=size))
+    executors: dict[Placement, PipelineExecutor] = {}
+    for name, steps, skip in cases:
+        placement = _schedule(name, size, 1).placement
+        if placement not in executors:
+            executors[placement] = PipelineExecutor(context, placement)
+            executors[placement].warm_up()
+        executor = executors[placement]
+        executor.forget_boundaries()
+        num_stages, own = placement.num_stages, placement.stages_of(context.pp.rank)
+        stages = {stage: Stage(stage, stage == skip) for stage in own}
+        losses: list[float] = []
+        for step, lengths in enumerate(steps):
+            schedule = _schedule(name, size, len(lengths))
+            simulate.validate(schedule)
+            program = Program(stages, num_stages, lengths, step)
+            executor.run(schedule, program)
+            losses += program.losses
+            assert sorted(e for e in program.events if "last" in e) == sorted(f"last {stage}" for stage in own)
+        expected_losses, expected_gradients = _single_process(num_stages, steps, skip)
+        if num_stages - 1 in own:
+            assert losses == expected_losses, name
+        for stage, module in stages.items():
+            for parameter, expected in zip(module.parameters(), expected_gradients[stage], strict=True):
+                if expected is not None:
+                    assert torch.equal(parameter.grad, expected), (name, steps, stage)
+                else:  # behind a detach one process has no gradient, a stage that is sent zeros has zeros
+                    assert parameter.grad is None or not parameter.grad.any(), (name, steps, stage)
+
+
+NAMES = ("gpipe", "1f1b", "gpipe-2", "v")
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_gradients_equal_one_process(pp: int) -> None:
+    """Fewer micro-batches than stages, as many, more; equal and ragged, and other shapes in every step."""
+    steps = [[3], [3, 3, 3], [4, 4, 4, 4, 2], [3, 5]]
+    names = [name for name in NAMES if pp > 1 or name != "gpipe-2"]
+    run_ranks(pp, _train, [(name, steps, None) for name in names])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 4])
+def test_gradients_equal_one_process_matrix(pp: int) -> None:
+    counts = [[[3] * count, [4] * (count - 1) + [2]] for count in range(1, 9)]
+    run_ranks(pp, _train, [(name, steps, skip) for name in NAMES for steps in counts for skip in (None, 1)])
+
+
+def test_stages_without_gradient_are_skipped() -> None:
+    """A detach in a middle or last stage: zeros travel where a gradient is waited for, nothing where none can be."""
+    run_ranks(2, _train, [(name, [[3, 3, 2]], skip) for name in NAMES for skip in (0, 1)])
+
+
+def _frozen() -> None:
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
+    executor = PipelineExecutor(context, Placement.loop(2))
+    stage = 1 - context.pp.rank
+    module = Stage(stage).requires_grad_(stage == 1)
+    executor.run(schedules.one_f_one_b(2, 3), Program({stage: module}, 2, [3, 3, 3]))
+    assert all((parameter.grad is not None) == (stage == 1) for parameter in module.parameters())
+    module.requires_grad_()
+    executor.forget_boundaries()  # unfrozen: the same signature now takes gradients
+    executor.run(schedules.one_f_one_b(2, 3), Program({stage: module}, 2, [3, 3, 3]))
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    losses = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            program = Program({stage: module}, 2, [3, 4, 3])
+            executor.run(schedules.one_f_one_b(2, 3), program, backward=False)
+            losses.append(program.losses)
+            assert program.events == [f"{stage}F{m}" for m in range(3)]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 3 * stage
+
+
+def test_frozen_stages_and_forward_only() -> None:
+    run_ranks(2, _frozen)
+
+
+class _Watching(Program):
+    """Counts, at every forward, how many of the outputs handed on so far still have their storage."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.handed_on: list[StorageWeakRef] = []
+        self.alive: list[int] = []
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
+        self.alive.append(sum(not reference.expired() for reference in self.handed_on))
+        outputs = super().forward(stage, microbatch, received)
+        if isinstance(outputs, tuple):
+            # A relu would keep its output for its backward; what is measured is what the executor keeps.
+            outputs = (outputs[0] + 1, *outputs[1:])
+            self.handed_on.append(StorageWeakRef(outputs[0].untyped_storage()))
+        return outputs
+
+
+def _memory() -> tuple[list[int], int]:
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
+    executor = PipelineExecutor(context, Placement.loop(2))
+    stage = 1 - context.pp.rank
+    program = _Watching({stage: Stage(stage)}, 2, [3] * 12)
+    executor.run(schedules.one_f_one_b(2, 12), program)
+    return program.alive, sum(not reference.expired() for reference in program.handed_on)
+
+
+def test_outputs_are_freed_after_they_are_sent() -> None:
+    (_, _), (alive, left) = run_ranks(2, _memory)
+    # The warm-up's forward and the one on its way: without release every output would be alive, up to 11.
+    assert max(alive) <= 2 and left == 0
+
+
+class _Fault(Exception):
+    def __init__(self, code: int, *, detail: str) -> None:  # neither copyable nor re-creatable from its args
+        super().__init__(detail)
+
+
+class _Failing(Program):
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
+        if (stage, microbatch) == (1, 2):
+            raise _Fault(1, detail="user's own")
+        return super().forward(stage, microbatch, received)
+
+
+class _Altering(Program):
+    def __init__(self, *args: Any, alter: Callable[[int, int, Any], Any]) -> None:
+        super().__init__(*args)
+        self.alter = alter
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
+        return self.alter(stage, microbatch, super().forward(stage, microbatch, received))
+
+
+def _caught(run: Callable[[], None]) -> tuple[str, str, PipelinePosition | None]:
+    try:
+        run()
+    except Exception as error:
+        dist.destroy_process_group()  # as a job that ends: the peers' connections break
+        return type(error).__name__, f"{error}\n{' '.join(getattr(error, '__notes__', []))}", vars(error)["pipeline_position"]
+    return "", "", None
+
+
+def _user_error() -> tuple[str, str, PipelinePosition | None]:
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
+    executor = PipelineExecutor(context, Placement.loop(2))
+    stage = 1 - context.pp.rank
+    program = _Failing({stage: Stage(stage)}, 2, [3] * 4)
+    return _caught(lambda: executor.run(schedules.one_f_one_b(2, 4), program))
+
+
+def test_an_error_keeps_its_type_and_gets_its_position() -> None:
+    start = time.monotonic()
+    (kind, text, position), (peer_kind, _, peer_position) = run_ranks(2, _user_error)
+    assert kind == "_Fault" and text.startswith("user's own")
+    assert position is not None and str(position) == "rank 0 (pp rank 0) was at stage 1, action 1F2, micro-batch 2"
+    assert peer_kind and peer_position is not None and peer_position.action.stage == 0  # the peer does not hang
+    assert time.monotonic() - start < 10
+
+
+def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
+    executor = PipelineExecutor(context, Placement.loop(2))
+    stage = 1 - context.pp.rank
+    alter: dict[str, Callable[[int, int, Any], Any]] = {
+        "dtype": lambda s, m, outputs: (outputs[0].double(), *outputs[1:]) if (s, m) == (0, 1) else outputs,
+        "none": lambda s, m, outputs: None if s == 0 else outputs,
+        "vector": lambda s, m, outputs: torch.ones(3) if s == 1 else outputs,
+    }
+    program = _Altering({stage: Stage(stage)}, 2, [3] * 4, alter=alter[text])
+    return _caught(lambda: executor.run(schedules.one_f_one_b(2, 4), program))
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "message"),
+    [
+        (
+            "dtype",
+            1,
+            r"stage 0 hands on float64\[2, 3, 6\] with gradient.*micro-batch 1.*signature 3 had float32\[2, 3, 6\] with",
+        ),
+        ("none", 1, "stage 0 returned NoneType; only tensors travel"),
+        ("vector", 0, r"last stage returned a tensor of shape \(3,\); a backward starts from one number"),
+    ],
+)
+def test_broken_promises_are_named(fault: str, rank: int, message: str) -> None:
+    kind, text, _ = run_ranks(2, _promise, fault)[rank]
+    assert kind == "PipelineError"
+    with pytest.raises(PipelineError, match=message):
+        raise PipelineError(text)
+
+
+def _groups() -> tuple[int, int, int]:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=size))
+    before = len(dist.distributed_c10d._world.pg_map)
+    counts = [
+        PipelineExecutor(context, placement).transport.num_groups for placement in (Placement.loop(size), Placement.v(size))
+    ]
+    return counts[0], counts[1], len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize(("pp", "counts"), [(1, (0, 0, 0)), (2, (2, 4, 6)), (3, (2, 4, 6))])
+def test_groups_exist_only_for_channels_in_use(pp: int, counts: tuple[int, int, int]) -> None:
+    assert run_ranks(pp, _groups) == [counts] * pp
+
+
+def test_a_placement_for_another_pipeline_is_refused() -> None:
+    context = ParallelContext(ParallelLayout())
+    with pytest.raises(ConfigError, match="placement is for 2 ranks, and pipeline_model_parallel_size is 1"):
+        PipelineExecutor(context, Placement.loop(2))
+    with pytest.raises(PipelineError, match="schedule 1f1b is for the placement"):
+        PipelineExecutor(context, Placement.loop(1)).run(schedules.one_f_one_b(2, 1), Program({}, 1, [3]))
