@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -266,12 +266,14 @@ class DistributedOptimizer:
 
     def _state_tensor(self, entry: _Entry, key: str, value: Any) -> StateTensor:
         spec, context = entry.spec, self._reducer.context
-        writes = counts_once(spec, context) and (entry.sharded or context.data_group(spec.grid).rank == 0)
+        here = entry.sharded or context.data_group(spec.grid).rank == 0
+        writes = here and counts_once(spec, context)
         if isinstance(value, Tensor) and entry.target is not None and value.shape == entry.target.shape:
             pieces = spec.pieces(value) if entry.whole else spec.flat_pieces(value, entry.start)
             return StateTensor(entry.global_name, key, spec.global_shape, pieces, writes)
-        if isinstance(value, Tensor) and value.dim() == 0:  # every part has a copy; the one with the first element writes
-            return StateTensor(entry.global_name, key, (), [((), value)], writes and entry.start == 0)
+        if isinstance(value, Tensor) and value.dim() == 0:  # every part has a copy; the holder of the first element writes
+            first = entry.start == 0 and counts_once(replace(spec, sharded_over=()), context)
+            return StateTensor(entry.global_name, key, (), [((), value)], here and first)
         if isinstance(value, Tensor) and entry.whole and not spec.sharded_over:
             return StateTensor(entry.global_name, key, tuple(value.shape), [((0,) * value.dim(), value)], writes)
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
