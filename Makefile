@@ -1,0 +1,53 @@
+# Every command runs in .venv, which is made on first use from any Python of at least 3.10 and follows constraints.txt.
+.DEFAULT_GOAL := help
+.PHONY: help install lint format test test-all demo gpu gpu-bench clean
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# One thread a rank: the tests start up to eight processes, and more threads only take the cores from one another.
+export OMP_NUM_THREADS ?= 1
+CASE ?=
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED)  ## make .venv and install the project with its test tools
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { \
+	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
+	    if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	      echo "making .venv with $$($$python --version)"; $$python -m venv .venv && exit 0 || exit 1; \
+	    fi; \
+	  done; \
+	  echo "no Python >= 3.10 with the venv module found; install one or name it: make test PYTHON=/path/to/python" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+lint: $(INSTALLED)  ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED)  ## apply ruff's fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint  ## lint, then every test but the slow and the GPU ones
+	$(BIN)/python -m pytest -q
+
+test-all: lint  ## lint, then every test that needs no GPU
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+demo: $(INSTALLED)  ## preprocess, train on 2 x 2 processes, resume on another layout, generate
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+gpu: $(INSTALLED)  ## GPU tests and headline benchmarks; says so when there is no GPU
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.gpu
+
+gpu-bench: $(INSTALLED)  ## one longer GPU benchmark: make gpu-bench CASE=name
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.gpu --case "$(CASE)"
+
+clean:  ## remove caches; the environment stays
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
