@@ -20,7 +20,7 @@ from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Sha
 from megatron_lightning.checkpoint.storage import RangeReader, write_file
 from megatron_lightning.errors import CheckpointError
 
-_READ_BYTES = 32 * BLOCK_BYTES
+_READ_BYTES = 8 * BLOCK_BYTES
 
 
 class Piece(NamedTuple):
@@ -94,7 +94,7 @@ def _bytes_of(view: Tensor) -> memoryview:
 def read_box(reader: RangeReader, shard: Shard, low: Shape, target: Tensor, dtype: torch.dtype) -> None:
     """Copy a box of a shard into an existing tensor, verifying every block that is read.
 
-    A large box is read in parts of about 32 MiB, so that memory stays flat.
+    A large box is read in parts of about 8 MiB, so that memory stays flat.
 
     Args:
         reader: The shard's file.
