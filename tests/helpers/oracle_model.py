@@ -1,4 +1,4 @@
-"""The recorded runs of megatron-core (``tests/oracles/train_runs.json``): their weights and data by formula, and their model."""
+"""megatron-core's recorded runs (``tests/oracles/train_runs.json``): their model, with weights and data by formula."""
 
 from __future__ import annotations
 

@@ -1,0 +1,282 @@
+"""Tensor and sequence parallelism: losses, gradients, logits and initial weights equal those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_lightning.models import GPTModel, TransformerConfig
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
+from megatron_lightning.parallel.sharding import materialize, named_shard_specs
+from tests.helpers import oracle_model
+from tests.helpers.ranks import run_ranks
+
+BASE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "max_sequence_length": 16}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2-tied": {
+        "normalization": "LayerNorm",
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    },
+    "qwen-uneven-vocabulary": {"qk_layernorm": True, "add_qkv_bias": True, "vocab_size": 51},
+}
+
+
+def tensor_parallel(sequence_parallel: bool) -> ParallelContext:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return ParallelContext(ParallelLayout(tensor_model_parallel_size=size, sequence_parallel=sequence_parallel and size > 1))
+
+
+def sharded(config: TransformerConfig, context: ParallelContext) -> GPTModel:
+    with torch.device("meta"):
+        model = GPTModel(config)
+    parallelize(model, context, model.sharding_plan())
+    materialize(model, "cpu")
+    return model
+
+
+def sum_partial_gradients(model: nn.Module, context: ParallelContext) -> None:
+    specs = named_shard_specs(model)
+    for name, parameter in model.named_parameters():
+        if specs[name].partial_over:
+            dist.all_reduce(parameter.grad, group=context.tp.process_group)
+
+
+def global_norm(model: nn.Module, context: ParallelContext) -> Tensor:
+    """Return the norm over all ranks of the gradients, each element counted once."""
+    specs, square = named_shard_specs(model), torch.zeros(2)
+    for name, parameter in model.named_parameters():
+        square[0 if specs[name].sharded_over else 1] += parameter.grad.float().square().sum()
+    if context.tp.size > 1:
+        dist.all_reduce(square[:1], group=context.tp.process_group)
+    return square.sum().sqrt()
+
+
+def several_steps(options: dict[str, Any], sequence_parallel: bool) -> None:
+    context, config = tensor_parallel(sequence_parallel), TransformerConfig(**(BASE | options))
+    reference, model = GPTModel(config), sharded(config, context)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (reference, model)]
+    torch.manual_seed(0)
+    for _ in range(3):
+        tokens = torch.randint(config.vocab_size, (3, 9))
+        inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+        labels[0, :3] = -100
+        losses = [m(inputs, labels=labels) for m in (reference, model)]
+        # fp32; the ranks' partial sums are added in another order than one process adds: a few roundings of 6e-8.
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(model(inputs), reference(inputs), rtol=1e-5, atol=5e-6)
+        for loss in losses:
+            loss.mean().backward()
+        sum_partial_gradients(model, context)
+        specs, expected = named_shard_specs(model), dict(reference.named_parameters())
+        assert specs.keys() == expected.keys()
+        for name, parameter in model.named_parameters():
+            want = specs[name].shard(expected[name].grad)
+            error = (parameter.grad - want).norm() / expected[name].grad.norm()
+            assert error < 1e-5, f"{name}: relative error {error}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_steps_equal_one_process(size: int, variant: str, sequence_parallel: bool) -> None:
+    run_ranks(size, several_steps, VARIANTS[variant], sequence_parallel)
+
+
+def test_steps_equal_one_process_on_four_ranks() -> None:
+    run_ranks(4, several_steps, VARIANTS["qwen-uneven-vocabulary"], True)
+
+
+def one_rank_steps() -> None:
+    several_steps(VARIANTS["gpt2-tied"], False)
+
+
+def test_a_layout_of_one_rank_equals_the_plain_model() -> None:
+    one_rank_steps()
+
+
+def initial_weights(options: dict[str, Any], sequence_parallel: bool) -> None:
+    context, config = tensor_parallel(sequence_parallel), TransformerConfig(**(BASE | options))
+    whole = dict(GPTModel(config).named_parameters())
+    built = GPTModel(config)  # on a real device, then sliced
+    for model in (sharded(config, context), parallelize(built, context, built.sharding_plan())):
+        for name, spec in named_shard_specs(model).items():
+            assert torch.equal(model.get_parameter(name), spec.shard(whole[name].detach())), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_weights_are_those_of_one_process(size: int) -> None:
+    run_ranks(size, initial_weights, VARIANTS["gpt2-tied"] | {"vocab_size": 51}, True)
+
+
+def user_step() -> None:
+    """A user's own cross entropy and accuracy on the model's output, and the gradients through the gathered logits."""
+    context, config = tensor_parallel(True), TransformerConfig(**BASE)
+    reference, model = GPTModel(config), sharded(config, context)
+    tokens = torch.arange(36).view(4, 9) % config.vocab_size
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    losses, hits = [], []
+    for m in (reference, model):
+        logits = m(inputs)
+        losses.append(F.cross_entropy(logits.view(-1, config.vocab_size), labels.flatten()))
+        hits.append((logits.argmax(-1) == labels).float().mean())
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    assert hits[0] == hits[1]
+    sum_partial_gradients(model, context)
+    torch.testing.assert_close(global_norm(model, context), global_norm(reference, tensor_parallel_none()), rtol=1e-5, atol=0.0)
+
+
+def tensor_parallel_none() -> ParallelContext:
+    return ParallelContext(ParallelLayout())
+
+
+def test_a_plain_cross_entropy_and_accuracy_are_right() -> None:
+    run_ranks(2, user_step)
+
+
+def recorded_run(index: int) -> list[tuple[float, float]]:
+    """Run a recorded dense run whose data-parallel and pipeline sizes are 1, with plain accumulation."""
+    args = oracle_model.runs()[index]["args"]
+    context = tensor_parallel(args["sp"])
+    model = oracle_model.build(args)
+    parallelize(model, context, model.sharding_plan())
+    optimizer = torch.optim.AdamW(model.parameters(), **oracle_model.ADAM)
+    num_micro_batches, result = args["gbs"] // args["mbs"], []
+    for step in range(oracle_model.NUM_STEPS):
+        total = 0.0
+        for micro_batch in range(num_micro_batches):
+            tokens, labels = oracle_model.data(args, step, micro_batch)
+            loss = model(tokens, labels=labels).mean() / num_micro_batches
+            loss.backward()
+            total += loss.item()
+        sum_partial_gradients(model, context)
+        norm = global_norm(model, context)
+        for parameter in model.parameters():
+            parameter.grad.mul_(min(1.0, oracle_model.CLIP_NORM / (norm.item() + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad()
+        result.append((total, norm.item()))
+    return result
+
+
+@pytest.mark.parametrize("index", [0, 3, 4, 8], ids=["single", "tp2", "tp2-sp", "tied"])
+def test_megatron_core_run_is_reproduced(index: int) -> None:
+    run = oracle_model.runs()[index]
+    results = [recorded_run(index)] if run["world"] == 1 else run_ranks(run["world"], recorded_run, index)
+    for result in results:
+        for (loss, norm), (want_loss, want_norm) in zip(result, run["loss_gradnorm"], strict=True):
+            assert loss == pytest.approx(want_loss, abs=1e-6)  # the record's own digits
+            assert norm == pytest.approx(want_norm, rel=2e-5)  # its layouts differ from each other by 5e-6
+
+
+def compiled_and_checkpointed() -> None:
+    context, config = tensor_parallel(True), TransformerConfig(**BASE)
+    model = sharded(config, context)
+    layer = model.decoder.layers["0"]
+    hidden = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def gradients(run: Any) -> list[Tensor]:
+        x = hidden.clone().requires_grad_()
+        y = run(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+        return [y.detach(), *grads]
+
+    eager = gradients(layer)
+    runs = (
+        torch.compile(layer, backend="aot_eager", fullgraph=True),
+        lambda x: checkpoint(layer, x, use_reentrant=False),
+    )
+    for run in runs:
+        for actual, expected in zip(gradients(run), eager, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # equal operations; fusion may reassociate
+
+
+def test_a_layer_compiles_whole_and_recomputes() -> None:
+    run_ranks(2, compiled_and_checkpointed)
+
+
+def autocast_step() -> None:
+    context, config = tensor_parallel(True), TransformerConfig(**BASE, add_bias_linear=True)
+    reference, model = GPTModel(config), sharded(config, context)
+    tokens = torch.arange(36).view(4, 9) % config.vocab_size
+    losses = []
+    for m in (reference, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(m(tokens[:, :-1], labels=tokens[:, 1:]).mean())
+        losses[-1].backward()
+    # bf16 has 8 bits: each of the roundings is 4e-3 relative, of logits of order 0.1 beside a loss of 4.
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0.0)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    sum_partial_gradients(model, context)
+    torch.testing.assert_close(global_norm(model, context), global_norm(reference, tensor_parallel_none()), rtol=2e-2, atol=0.0)
+
+
+def test_mixed_precision() -> None:
+    run_ranks(2, autocast_step)
+
+
+def direct_layers() -> None:
+    """The public layers without a plan: equal to plain ones made from the same random state."""
+    context = tensor_parallel(True)
+    group = context.tp
+    x = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+    want = plain(x)
+    torch.manual_seed(3)
+    column = ColumnParallelLinear(8, 12, group=group)
+    row = RowParallelLinear(12, 8, group=group)
+    torch.testing.assert_close(row(F.gelu(column(x))), want, rtol=1e-5, atol=1e-6)
+    torch.manual_seed(3)
+    column = ColumnParallelLinear(8, 12, group=group, gather_output=True)
+    row = RowParallelLinear(12, 8, group=group, input_is_parallel=False)
+    torch.testing.assert_close(row(F.gelu(column(x))), want, rtol=1e-5, atol=1e-6)
+    torch.manual_seed(4)
+    plain_embedding = nn.Embedding(11, 4, padding_idx=2)
+    torch.manual_seed(4)
+    embedding = VocabParallelEmbedding(11, 4, group=group, padding_idx=2)
+    ids = torch.tensor([[0, 2, 10], [5, 6, 2]])
+    for e in (plain_embedding, embedding):
+        e(ids).square().sum().backward()
+    torch.testing.assert_close(embedding(ids), plain_embedding(ids))
+    want_grad = embedding.shard_specs["weight"].shard(plain_embedding.weight.grad)
+    torch.testing.assert_close(embedding.weight.grad, want_grad)
+
+
+def test_layers_are_usable_directly() -> None:
+    run_ranks(2, direct_layers)
+
+
+def refused() -> list[str]:
+    context, messages = tensor_parallel(True), []
+    config = TransformerConfig(**BASE, num_query_groups=1)
+    model = GPTModel(config)
+    with pytest.raises(ShardingError) as groups:
+        parallelize(model, context, model.sharding_plan())
+    model = sharded(TransformerConfig(**BASE), context)
+    with pytest.raises(ShardingError) as odd:
+        model(torch.zeros(1, 5, dtype=torch.long))
+    messages += [str(groups.value), str(odd.value)]
+    return messages
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    groups, odd = run_ranks(2, refused)[0]
+    assert "self_attention.linear_qkv" in groups
+    assert "1 heads" in groups
+    assert "5 entries" in odd
