@@ -42,6 +42,7 @@ class CheckpointGlue:
     def __init__(self, strategy: MegatronStrategy) -> None:
         self._strategy = strategy
         self._source: CheckpointSource | None = None
+        self._random_state: list[Tensor] | None = None
 
     # ------------------------------------------------------------------------------------------------------ save
 
@@ -228,11 +229,16 @@ class CheckpointGlue:
                     "for any number."
                 )
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][replica]
-        if replica in own["random_states"]:
-            strategy.runner.rng.set_state(own["random_states"][replica])
+        self._random_state = own["random_states"].get(replica)
+        self.restore_random_state()
         streams = own["layer_streams"].get(f"tp{context.tp.rank}-pp{context.pp.rank}")
         if streams is not None and own["layout"] == asdict(context.layout):
             context.rng.load_state_dict(streams)
+
+    def restore_random_state(self) -> None:
+        """Draw random numbers as the run that saved the checkpoint would have gone on."""
+        if self._random_state is not None:
+            self._strategy.runner.rng.set_state(self._random_state)
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Copy the loaded part into the module."""

@@ -326,11 +326,14 @@ class MegatronStrategy(ParallelStrategy):
     # ------------------------------------------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
-        """Draw the data order again if the loader was started before a checkpoint said where to continue."""
+        """Continue an interrupted epoch: with the data order and the random numbers it would have had."""
+        if not self.progress.resuming:
+            return
         trainer = self.lightning_module.trainer
         samplers = [getattr(loader, "sampler", None) for loader in trainer.fit_loop._combined_loader.flattened]
-        if self.progress.resuming and any(isinstance(s, ResumableSampler) and s.started for s in samplers):
-            iter(trainer.fit_loop._data_fetcher)
+        if any(isinstance(sampler, ResumableSampler) and sampler.started for sampler in samplers):
+            iter(trainer.fit_loop._data_fetcher)  # workers were started before the checkpoint said where to continue
+        self._checkpoints.restore_random_state()
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""
