@@ -42,18 +42,21 @@ class StagePartition:
     copyable and picklable as it was.
 
     Args:
-        module: A module with ``pipeline_units()``, whole.
+        module: A module with ``pipeline_units()``.
         stages: Unit paths of every stage of the pipeline, in stage order.
         own: Stages of this rank.
+        whole: Whether ``module`` has all its units; False: it was reduced to the ``own`` stages before.
 
     Raises:
         ConfigError: If a unit does not exist or contains another, or a parameter belongs to no unit.
     """
 
-    def __init__(self, module: nn.Module, stages: Sequence[Sequence[str]], own: Sequence[int]) -> None:
+    def __init__(self, module: nn.Module, stages: Sequence[Sequence[str]], own: Sequence[int], *, whole: bool = True) -> None:
         self.module = module
         self.stages = tuple(map(tuple, stages))
         self.own = tuple(own)
+        if not whole:
+            return
         units = [unit for stage in self.stages for unit in stage]
         _check_units(module, units)
         kept = {unit for stage in self.own for unit in self.stages[stage]}
