@@ -7,7 +7,7 @@ from megatron_lightning._lazy import lazy_attributes
 if TYPE_CHECKING:
     from megatron_lightning.optim.buckets import Bucket, Fragment
     from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
-    from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor, shard_optimizer
+    from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
     from megatron_lightning.optim.reducer import GradientReducer
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "clip_grads_by_norm_",
     "clip_grads_by_value_",
     "global_grad_norm",
-    "shard_optimizer",
 ]
 
 __getattr__, __dir__ = lazy_attributes(
@@ -33,6 +32,5 @@ __getattr__, __dir__ = lazy_attributes(
         "clip_grads_by_norm_": "megatron_lightning.optim.clipping",
         "clip_grads_by_value_": "megatron_lightning.optim.clipping",
         "global_grad_norm": "megatron_lightning.optim.clipping",
-        "shard_optimizer": "megatron_lightning.optim.distributed",
     },
 )

@@ -139,13 +139,14 @@ class DistributedOptimizer:
             target = parameter if bucket is None else fragment.target if fragment is not None else None
             sharded = bucket is not None and bucket.sharded
             return _Entry(name, reducer.specs[name], group, sharded, fragment, target)
-        if parameter.requires_grad and reducer.context.world_size > 1:
+        spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
+        groups = [reducer.context.data_group(spec.grid), *(reducer.context.axis(a, spec.grid) for a in spec.partial_over)]
+        if parameter.requires_grad and any(group.size > 1 for group in groups):
             raise ConfigError(
                 f"{name} of {type(self.optimizer).__name__}, of shape {tuple(parameter.shape)}, is not a trainable parameter "
                 "of the module, so its gradient would not be reduced over the ranks. Make it a parameter of the module, or "
                 "set requires_grad before the optimizer is set up."
             )
-        spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
         return _Entry(name, spec, group, False, None, parameter)
 
     def _exchange(self, group: dict[str, Any], entries: Sequence[_Entry]) -> None:
@@ -282,13 +283,6 @@ class DistributedOptimizer:
             f"of shape {spec.global_shape} is here, so its place in the whole is unknown. Save with an optimizer whose state "
             "is a scalar or has its parameter's shape, or with tensor_model_parallel_size=1."
         )
-
-
-def shard_optimizer(
-    optimizer: Optimizer, reducer: GradientReducer, names: Mapping[str, nn.Parameter] | None = None
-) -> DistributedOptimizer:
-    """Exchange the parameters of ``optimizer`` for what this rank steps; see :class:`DistributedOptimizer`."""
-    return DistributedOptimizer(optimizer, reducer, names)
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

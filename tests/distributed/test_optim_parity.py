@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.optim import GradientReducer, clip_grads_by_norm_, global_grad_norm, shard_optimizer
+from megatron_lightning.optim import DistributedOptimizer, GradientReducer, clip_grads_by_norm_, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.sharding import named_shard_specs
 from tests.helpers.ranks import run_ranks
@@ -79,7 +79,7 @@ def train(name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.d
     specs = named_shard_specs(model)
     reducer = GradientReducer(trainable, specs, context, sharded=sharded, bucket_size=bucket_size)
     optimizer = make_optimizer(model, name)
-    shard_optimizer(optimizer, reducer, dict(model.named_parameters()))
+    DistributedOptimizer(optimizer, reducer, dict(model.named_parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     per_rank = NUM_SAMPLES // group.size
     norms = []

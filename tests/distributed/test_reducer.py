@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lightning.errors import PipelineError, ShardingError
-from megatron_lightning.optim import GradientReducer, global_grad_norm, shard_optimizer
+from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.sharding import Rectangle
 from tests.helpers.ranks import run_ranks
@@ -156,7 +156,7 @@ def count_bytes(sharded: bool, dtype: torch.dtype) -> tuple[list[tuple[str, int]
     specs = {name: ShardSpec.replicated(p.shape) for name, p in parameters.items()}
     reducer = GradientReducer(parameters, specs, context, sharded=sharded, bucket_size=1500)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shard_optimizer(optimizer, reducer)
+    DistributedOptimizer(optimizer, reducer)
     with CollectiveBytes() as counted:
         reducer.start_window()
         for micro in range(3):

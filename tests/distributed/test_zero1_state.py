@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.optim import DistributedOptimizer, GradientReducer, shard_optimizer
+from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from tests.helpers.ranks import run_ranks
 
@@ -34,7 +34,7 @@ def build(
         {"params": [parameters["matrix"], frozen, parameters["cube"], parameters["fused"]], "lr": 0.03},
         {"params": [parameters["bias"], parameters["scalar"]]},
     ]
-    optimizer = shard_optimizer(cls(groups, lr=0.1), reducer, {**parameters, "frozen": frozen})
+    optimizer = DistributedOptimizer(cls(groups, lr=0.1), reducer, {**parameters, "frozen": frozen})
     return parameters, reducer, optimizer
 
 
@@ -169,7 +169,7 @@ def existing_state() -> None:
     parameter.grad = torch.arange(300.0)
     optimizer.step()
     reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((300,))}, context, sharded=True)
-    shard_optimizer(optimizer, reducer)
+    DistributedOptimizer(optimizer, reducer)
     reducer.start_window()
     parameter.sum().backward()
     reducer.finish(0.5)
@@ -187,10 +187,10 @@ def loose_parameter() -> None:
     reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((3,))}, context, sharded=True)
     loose = torch.optim.SGD([parameter, nn.Parameter(torch.zeros(2))], lr=1.0)
     with pytest.raises(ConfigError, match=r"param_groups\.0\.1 of SGD, of shape \(2,\), is not a trainable parameter"):
-        shard_optimizer(loose, reducer)
+        DistributedOptimizer(loose, reducer)
     muon = torch.optim.Adafactor([parameter])
     with pytest.raises(ConfigError, match='Set data_parallel="ddp"'):
-        shard_optimizer(muon, reducer)
+        DistributedOptimizer(muon, reducer)
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_matrix_optimizers_step_whole_masters_without_sharding() -> None:
     start = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
     parameter, reference = nn.Parameter(start.clone()), nn.Parameter(start.float())
     reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((4, 6))}, context, sharded=True)
-    optimizer = shard_optimizer(torch.optim.Adafactor([parameter], lr=0.1), reducer)
+    optimizer = DistributedOptimizer(torch.optim.Adafactor([parameter], lr=0.1), reducer)
     ordinary = torch.optim.Adafactor([reference], lr=0.1)
     for _ in range(2):
         reducer.start_window()
@@ -220,7 +220,7 @@ def test_state_with_an_unknown_place_is_refused() -> None:
     spec = ShardSpec((8, 6), ShardSpec.replicated((4, 6)).rectangles, ("tp",))
     parameter = nn.Parameter(torch.ones(4, 6))
     reducer = GradientReducer({"w": parameter}, {"w": spec}, context, sharded=False)
-    optimizer = shard_optimizer(torch.optim.Adafactor([parameter]), reducer)
+    optimizer = DistributedOptimizer(torch.optim.Adafactor([parameter]), reducer)
     parameter.sum().backward()
     optimizer.optimizer.step()
     with pytest.raises(CheckpointError, match=r"state 'row_var' of w in Adafactor has shape \(4, 1\)"):
