@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "abort_process_groups",
+    "all_gather",
+    "allow_any_grad_dtype",
+    "default_store",
+    "reduce_scatter",
+]
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
@@ -32,10 +45,11 @@ def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:
     parameter.grad_dtype = None
 
 
-def clone_store(store: dist.Store) -> dist.Store:
-    """Return a second connection to the same store, for use by another thread."""
-    clone: dist.Store = store.clone() if hasattr(store, "clone") else store
-    return clone
+def default_store() -> Store:
+    """Return a connection of its own to the default process group's store, usable while another thread waits on that store."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    connection: Store = store.clone()
+    return connection
 
 
 def abort_process_groups() -> None:

@@ -1,77 +1,145 @@
-"""One rank's failure ends all ranks within seconds, with that rank's reason on screen.
+"""One rank's failure ends the whole job: its report travels through the store, never through a collective.
 
-Every rank runs a watching thread. A rank that raises publishes its traceback in the job's key-value store; the others read it
-there, print it and end, even if they are blocked in a collective. No collective is used, so it works while they hang. A rank
-that is killed outright is noticed by its launcher (ours, torchrun's or Slurm's); a rank whose parent or store is gone ends
-itself.
+A rank that raises writes a report under one key of the job's key-value store; the first report stays, because the later ones
+are mostly consequences of it. Every rank looks for that key from a thread. A rank that finds another rank's report, or loses
+the store, prints it and ends its own process after a short grace, because it may sit in a collective that can never finish
+and that no Python exception can reach.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
 import threading
 import traceback
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 from megatron_lightning import compat
 
-_POLL_S = 0.5
-_GRACE_S = 2.0
-"""Time in which a rank may end by itself after another one's failure, before it is made to."""
-_KEY = "megatron_lightning/failure"
+_KEY = "failure"
+_STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank stopped."""
+
+    rank: int
+    """Global rank that failed; -1: not one rank, the connection to the others."""
+    host: str
+    """Host name of that rank."""
+    summary: str
+    """One line: the exception, or how the process ended."""
+    details: str = ""
+    """Traceback; empty for a process that was killed."""
+    position: str = ""
+    """Where in the pipeline schedule it happened; empty outside a schedule."""
+
+    @property
+    def headline(self) -> str:
+        """One line that names the rank and the reason."""
+        if self.rank < 0:
+            return self.summary
+        where = f" at {self.position}" if self.position else ""
+        return f"rank {self.rank} on {self.host} failed{where}: {self.summary}"
+
+    @classmethod
+    def of(cls, rank: int, exception: BaseException) -> Failure:
+        """Describe ``exception`` as raised on ``rank``."""
+        summary = "".join(traceback.format_exception_only(exception)).strip().splitlines()
+        details = "".join(traceback.format_exception(exception))
+        position = str(getattr(exception, "pipeline_position", None) or "")
+        return cls(rank, socket.gethostname(), summary[0], details, position)
 
 
 class FailureWatch:
-    """Watches for failures of other ranks, and publishes this rank's."""
+    """Reports this rank's failure to the others and ends this process when another rank failed.
 
-    def __init__(self) -> None:
-        self._rank = dist.get_rank()
-        self._store = compat.clone_store(dist.distributed_c10d._get_default_store())
-        self._parent = os.getppid()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="megatron-failure-watch", daemon=True)
+    Every rank makes one after the default process group exists, starts it, and stops it at the end of the run. Watches of one
+    process group are numbered, so that a failure which all ranks survived does not end their next run.
+
+    Args:
+        store: Key-value store of the job; None: the default process group's, over a connection of its own.
+        rank: This process's global rank; None: as in the default process group.
+        poll_s: Seconds between two looks at the store, for jobs of up to some hundred ranks.
+        grace_s: Seconds that an ordinary way out has before the process is ended.
+    """
+
+    def __init__(
+        self, store: compat.Store | None = None, rank: int | None = None, *, poll_s: float = 0.5, grace_s: float = 2.0
+    ) -> None:
+        store = compat.default_store() if store is None else store
+        self._rank = dist.get_rank() if rank is None else rank
+        number = store.add(f"megatron_lightning/watches/{self._rank}", 1)
+        self._store = compat.PrefixStore(f"megatron_lightning/watch/{number}", store)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._poll_s, self._grace_s = max(poll_s, world_size * _STORE_SECONDS_PER_RANK), grace_s
+        self._stopped, self._reported, self._announced = threading.Event(), threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; the thread is gone afterwards."""
+        """Stop watching; a no-op when stopped already."""
         self._stopped.set()
-        self._thread.join()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
 
-    def report(self, error: BaseException) -> None:
-        """Publish why this rank fails, then break its connections, so that nobody waits for it."""
-        position = getattr(error, "pipeline_position", None)
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        reason = f"rank {self._rank} failed{f' at {position}' if position else ''}:\n{text}"
-        try:
-            if not self._store.check([_KEY]):
-                self._store.set(_KEY, reason)
-        except RuntimeError as lost:
-            print(f"megatron-lightning: could not tell the other ranks: {lost}", file=sys.stderr, flush=True)
-        self._stopped.set()
+    def report(self, exception: BaseException) -> None:
+        """Tell the other ranks that this one failed, and break its connections, so that they fail at once where they can.
+
+        Prints the first report if another rank was faster. This process is then left to its own way out: it has an exception
+        to raise. An attribute ``pipeline_position`` of the exception becomes part of the report.
+        """
+        self._reported.set()
+        first = self._publish(Failure.of(self._rank, exception))
+        if first is not None and first.rank != self._rank:
+            self._announce(first, f"the error of rank {self._rank} is probably its consequence")
         compat.abort_process_groups()
 
-    def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_S):
-            reason = self._reason()
-            if reason is not None:
-                self._end(reason)
-                return
+    def report_child(self, rank: int, summary: str) -> None:
+        """Tell the other ranks that the process of another rank of this node ended."""
+        self._publish(Failure(rank, socket.gethostname(), summary))
 
-    def _reason(self) -> str | None:
-        if os.getppid() != self._parent:
-            return "the process that started this rank is gone"
+    def _publish(self, failure: Failure) -> Failure | None:
+        """Write ``failure`` unless there is a report; return the report that stands, None when the store is lost."""
         try:
-            return self._store.get(_KEY).decode() if self._store.check([_KEY]) else None
+            return Failure(**json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(failure)))))
         except RuntimeError:
-            return "rank 0, which keeps the job's key-value store, is gone"
+            return None  # the store's host is gone, which the others notice by themselves
 
-    def _end(self, reason: str) -> None:
-        if self._stopped.wait(_GRACE_S):
+    def _look(self) -> Failure | None:
+        try:
+            return Failure(**json.loads(self._store.get(_KEY))) if self._store.check([_KEY]) else None
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            return Failure(
+                -1, "", f"the job's store is gone, so rank 0 or the program that started the job has ended ({reason})"
+            )
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._poll_s):
+            failure = self._look()
+            if failure is None:
+                continue
+            if failure.rank == self._rank or self._reported.is_set() or self._stopped.is_set():
+                return
+            if failure.rank < 0 and self._stopped.wait(self._grace_s):
+                return  # the end of an ordinary run: another process was a little faster
+            self._announce(failure, f"rank {self._rank} ends, because it would wait for it forever")
+            if not self._stopped.wait(self._grace_s) and not self._reported.is_set():
+                os._exit(1)  # an exception cannot reach a main thread that waits in a collective
             return
-        print(f"megatron-lightning: rank {self._rank} ends, because {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
+
+    def _announce(self, failure: Failure, consequence: str) -> None:
+        """Print ``failure`` once; its traceback is printed by one rank only."""
+        if not self._announced.acquire(blocking=False):
+            return
+        details = failure.details if self._rank == (1 if failure.rank == 0 else 0) else ""
+        print(f"megatron_lightning: {failure.headline}; {consequence}\n{details}", end="", file=sys.stderr, flush=True)

@@ -1,118 +1,282 @@
-"""How the ranks of one node come to life when neither torchrun nor Slurm started them.
+"""Start the other ranks of this node, and let none outlive another's failure.
 
-``popen`` runs the user's command again for every further rank and watches the children: one that dies ends them all.
-``spawn`` and ``fork`` start functions in child processes (notebooks, tests).
+``popen``: the running command is started again for every other local rank (``python train.py``, ``python -m package`` or a
+console script); the main process is rank 0 of its node. ``spawn`` and ``fork``: the ranks are workers of this process, which is
+none of them. Under torchrun and Slurm every process exists already and nothing is started. In each case the starter watches
+its processes, and each process watches its starter.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
+_STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _POLL_S = 0.5
-_GRACE_S = 3.0
-"""Time in which the ranks of a failed job may end by themselves, printing what they know."""
+_GRACE_S = 2.0  # for the others to meet their own errors, print them and leave
+_TERMINATE_S = 1.0  # between SIGTERM, which a rank inside a collective cannot answer, and SIGKILL
+_JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
 
 
-def make_launcher(strategy: MegatronStrategy) -> _Launcher | None:
-    """Return the launcher for a strategy whose cluster environment is known; None where the ranks exist already."""
-    environment = strategy.cluster_environment
-    if environment is None or environment.creates_processes_externally or strategy.num_processes * strategy.num_nodes == 1:
-        return _InProcessLauncher(strategy)
-    if strategy.start_method == "popen":
-        return WatchingLauncher(strategy)
-    return _CheckedMultiProcessingLauncher(strategy, start_method=strategy.start_method)
+@dataclass(frozen=True)
+class Child:
+    """One started process."""
+
+    rank: int
+    """Its global rank."""
+    pid: int
+    """Its process id."""
+    exit_code: Callable[[], int | None]
+    """Its exit code; minus the signal that killed it; None while it runs."""
+
+    def describe_end(self, code: int) -> str:
+        """Say how the process ended."""
+        if code >= 0:
+            return f"its process {self.pid} ended with exit code {code}"
+        return f"its process {self.pid} was killed by {signal.Signals(-code).name}"
+
+    def send(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.exit_code() is None:
+            os.kill(self.pid, signum)
 
 
-class _InProcessLauncher(_Launcher):
-    """Calls the function in this process, after the checks that need no process group."""
-
-    def __init__(self, strategy: MegatronStrategy) -> None:
-        self._strategy = strategy
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """Nothing is started, so a notebook is fine."""
-        return True
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Call ``function``."""
-        self._strategy.check_before_launch()
-        return function(*args, **kwargs)
-
-    def kill(self, signum: int) -> None:
-        """There are no children."""
+def end_children(children: Sequence[Child], *, grace_s: float) -> None:
+    """Wait ``grace_s`` seconds for ``children``, then end the remaining ones, by SIGKILL if SIGTERM does not do."""
+    for patience_s, signum in ((grace_s, signal.SIGTERM), (_TERMINATE_S, signal.SIGKILL)):
+        deadline = time.monotonic() + patience_s
+        while any(child.exit_code() is None for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in children:
+            child.send(signum)
 
 
-class _CheckedMultiProcessingLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, after the checks that need no process group."""
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the ranks, each of which calls ``function``."""
-        self._strategy.check_before_launch()  # type: ignore[attr-defined]
-        return super().launch(function, *args, trainer=trainer, **kwargs)
-
-
-class WatchingLauncher(_SubprocessScriptLauncher):
-    """Runs the user's command again for each local rank, and ends the job when one of them dies.
+class ChildWatch(threading.Thread):
+    """Ends all children when one of them fails.
 
     Args:
-        strategy: Tells sizes, and checks the configuration before anything is started.
+        children: Returns the processes to watch; empty as long as none is started.
+        on_failure: Called once with the failed rank and how it ended, before the others are ended.
+        ends_self: Whether this process is a rank too and ends with them.
+    """
+
+    def __init__(
+        self, children: Callable[[], Sequence[Child]], on_failure: Callable[[int, str], None], *, ends_self: bool
+    ) -> None:
+        super().__init__(name="child-watch", daemon=True)
+        self._children, self._on_failure, self._ends_self = children, on_failure, ends_self
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Look every half second until all have ended well or one has failed."""
+        while not self._stopped.wait(_POLL_S):
+            children = self._children()
+            codes = [child.exit_code() for child in children]
+            failed = next(((child, code) for child, code in zip(children, codes, strict=True) if code), None)
+            if failed is not None:
+                self._end(children, failed[0], failed[0].describe_end(failed[1] or 0))
+            if failed is not None or (codes and not any(code is None for code in codes)):
+                return
+
+    def _end(self, children: Sequence[Child], failed: Child, how: str) -> None:
+        print(f"megatron_lightning: rank {failed.rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
+        self._on_failure(failed.rank, how)
+        end_children(children, grace_s=_GRACE_S)
+        if self._ends_self and not self._stopped.is_set():
+            os._exit(1)  # the main thread may wait in a collective for the rank that is gone
+
+
+class ParentWatch(threading.Thread):
+    """Ends this process when the process that started it has ended.
+
+    Args:
+        parent_pid: Process id of the starter.
+        on_end: Called with how the starter ended, before this process ends.
+    """
+
+    def __init__(self, parent_pid: int, on_end: Callable[[str], None]) -> None:
+        super().__init__(name="parent-watch", daemon=True)
+        self._parent_pid, self._on_end = parent_pid, on_end
+
+    def run(self) -> None:
+        """Look every half second."""
+        while os.getppid() == self._parent_pid:
+            time.sleep(_POLL_S)
+        self._on_end(f"process {self._parent_pid}, which started this one ({os.getpid()}), has ended")
+        os._exit(1)
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the current command once more for every other rank of this node.
+
+    Args:
+        strategy: Gives the cluster environment, the sizes, and the checks that come before any process is started.
     """
 
     def __init__(self, strategy: MegatronStrategy) -> None:
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        environment = strategy.cluster_environment
+        if environment is None:
+            raise ConfigError("the strategy has no cluster environment. Give it to a Trainer before it is used.")
+        super().__init__(environment, max(1, strategy.num_processes), strategy.num_nodes)
         self._strategy = strategy
+        self._watch: ChildWatch | None = None
+        self._failed = False
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other local ranks, then call ``function`` as rank 0 of this node."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook may use it: only if there is nothing to start."""
+        return self.num_processes * self.num_nodes == 1
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other ranks if nobody has, then call ``function`` in this one.
+
+        Raises:
+            ConfigError: If the module or the command cannot be run this way; before any process is started.
+        """
         self._strategy.check_before_launch()
-        if not self.cluster_environment.creates_processes_externally and not self.procs:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        starter = os.environ.pop(_STARTER_VARIABLE, None)
+        if starter is not None:
+            ParentWatch(int(starter), self._starter_ended).start()
+        elif self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
+            self._start()
+        if self.num_processes > 1:
+            _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the other ranks of this node; those are no failures that would end this process."""
+        if self._watch is not None:
+            self._watch.stop()
+        super().kill(signum)
+
+    def _start(self) -> None:
+        self._check_command()
+        os.environ[_STARTER_VARIABLE] = str(os.getpid())
+        try:
             self._call_children_scripts()
-            first_rank = self._strategy.node_rank * self.num_processes + 1
-            threading.Thread(target=_watch, args=(self.procs, first_rank), name="megatron-children", daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        finally:
+            del os.environ[_STARTER_VARIABLE]
+        self._watch = ChildWatch(self._children, self._tell_other_nodes, ends_self=True)
+        self._watch.start()
+        atexit.register(self._join)
+
+    def _check_command(self) -> None:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if self.num_processes > 1 and spec is None and not os.path.isfile(sys.argv[0]):
+            raise ConfigError(
+                f"start_method='popen' runs the command again for each of the {self.num_processes} local ranks, and "
+                f"{sys.argv[0]!r} is not a script file. Set start_method to 'fork' or 'spawn', or start with torchrun."
+            )
+
+    def _children(self) -> list[Child]:
+        first = self.cluster_environment.node_rank() * self.num_processes
+        return [Child(first + local_rank, process.pid, process.poll) for local_rank, process in enumerate(self.procs, 1)]
+
+    def _starter_ended(self, how: str) -> None:
+        rank = self.cluster_environment.node_rank() * self.num_processes
+        print(f"megatron_lightning: rank {rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
+        self._tell_other_nodes(rank, how)
+
+    def _tell_other_nodes(self, rank: int, how: str) -> None:
+        watch = self._strategy.failure_watch
+        if watch is not None:
+            watch.report_child(rank, how)
+
+    def _join(self) -> None:
+        """Let the other ranks finish the script; they would be ended as soon as this process is gone."""
+        end_children(self._children(), grace_s=_GRACE_S if self._failed else _JOIN_S)
+        codes = [process.poll() for process in self.procs]
+        if not self._failed and any(codes):
+            sys.stderr.flush()
+            os._exit(1)
 
 
-def _watch(children: Sequence[subprocess.Popen[bytes]], first_rank: int) -> None:
-    """Poll the children until all have ended well, or one has not: then end this process and the others."""
-    while any(child.returncode is None for child in children):
-        for index, child in enumerate(children):
-            if child.poll() not in (None, 0):
-                _end_job(children, f"rank {first_rank + index} (process {child.pid}) {_how(child.returncode)}")
-        time.sleep(_POLL_S)
+class WorkerLauncher(_MultiProcessingLauncher):
+    """Runs every rank of this node as a worker process, which also works in a notebook (``fork``) and under pytest.
+
+    Args:
+        strategy: Gives the number of ranks and the checks that come before any process is started.
+        start_method: ``"spawn"`` or ``"fork"``.
+    """
+
+    _strategy: MegatronStrategy
+
+    def __init__(self, strategy: MegatronStrategy, start_method: Literal["spawn", "fork"]) -> None:
+        super().__init__(strategy, start_method)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the workers, wait for them, and return what rank 0 returned.
+
+        Raises:
+            ConfigError: If the module cannot be run this way; before any process is started.
+            torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
+            torch.multiprocessing.ProcessExitedException: For a worker that was killed.
+        """
+        self._strategy.check_before_launch()
+        self.procs = []
+        watch = ChildWatch(self._children, lambda rank, how: None, ends_self=False)
+        watch.start()
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            watch.stop()
+            watch.join()
+
+    def _children(self) -> list[Child]:
+        return [Child(rank, process.pid, _exit_code_of(process.pid)) for rank, process in enumerate(self.procs) if process.pid]
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        ParentWatch(os.getppid(), lambda how: print(f"megatron_lightning: {how}", file=sys.stderr, flush=True)).start()
+        super()._wrapping_function(process_idx, *args, **kwargs)
 
 
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+def _exit_code_of(pid: int) -> Callable[[], int | None]:
+    """Return a function that reads a child's exit code and leaves it for the process object to collect."""
+
+    def exit_code() -> int | None:
+        try:
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return 0  # collected by the main thread, which raises if it failed
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    return exit_code
 
 
-def _end_job(children: Sequence[subprocess.Popen[bytes]], reason: str) -> None:
-    print(f"megatron-lightning: {reason}; ending the job.", file=sys.stderr, flush=True)
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and any(child.poll() is None for child in children):
-        time.sleep(0.1)
-    for child in children:
-        if child.poll() is None:
-            child.kill()
-    os._exit(1)  # the main thread may be waiting in a collective for the rank that is gone
+def make_launcher(strategy: MegatronStrategy) -> ScriptLauncher | WorkerLauncher:
+    """Return the launcher for ``strategy.start_method``; the processes of torchrun and Slurm are taken as they are."""
+    environment = strategy.cluster_environment
+    external = environment is not None and environment.creates_processes_externally
+    if strategy.start_method == "popen" or external:
+        return ScriptLauncher(strategy)
+    return WorkerLauncher(strategy, strategy.start_method)
