@@ -1,1 +1,31 @@
-"""data"""
+"""Real text in, fixed-length samples out: tokenizers, Megatron's ``.bin``/``.idx`` files and its sample index."""
+
+from typing import TYPE_CHECKING
+
+from megatron_lightning._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
+    from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
+    from megatron_lightning.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+    "GPTDataset",
+    "GPTDatasetConfig",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "Tokenizer",
+    "load_tokenizer",
+]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "GPTDataset": "megatron_lightning.data.gpt",
+        "GPTDatasetConfig": "megatron_lightning.data.gpt",
+        "IndexedDataset": "megatron_lightning.data.indexed",
+        "IndexedDatasetWriter": "megatron_lightning.data.indexed",
+        "Tokenizer": "megatron_lightning.data.tokenizers",
+        "load_tokenizer": "megatron_lightning.data.tokenizers",
+    },
+)

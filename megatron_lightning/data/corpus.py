@@ -1,0 +1,124 @@
+"""Where documents come from: JSON-lines files, plain-text files, and the Python standard library's own source.
+
+Reading yields raw records, cheap to pass to a worker; decoding and parsing happen there. A record knows its file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lightning.errors import DataError
+
+STDLIB = "stdlib"
+"""Input name of the standard library's source: 12 MB of real text that every machine has."""
+_NOT_EVERYWHERE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_JSON_SUFFIXES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One undecoded document."""
+
+    path: str
+    """File it comes from."""
+    line: int
+    """Line it starts on, from 1."""
+    raw: bytes
+    """A line of JSON, or the text itself."""
+    is_json: bool
+    """Whether ``raw`` is JSON."""
+
+    @property
+    def where(self) -> str:
+        """``file:line``, for messages."""
+        return f"{self.path}:{self.line}"
+
+    def text(self) -> str:
+        """Return the record decoded as UTF-8.
+
+        Raises:
+            DataError: If it is not UTF-8; names file, line and byte.
+        """
+        try:
+            return self.raw.decode()
+        except UnicodeDecodeError as error:
+            line = self.line + self.raw.count(b"\n", 0, error.start)
+            raise DataError(
+                f"{self.path}:{line}: not UTF-8: byte 0x{self.raw[error.start]:02x} at offset {error.start} of the document "
+                f"({error.reason}); convert the file, for instance with `iconv -t UTF-8`"
+            ) from error
+
+    def texts(self, json_keys: Sequence[str]) -> list[str]:
+        """Return the text under every key of ``json_keys``; plain text counts as every key.
+
+        Raises:
+            DataError: If the record is undecodable, invalid JSON, or lacks a key; names file and line.
+        """
+        text = self.text()
+        if not self.is_json:
+            return [text] * len(json_keys)
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{self.where}: invalid JSON at column {error.colno}: {error.msg}; a line must be one object"
+            ) from error
+        if not isinstance(fields, dict):
+            raise DataError(f"{self.where}: a line must be a JSON object with a text, found {type(fields).__name__}")
+        return [self._field(fields, key) for key in json_keys]
+
+    def _field(self, fields: dict[str, object], key: str) -> str:
+        value = fields.get(key)
+        if isinstance(value, str):
+            return value
+        found = f"{type(value).__name__} under key {key!r}" if key in fields else f"no key {key!r}, only {sorted(fields)}"
+        raise DataError(f"{self.where}: {found}; set json_keys to keys that hold text in every line")
+
+
+def stdlib_files() -> list[Path]:
+    """Return the standard library's source files by name, without tests, installed packages and blank files."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not _NOT_EVERYWHERE.intersection(path.relative_to(root).parts)]
+    return sorted((path for path in files if path.read_bytes().strip()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def input_files(inputs: str | Sequence[str]) -> list[Path]:
+    """Return the files ``inputs`` names: ``"stdlib"``, one path, or several, in the given order.
+
+    Raises:
+        DataError: If there is none, or one is missing, is a folder or cannot be read.
+    """
+    files = [
+        path
+        for name in ([inputs] if isinstance(inputs, str) else inputs)
+        for path in (stdlib_files() if name == STDLIB else [Path(name)])
+    ]
+    if not files:
+        raise DataError(f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files")
+    for path in files:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); set input to {STDLIB!r} or to existing files"
+            ) from error
+    return files
+
+
+def read_records(files: Sequence[Path]) -> Iterator[Record]:
+    """Yield the documents of ``files`` in order: each line of a ``.jsonl`` or ``.json`` file, each other file as a whole.
+
+    A blank line of a JSON-lines file is no document.
+    """
+    for path in files:
+        if path.suffix not in _JSON_SUFFIXES:
+            yield Record(str(path), 1, path.read_bytes(), is_json=False)
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield Record(str(path), number, line, is_json=True)

@@ -1,0 +1,272 @@
+"""Fixed-length samples for causal language models, with the sample order and cache of Megatron's GPTDataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.gpt_index import SampleIndices, build_indices, plan_epochs, split_matrix, split_sequences
+from megatron_lightning.data.indexed import IndexedDataset, idx_path
+from megatron_lightning.data.tokenizers import NO_PAD, Tokenizer
+from megatron_lightning.errors import ConfigError, DataError
+
+IndexSplit = Literal["train", "valid", "test"]
+_SPLITS: tuple[IndexSplit, ...] = ("train", "valid", "test")
+_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig:
+    """What all splits of a dataset share.
+
+    Raises:
+        ConfigError: If a value, or the combination, cannot work.
+    """
+
+    sequence_length: int
+    """Tokens of a sample."""
+    random_seed: int = 1234
+    """Seed of the order of documents and samples."""
+    split: str = "969,30,1"
+    """Weights of train, validation and test; they cut the documents in file order."""
+    tokenizer: Tokenizer | None = None
+    """Tokenizer that made the data, for its padding and end-of-document ids; part of the cache's name."""
+    vocab_size: int | None = None
+    """Ids the model knows; a larger one in the data is an error. None: the tokenizer's, else unchecked."""
+    cache_dir: str | None = None
+    """Folder of the index cache. None: ``{data_prefix}/cache/GPTDataset_indices``."""
+    eod_mask_loss: bool = False
+    """Whether positions that read an end of document carry no loss."""
+    add_extra_token_to_sequence: bool = True
+    """Whether a sample reads one token more, the label of its last position; else that position carries no loss."""
+    drop_last_partial_validation_sequence: bool = True
+    """Whether validation leaves out the tokens that do not fill a sample; else they are padded."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise ConfigError(f"sequence_length={self.sequence_length}: a sample needs tokens; set it to 1 or more")
+        if self.eod_mask_loss and self.tokenizer is None:
+            raise ConfigError("eod_mask_loss=True needs the end-of-document id; set tokenizer_model, or eod_mask_loss to False")
+        split_matrix(self.split)
+
+    @property
+    def extra_tokens(self) -> int:
+        """Tokens a sample reads beyond ``sequence_length``."""
+        return int(self.add_extra_token_to_sequence)
+
+    @property
+    def num_ids(self) -> int | None:
+        """Ids that may occur in the data."""
+        return self.tokenizer.vocab_size if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
+
+
+class GPTDataset(Dataset[dict[str, torch.Tensor]]):
+    """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s], "loss_mask": float32 [s]}``.
+
+    Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled here, once and for all, so that the
+    position in the data is a single number. The index arrays are cached under Megatron's names and shared by all processes
+    through the page cache; several processes or nodes may build them at once.
+
+    Args:
+        data_prefix: The ``.bin`` and ``.idx`` files without their suffixes.
+        config: What all splits share.
+        index_split: Which part of the documents to serve.
+        num_samples: Samples wanted, over as many epochs as that takes; None: one epoch.
+
+    Raises:
+        DataError: If a file is missing or damaged, or the split has too few tokens.
+        ConfigError: If the split has no share of the documents.
+    """
+
+    def __init__(
+        self, data_prefix: str, config: GPTDatasetConfig, index_split: IndexSplit = "train", num_samples: int | None = None
+    ) -> None:
+        self.config, self.index_split, self.num_samples = config, index_split, num_samples
+        self.indexed = IndexedDataset(data_prefix)
+        pad = NO_PAD if config.tokenizer is None else config.tokenizer.pad
+        self._pad = NO_PAD if config.tokenizer is None or pad == config.tokenizer.eod else pad
+        self._indices = self._load_or_build()
+
+    @property
+    def unique_description(self) -> str:
+        """What decides the indices, as Megatron writes it; its md5 names the cache files."""
+        config = self.config
+        fields: dict[str, object] = {
+            "class": type(self).__name__,
+            "dataset_path": self.indexed.prefix,
+            "num_samples": self.num_samples,
+            "index_split": self.index_split,
+            "random_seed": config.random_seed,
+            "sequence_length": config.sequence_length,
+            "split": config.split,
+            "split_matrix": split_matrix(config.split),
+            "tokenizer": None if config.tokenizer is None else dict(config.tokenizer.unique_identifiers),
+        }
+        # Megatron leaves these out and would serve the cache of another setting; its defaults keep its names
+        if not config.add_extra_token_to_sequence:
+            fields["add_extra_token_to_sequence"] = False
+        if not self._drop_last:
+            fields["drop_last_partial_validation_sequence"] = False
+        return json.dumps(fields, indent=4)
+
+    @property
+    def unique_description_hash(self) -> str:
+        """Md5 of :attr:`unique_description` in hexadecimal."""
+        return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int32]:
+        """Sequence read at each position of the token stream [epochs * documents]."""
+        return self._indices.document_index
+
+    @property
+    def sample_index(self) -> npt.NDArray[np.int32 | np.int64]:
+        """Position in the document index and token offset where each sample starts [n + 1, 2]."""
+        return self._indices.sample_index
+
+    @property
+    def shuffle_index(self) -> npt.NDArray[np.uint32 | np.int64]:
+        """Row of the sample index that is served as sample i [n]."""
+        return self._indices.shuffle_index
+
+    @property
+    def _drop_last(self) -> bool:
+        return self.index_split != "valid" or self.config.drop_last_partial_validation_sequence
+
+    def _cache_path(self, name: str) -> Path:
+        folder = self.config.cache_dir or f"{self.indexed.prefix}/cache/{type(self).__name__}_indices"
+        return Path(folder) / f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split}-{name}"
+
+    def _load_or_build(self) -> SampleIndices:
+        sequences = self._split_sequences()
+        config, extra = self.config, self.config.extra_tokens
+        num_tokens = (
+            int(self.indexed.sequence_lengths[sequences[0] : sequences[-1] + 1].sum(dtype=np.int64)) if len(sequences) else 0
+        )
+        if num_tokens == 0:
+            raise DataError(
+                f"{self.indexed.prefix}: the {self.index_split} part of split={config.split!r} gets {len(sequences)} of "
+                f"{len(self.indexed)} documents and no token; give it a larger weight, or 0 to go without it"
+            )
+        plan = plan_epochs(num_tokens, self.num_samples, config.sequence_length, extra, self._drop_last)
+        if plan.num_samples == 0:
+            raise DataError(
+                f"{self.indexed.prefix}: the {self.index_split} part of split={config.split!r} has {num_tokens} tokens, but a "
+                f"sample takes {config.sequence_length + extra}; set a smaller sequence_length, a larger weight, or "
+                "num_samples to read it repeatedly"
+            )
+        shapes = ((plan.num_epochs * len(sequences),), (plan.num_samples + 1, 2), (plan.num_samples,))
+        cached = self._load(shapes, self._cache_time())
+        if cached is None:
+            lengths = self.indexed.sequence_lengths
+            sizes = {"sequence_length": config.sequence_length, "extra": extra, "seed": config.random_seed}
+            self._store(build_indices(lengths, sequences, plan, **sizes))
+            cached = self._load(shapes, 0.0)
+        if cached is None:
+            raise DataError(f"{self._cache_path('*')}: unreadable just after it was written; set cache_dir to another folder")
+        return cached
+
+    def _split_sequences(self) -> npt.NDArray[np.int32]:
+        bounds = split_matrix(self.config.split)[_SPLITS.index(self.index_split)]
+        if bounds is None:
+            raise ConfigError(f"split={self.config.split!r}: the {self.index_split} part has no weight; set it above 0")
+        return split_sequences(bounds, len(self.indexed))
+
+    def _cache_time(self) -> float:
+        """Age limit of the cache: older files belong to data that have been replaced since."""
+        return idx_path(self.indexed.prefix).stat().st_mtime
+
+    def _load(self, shapes: tuple[tuple[int, ...], ...], not_before: float) -> SampleIndices | None:
+        """Map the cached arrays; None if one is missing, unreadable, outdated or of another shape."""
+        arrays = []
+        for name, shape in zip(_ARRAYS, shapes, strict=True):
+            path = self._cache_path(f"{name}.npy")
+            try:
+                array = np.load(path, mmap_mode="r")
+                outdated = path.stat().st_mtime < not_before
+            except (OSError, ValueError, EOFError):
+                return None
+            if outdated or array.shape != shape:
+                return None
+            arrays.append(array)
+        return SampleIndices(*arrays)
+
+    def _store(self, indices: SampleIndices) -> None:
+        description = self._cache_path("description.txt")
+        try:
+            description.parent.mkdir(parents=True, exist_ok=True)
+            for name in _ARRAYS:
+                with atomic_write(self._cache_path(f"{name}.npy")) as file:
+                    np.save(file, getattr(indices, name))
+            with atomic_write(description) as file:
+                file.write(self.unique_description.encode())
+        except OSError as error:
+            raise DataError(
+                f"{description.parent}: the index cache cannot be written ({error.strerror}); set cache_dir to another folder"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self._indices.shuffle_index)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return sample ``index``.
+
+        Raises:
+            IndexError: If there is no such sample.
+            DataError: If it holds a token id outside the vocabulary.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        config = self.config
+        text = torch.from_numpy(self._read(index))
+        if config.add_extra_token_to_sequence:
+            tokens, labels = text[:-1].clone(), text[1:].clone()
+        else:
+            tokens, labels = text, torch.cat([text[1:], text.new_tensor([self._pad])])
+        loss_mask = (labels != self._pad).float()
+        if config.eod_mask_loss and config.tokenizer is not None:
+            loss_mask[tokens == config.tokenizer.eod] = 0.0
+        for ids in (tokens, labels):
+            ids[ids == self._pad] = 0  # an embedding needs a valid id; the mask already leaves these positions out
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+
+    def _read(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the tokens [sequence_length + extra] of a sample, padded at its end if the data run out."""
+        row = int(self.shuffle_index[index])
+        (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            offset = begin if position == first else 0
+            length = end + self.config.extra_tokens - offset if position == last else None
+            parts.append(self.indexed.get(int(self.document_index[position]), offset, length))
+        text = np.concatenate(parts, dtype=np.int64)
+        self._check_ids(text, row)
+        return np.pad(text, (0, self.config.sequence_length + self.config.extra_tokens - len(text)), constant_values=self._pad)
+
+    def _check_ids(self, text: npt.NDArray[np.int64], row: int) -> None:
+        num_ids = self.config.num_ids
+        if num_ids is None or (int(text.min()) >= 0 and int(text.max()) < num_ids):
+            return
+        first, last = self.sample_index[row : row + 2, 0].tolist()
+        for sequence in self.document_index[first : last + 1].tolist():
+            tokens = self.indexed[sequence].astype(np.int64)
+            outside = np.flatnonzero((tokens < 0) | (tokens >= num_ids))
+            if len(outside):
+                raise DataError(
+                    f"{self.indexed.prefix}.bin: token {outside[0]} of sequence {sequence} is id {tokens[outside[0]]}, but the "
+                    f"vocabulary has {num_ids} ids: the data were made with another tokenizer; set vocab_size to that one's, "
+                    "or run preprocess again"
+                )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a loader's worker maps the files again instead of receiving their bytes
+        return (type(self), (self.indexed.prefix, self.config, self.index_split, self.num_samples))

@@ -1,0 +1,275 @@
+r"""Token sequences on disk in Megatron's indexed format: ``PREFIX.bin`` and ``PREFIX.idx``, both little endian.
+
+``.bin`` holds the tokens of all sequences back to back, no header. ``.idx`` holds, with S sequences and D - 1 documents::
+
+    "MMIDIDX\0\0" | u64 version = 1 | u8 dtype code | u64 S | u64 D
+    i32[S] sequence lengths in tokens | i64[S] byte offsets into .bin | i64[D] first sequence of each document, then S
+
+A document is a run of sequences; for text it is one sequence. Multimodal files carry i8[S] modes at the end, which are ignored.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.data.files import flush_to_disk, temporary_beside
+from megatron_lightning.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = ("", "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")  # position = code in the header
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
+    """Return the smallest dtype Megatron stores a vocabulary in: uint16 below 65500 ids, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Return the file of tokens of the dataset ``prefix``."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Return the index file of the dataset ``prefix``."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedDataset:
+    """Memory-mapped, read-only view of one dataset; ``dataset[i]`` is sequence i as an array [length] of the stored dtype.
+
+    Args:
+        prefix: Path of the two files without their suffixes.
+
+    Raises:
+        DataError: If a file is missing, is not of this format, or is truncated.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        index = self._map(idx_path(prefix))
+        self.dtype, num_sequences, num_boundaries = self._read_header(index)
+        sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_boundaries)
+        expected_bytes = _HEADER.size + sum(sizes)
+        if len(index) not in (expected_bytes, expected_bytes + num_sequences):
+            raise DataError(
+                f"{self.prefix}.idx: has {len(index)} bytes, but its header announces {num_sequences} sequences and "
+                f"{num_boundaries - 1} documents, which take {expected_bytes}: the file is truncated or damaged; "
+                "copy it again or run preprocess again"
+            )
+        starts = np.cumsum((_HEADER.size, *sizes))
+        self.sequence_lengths: npt.NDArray[np.int32] = index[starts[0] : starts[1]].view("<i4")
+        self.sequence_pointers: npt.NDArray[np.int64] = index[starts[1] : starts[2]].view("<i8")
+        self.document_indices: npt.NDArray[np.int64] = index[starts[2] : starts[3]].view("<i8")
+        self._tokens = self._map(bin_path(prefix))
+        self._check_token_file()
+
+    def _map(self, path: Path) -> npt.NDArray[np.uint8]:
+        try:
+            if path.stat().st_size == 0:
+                return np.empty(0, np.uint8)  # the system refuses to map nothing
+            return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); a dataset is two files, {self.prefix}.bin and {self.prefix}.idx, "
+                "named by their common prefix: check the path, or write them with `megatron-lightning preprocess`"
+            ) from error
+
+    def _read_header(self, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[np.generic], int, int]:
+        if len(index) < _HEADER.size:
+            raise DataError(f"{self.prefix}.idx: truncated: {len(index)} bytes, but the header alone takes {_HEADER.size}")
+        magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(index[: _HEADER.size].tobytes())
+        if magic != _MAGIC:
+            raise DataError(f"{self.prefix}.idx: bad header {magic!r}, cannot read: an index file starts with {_MAGIC!r}")
+        if version != _VERSION:
+            raise DataError(f"{self.prefix}.idx: bad version {version}, cannot read: only version {_VERSION} is known")
+        if not 1 <= code < len(_DTYPES):
+            raise DataError(f"{self.prefix}.idx: bad token dtype code {code}, cannot read: codes are 1 to {len(_DTYPES) - 1}")
+        return np.dtype(_DTYPES[code]), num_sequences, num_boundaries
+
+    def _check_token_file(self) -> None:
+        expected_bytes = self.num_tokens * self.dtype.itemsize
+        if len(self._tokens) != expected_bytes:
+            raise DataError(
+                f"{self.prefix}.bin: has {len(self._tokens)} bytes, but {self.prefix}.idx announces {self.num_tokens} "
+                f"tokens of {self.dtype}, which take {expected_bytes}: the .bin is truncated or belongs to another .idx; "
+                "copy both files again or run preprocess again"
+            )
+        if len(self.document_indices) == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != len(self):
+            raise DataError(f"{self.prefix}.idx: document boundaries do not run from 0 to {len(self)}: the file is damaged")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        if len(self) == 0:
+            return 0
+        return int(self.sequence_pointers[-1]) // self.dtype.itemsize + int(self.sequence_lengths[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_indices) - 1
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
+        """Return tokens [length] of sequence ``index`` from token ``offset`` on; None: to its end.
+
+        Raises:
+            DataError: If the range leaves the sequence, or a damaged index points outside the ``.bin``.
+        """
+        sequence_length = int(self.sequence_lengths[index])
+        count = sequence_length - offset if length is None else length
+        begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
+        end = begin + count * self.dtype.itemsize
+        if offset < 0 or count < 0 or offset + count > sequence_length or begin < 0 or end > len(self._tokens):
+            raise DataError(
+                f"{self.prefix}.bin: tokens {offset} to {offset + count} of sequence {index} do not exist: it has "
+                f"{sequence_length} tokens at byte {int(self.sequence_pointers[index])} of {len(self._tokens)}"
+            )
+        return self._tokens[begin:end].view(self.dtype)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (IndexedDataset, (self.prefix,))  # another process maps the files again instead of receiving their bytes
+
+
+class IndexedDatasetWriter:
+    """Writes one dataset, byte for byte as Megatron does; the two files appear together on success, and not at all otherwise.
+
+    Use it as a context manager: leaving the block normally publishes the files, an exception (Ctrl-C included) removes them.
+
+    Args:
+        prefix: Path of the two files without their suffixes; existing ones are replaced.
+        dtype: Stored dtype of a token, see :func:`token_dtype`.
+
+    Raises:
+        DataError: If the folder cannot be written.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike = np.int32) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in [np.dtype(name) for name in _DTYPES[1:]]:
+            raise DataError(
+                f"{self.prefix}: tokens of {self.dtype} cannot be stored; use uint16 or int32 (token_dtype(vocab_size))"
+            )
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._boundaries: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        self._num_sequences = 0
+        self._temporary = temporary_beside(bin_path(prefix))
+        try:
+            self._temporary.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("xb")
+        except OSError as error:
+            raise DataError(f"{bin_path(prefix)}: cannot be written ({error.strerror}); set another output prefix") from error
+
+    def add_document(self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None) -> None:
+        """Append one document.
+
+        Args:
+            tokens: Token ids [n].
+            sequence_lengths: Lengths of the sequences the document consists of, summing to n; None: one sequence.
+
+        Raises:
+            DataError: If an id does not fit the dtype, or the lengths do not sum to n.
+        """
+        tokens = np.asarray(tokens)
+        lengths = np.array([len(tokens)] if sequence_lengths is None else sequence_lengths, np.int32)
+        self.add_documents(tokens, lengths, np.array([len(lengths)]))
+
+    def add_documents(
+        self, tokens: npt.NDArray[np.generic], lengths: npt.NDArray[np.int32], num_sequences: npt.ArrayLike
+    ) -> None:
+        """Append several documents at once.
+
+        Args:
+            tokens: Token ids of all of them [n].
+            lengths: Lengths of their sequences, summing to n.
+            num_sequences: Number of sequences of each document, summing to ``len(lengths)``.
+
+        Raises:
+            DataError: If an id does not fit the dtype, or the counts do not agree.
+        """
+        counts = np.asarray(num_sequences, np.int64)
+        if lengths.sum() != len(tokens) or counts.sum() != len(lengths):
+            raise DataError(
+                f"{self.prefix}: {len(tokens)} tokens in {len(lengths)} sequences do not agree with sequence lengths that sum "
+                f"to {lengths.sum()} and documents of {counts.sum()} sequences"
+            )
+        if self.dtype.kind in "iu" and len(tokens):
+            limits, smallest, largest = np.iinfo(self.dtype), tokens.min(), tokens.max()
+            if smallest < limits.min or largest > limits.max:
+                raise DataError(
+                    f"{self.prefix}.bin: token ids {smallest} to {largest} do not fit {self.dtype} "
+                    f"({limits.min} to {limits.max}); choose the dtype by token_dtype(vocab_size)"
+                )
+        self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._lengths.append(lengths.astype(np.int32))
+        self._boundaries.append(np.cumsum(counts) + self._num_sequences)
+        self._num_sequences += len(lengths)
+
+    def append(self, prefix: str | Path) -> None:
+        """Append all documents of the dataset ``prefix``.
+
+        Raises:
+            DataError: If it cannot be read or has another dtype.
+        """
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"{prefix}.idx: has tokens of {other.dtype}, {self.prefix} of {self.dtype}: preprocess both alike")
+        with bin_path(prefix).open("rb") as file:
+            while block := file.read(1 << 24):
+                self._file.write(block)
+        self._lengths.append(np.array(other.sequence_lengths))
+        self._boundaries.append(other.document_indices[1:] + self._num_sequences)
+        self._num_sequences += len(other)
+
+    def close(self) -> None:
+        """Publish both files. A stop at any moment leaves either the whole pair or no readable ``.idx``."""
+        temporary_idx = temporary_beside(idx_path(self.prefix))
+        try:
+            with temporary_idx.open("xb") as file:
+                file.write(self._index_bytes())
+                flush_to_disk(file)
+            flush_to_disk(self._file)
+            self._file.close()
+            idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
+            self._temporary.replace(bin_path(self.prefix))
+            temporary_idx.replace(idx_path(self.prefix))
+        finally:
+            temporary_idx.unlink(missing_ok=True)
+            self.abort()
+
+    def abort(self) -> None:
+        """Remove whatever has been written and not published."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _index_bytes(self) -> bytes:
+        lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        boundaries = np.concatenate(self._boundaries)
+        code = [np.dtype(name) for name in _DTYPES[1:]].index(self.dtype) + 1
+        header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(boundaries))
+        pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
+        return header + lengths.astype("<i4").tobytes() + pointers.astype("<i8").tobytes() + boundaries.astype("<i8").tobytes()
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

@@ -1,0 +1,251 @@
+"""Text to Megatron's ``.bin``/``.idx`` files: one pass over the input, tokenized by several processes in document order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from megatron_lightning.data.corpus import Record, input_files, read_records
+from megatron_lightning.data.files import atomic_path
+from megatron_lightning.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer, train_sentencepiece
+from megatron_lightning.errors import ConfigError, DataError
+
+_Encoded = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # ids of several documents back to back [n], their lengths [d]
+_CHUNK_BYTES = 1 << 18
+_TRAINING_BYTES = 1 << 24  # a tokenizer of usual size gains nothing from more text
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a worker must know; small, because it travels with every chunk."""
+
+    tokenizer_type: TokenizerType
+    tokenizer_model: str
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    empty_documents: Literal["error", "skip"]
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer."""
+        return load_tokenizer(self.tokenizer_model, self.tokenizer_type)
+
+
+def preprocess(  # noqa: PLR0917  # every one is an option of the command line
+    output_prefix: str,
+    input: str | list[str] = "stdlib",
+    tokenizer_type: TokenizerType = "sentencepiece",
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    json_keys: Sequence[str] = ("text",),
+    append_eod: bool = False,
+    workers: int = 1,
+    empty_documents: Literal["error", "skip"] = "error",
+) -> dict[str, str]:
+    """Tokenize text into the indexed files that pre-training reads, in Megatron's own format.
+
+    Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, and ``{output_prefix}_tokenizer.model`` if a
+    tokenizer is trained. Everything is published at the end: an error or Ctrl-C leaves nothing behind.
+
+    Args:
+        output_prefix: Path and start of the name of what is written.
+        input: JSON-lines files (``.jsonl``, ``.json``: a document a line), text files (a document a file), or ``stdlib``: the
+            source of the Python standard library.
+        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name. Leave it out to train a
+            SentencePiece model on the input.
+        vocab_size: Number of pieces of the tokenizer to train.
+        json_keys: Keys of a JSON line whose texts are written, each to a dataset of its own.
+        append_eod: Whether the end-of-document id closes each document.
+        workers: Number of processes that tokenize.
+        empty_documents: What a document without any token is: an error, or left out (skip).
+
+    Returns:
+        Prefix of the dataset of each key, as :class:`IndexedDataset` and ``PretrainDataModule`` take it.
+
+    Raises:
+        ConfigError: If the settings contradict each other, or no tokenizer can be made of them.
+        DataError: If the input cannot be read (the message names file and line), or the output cannot be written.
+    """
+    _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
+    files = input_files(input)
+    prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
+    _make_folder(Path(output_prefix).parent)
+    with ExitStack() as published:
+        if tokenizer_model is None and vocab_size is not None:
+            trained = published.enter_context(atomic_path(Path(f"{output_prefix}_tokenizer.model")))
+            train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained, num_threads=workers)
+            tokenizer_model = str(trained)
+        job = _Job(tokenizer_type, str(tokenizer_model), tuple(json_keys), append_eod, empty_documents)
+        tokenizer = job.tokenizer()
+        dtype = token_dtype(tokenizer.vocab_size)
+        writers = [published.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes.values()]
+        # closed here and now: an interrupt anywhere in the loop must end the workers before the files are cleaned up
+        bar = published.enter_context(tqdm(desc="tokenizing", total=_num_bytes(files), unit="B", unit_scale=True))
+        chunks = published.enter_context(closing(_encoded_chunks(_chunks(read_records(files)), job, tokenizer, workers)))
+        num_tokens = 0
+        for chunk, encoded in chunks:
+            for writer, (tokens, lengths) in zip(writers, encoded, strict=True):
+                writer.add_documents(tokens, lengths, np.ones(len(lengths), np.int64))
+                num_tokens += len(tokens)
+            bar.update(sum(len(record.raw) for record in chunk))
+    print(f"{num_tokens} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}")
+    return prefixes
+
+
+def _check_settings(
+    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None, json_keys: Sequence[str], workers: int
+) -> None:
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: somebody has to tokenize; set it to 1 or more")
+    if not json_keys or len(set(json_keys)) != len(json_keys):
+        raise ConfigError(f"json_keys={list(json_keys)}: each key is a dataset of its own; set one or more different keys")
+    if tokenizer_model is None and tokenizer_type != "sentencepiece":
+        raise ConfigError(
+            f"tokenizer_type={tokenizer_type} is never trained here; set tokenizer_model to an existing tokenizer"
+        )
+    if (tokenizer_model is None) == (vocab_size is None):
+        raise ConfigError(
+            f"tokenizer_model={tokenizer_model} and vocab_size={vocab_size}: set tokenizer_model to use an existing tokenizer, "
+            "or vocab_size to train one, and not both"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}); set another output_prefix") from error
+
+
+def _num_bytes(files: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _training_texts(files: Sequence[Path], json_keys: Sequence[str]) -> Iterator[str]:
+    """Yield every k-th document, so that large input gives about ``_TRAINING_BYTES`` from all of its parts."""
+    stride = 1 + _num_bytes(files) // _TRAINING_BYTES
+    for record in islice(read_records(files), 0, None, stride):
+        yield from record.texts(json_keys)
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Group records so that a chunk is worth the trip to another process."""
+    chunk: list[Record] = []
+    num_bytes = 0
+    for record in records:
+        chunk.append(record)
+        num_bytes += len(record.raw)
+        if num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encoded_chunks(
+    chunks: Iterable[list[Record]], job: _Job, tokenizer: Tokenizer, workers: int
+) -> Generator[tuple[list[Record], list[_Encoded]], None, None]:
+    """Yield each chunk with its encoding under every key, in the order of the input."""
+    if workers == 1:
+        yield from ((chunk, _encode(chunk, job, tokenizer)) for chunk in chunks)
+        return
+    # fork spares each worker the import of the caller's program; elsewhere than on Linux it is not safe
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    waiting: deque[tuple[list[Record], Future[list[_Encoded]]]] = deque()
+    try:
+        for chunk in chunks:
+            with _interrupt_deferred():
+                waiting.append((chunk, executor.submit(_encode_in_worker, chunk, job)))
+            if len(waiting) > 4 * workers:  # enough to keep all busy; more would read the whole input into memory
+                oldest, result = waiting.popleft()
+                yield oldest, result.result()
+        while waiting:
+            oldest, result = waiting.popleft()
+            yield oldest, result.result()
+    except BrokenProcessPool as error:
+        raise DataError(f"a worker process died while tokenizing (out of memory?); set workers below {workers}") from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: in the middle of a fork Python drops it, or forgets the worker."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if interrupts:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the parent, which tells its workers, and follow it should it end without doing so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@lru_cache(maxsize=1)
+def _worker_tokenizer(job: _Job) -> Tokenizer:
+    """Load once in the life of a worker; it serves a single job."""
+    return job.tokenizer()
+
+
+def _encode_in_worker(chunk: list[Record], job: _Job) -> list[_Encoded]:
+    return _encode(chunk, job, _worker_tokenizer(job))
+
+
+def _encode(chunk: list[Record], job: _Job, tokenizer: Tokenizer) -> list[_Encoded]:
+    """Return the tokens of the chunk's documents under every key."""
+    documents: list[list[list[int]]] = [[] for _ in job.json_keys]
+    for record in chunk:
+        for key, text, collected in zip(job.json_keys, record.texts(job.json_keys), documents, strict=True):
+            ids = tokenizer.encode(text)
+            if ids:
+                _check_ids(ids, record, tokenizer)
+                collected.append([*ids, tokenizer.eod] if job.append_eod else ids)
+            elif job.empty_documents == "error":
+                raise DataError(f"{record.where}: empty document under key {key!r}; remove it, or set empty_documents to skip")
+    return [
+        (np.fromiter(chain.from_iterable(collected), np.int64), np.array([len(ids) for ids in collected], np.int32))
+        for collected in documents
+    ]
+
+
+def _check_ids(ids: list[int], record: Record, tokenizer: Tokenizer) -> None:
+    if max(ids) >= tokenizer.vocab_size:
+        raise DataError(
+            f"{record.where}: token id {max(ids)} is outside the tokenizer's vocabulary of {tokenizer.vocab_size} ids; "
+            "the tokenizer's files do not belong together"
+        )

@@ -1,0 +1,186 @@
+"""Tokenizers behind one small protocol: SentencePiece (loaded or trained here) and Hugging Face.
+
+Both libraries are imported only when a tokenizer is made, so that reading tokenized data needs neither.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from megatron_lightning.data.files import atomic_write
+from megatron_lightning.errors import ConfigError, DataError
+
+TokenizerType = Literal["sentencepiece", "huggingface"]
+NO_PAD = -1
+"""Padding id of a tokenizer that has none, or uses its end of document for it: no real token is ever masked."""
+
+
+class Tokenizer(Protocol):
+    """What data preparation, datasets and generation need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; every id is below it."""
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+
+    @property
+    def pad(self) -> int:
+        """Id of padding, or :data:`NO_PAD`."""
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and origin; part of the name of cached sample indices."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, without any special ids added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; its end-of-sentence piece ends a document.
+
+    Args:
+        model: Path of the ``.model`` file.
+
+    Raises:
+        DataError: If the file is missing or is not a SentencePiece model.
+        ConfigError: If the model has no end-of-sentence piece.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._model = str(model)
+        try:
+            self._processor = SentencePieceProcessor(model_proto=Path(model).read_bytes())
+        except OSError as error:
+            raise DataError(
+                f"{model}: cannot be read ({error.strerror}); set tokenizer_model to a SentencePiece model"
+            ) from error
+        except RuntimeError as error:
+            raise DataError(
+                f"{model}: is not a SentencePiece model; for a Hugging Face tokenizer set tokenizer_type"
+            ) from error
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eod: int = self._processor.eos_id()
+        self.pad: int = self._processor.pad_id()
+        if self.eod < 0:
+            raise ConfigError(f"{model}: has no end-of-sentence piece to end documents with; train the model with eos_id >= 0")
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and model path."""
+        return {"class": type(self).__name__, "tokenizer_path": self._model}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``."""
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; byte pieces that form no character become U+FFFD."""
+        text: str = self._processor.decode(list(ids))
+        return text
+
+
+class HuggingFaceTokenizer:
+    """Any tokenizer ``transformers.AutoTokenizer`` loads; its end-of-sentence token ends a document.
+
+    Args:
+        model: A folder with the tokenizer's files, or a name on the Hugging Face hub.
+
+    Raises:
+        ConfigError: If ``transformers`` is missing, or the tokenizer has no end-of-sentence token.
+        DataError: If no tokenizer can be loaded from ``model``.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "tokenizer_type=huggingface needs the package transformers, which is not installed; "
+                "`pip install transformers`, or set tokenizer_type=sentencepiece"
+            ) from error
+        self._model = str(model)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{model}: no Hugging Face tokenizer can be loaded from here; set tokenizer_model: {error}"
+            ) from error
+        self.vocab_size: int = len(self._tokenizer)
+        eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        if eos is None:
+            raise ConfigError(f"{model}: has no eos_token to end documents with; set eos_token in its tokenizer_config.json")
+        self.eod: int = eos
+        self.pad: int = NO_PAD if pad is None or pad == eos else pad
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and model path or name."""
+        return {"class": type(self).__name__, "tokenizer_path": self._model}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
+        return str(self._tokenizer.decode(list(ids)))
+
+
+def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = "sentencepiece") -> Tokenizer:
+    """Return the tokenizer of ``tokenizer_type`` that ``tokenizer_model`` holds.
+
+    Raises:
+        ConfigError: If its library is missing or the tokenizer lacks an end-of-document id.
+        DataError: If it cannot be loaded.
+    """
+    return (
+        SentencePieceTokenizer(tokenizer_model) if tokenizer_type == "sentencepiece" else HuggingFaceTokenizer(tokenizer_model)
+    )
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path, *, num_threads: int = 1) -> None:
+    """Train a byte-pair-encoding SentencePiece model that reproduces any text exactly, and write it to ``output``.
+
+    Runs of spaces are pieces of their own (source code is full of them) and unknown characters fall back to bytes, hence
+    ``decode(encode(text)) == text``. The same texts give the same file.
+
+    Raises:
+        ConfigError: If the texts are too few for ``vocab_size``, or it is too small to hold the bytes and special pieces.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.splitlines() if line),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 16,
+            num_threads=num_threads,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"vocab_size={vocab_size}: no tokenizer can be trained on this text; set another vocab_size: {error}"
+        ) from error
+    with atomic_write(Path(output)) as file:
+        file.write(model.getvalue())

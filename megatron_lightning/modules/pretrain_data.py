@@ -1,0 +1,142 @@
+"""The data of a pre-training run as a LightningDataModule: an indexed dataset served as fixed-length samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
+from megatron_lightning.data.gpt_index import split_matrix
+from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
+from megatron_lightning.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+
+
+class PretrainDataModule(pl.LightningDataModule):
+    """Serves ``{"tokens": [b, s], "labels": [b, s], "loss_mask": [b, s]}`` from files of ``megatron-lightning preprocess``.
+
+    The datasets hold the shuffled order; loaders read them front to back, so that the number of consumed samples is the whole
+    position in the data. Labels are already shifted.
+
+    Args:
+        data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
+        sequence_length: Tokens of a sample (s).
+        batch_size: Samples of a batch on one data-parallel rank (b).
+        split: Weights of train, validation and test, which cut the documents in file order; a part of weight 0 has no loader.
+        seed: Seed of the order of documents and samples.
+        num_train_samples: Training samples of the whole run, over as many epochs as they take; leave it out for one epoch,
+            which Lightning repeats in the same order.
+        num_val_samples: Validation samples; leave it out for all of them once.
+        num_test_samples: Test samples; leave it out for all of them once.
+        vocab_size: Ids the model knows; data with a larger one are refused. Leave it out to take the tokenizer's.
+        tokenizer_model: Tokenizer that made the data, for its vocabulary, padding and end-of-document ids.
+        tokenizer_type: sentencepiece or huggingface.
+        eod_mask_loss: Whether positions that read an end of document carry no loss.
+        num_workers: Processes that read ahead, on each rank and for each loader; 0 reads in the training process.
+        cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a shared file system each node
+            builds its own.
+
+    Raises:
+        ConfigError: If a value, or the combination, cannot work.
+        DataError: If the data or the tokenizer cannot be read; on ``prepare_data`` and ``setup``.
+    """
+
+    sequence_dims: Mapping[str, int] = MappingProxyType({"tokens": 1, "labels": 1, "loss_mask": 1})
+    """Dim of each batch entry that runs along the sequence."""
+
+    def __init__(
+        self,
+        data_prefix: str,
+        sequence_length: int,
+        batch_size: int,
+        *,
+        split: str = "969,30,1",
+        seed: int = 1234,
+        num_train_samples: int | None = None,
+        num_val_samples: int | None = None,
+        num_test_samples: int | None = None,
+        vocab_size: int | None = None,
+        tokenizer_model: str | None = None,
+        tokenizer_type: TokenizerType = "sentencepiece",
+        eod_mask_loss: bool = False,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: a batch needs samples; set it to 1 or more")
+        self.data_prefix, self.batch_size, self.num_workers = data_prefix, batch_size, num_workers
+        self.tokenizer = None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
+        self.config = GPTDatasetConfig(
+            sequence_length=sequence_length,
+            random_seed=seed,
+            split=split,
+            tokenizer=self.tokenizer,
+            vocab_size=vocab_size,
+            cache_dir=cache_dir,
+            eod_mask_loss=eod_mask_loss,
+        )
+        self._num_samples: dict[IndexSplit, int | None] = {
+            "train": num_train_samples,
+            "valid": num_val_samples,
+            "test": num_test_samples,
+        }
+        self._datasets: dict[IndexSplit, GPTDataset] = {}
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        return self.config.sequence_length
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids that may occur in the data; None if neither the setting nor a tokenizer says."""
+        return self.config.num_ids
+
+    def prepare_data(self) -> None:
+        """Build the index cache; Lightning calls this once on every node."""
+        self._open((self.trainer and self.trainer.state.fn) or "fit")
+
+    def setup(self, stage: str) -> None:
+        """Map the data and their indices into memory."""
+        self._datasets.update(self._open(stage))
+
+    def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
+        """Open the parts that ``stage`` reads, so that a part too small for the run's samples does no harm to another."""
+        needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage, ())
+        parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
+        return {
+            name: GPTDataset(self.data_prefix, self.config, name, wanted)
+            for (name, wanted), bounds in parts
+            if bounds and name in needed
+        }
+
+    def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the training loader; incomplete batches are left out."""
+        return self._loader("train", drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the validation loader; an empty list if the split gives validation no weight."""
+        return self._loader("valid", drop_last=False)
+
+    def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the test loader; an empty list if the split gives the test no weight."""
+        return self._loader("test", drop_last=False)
+
+    def _loader(self, name: IndexSplit, *, drop_last: bool) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        if name not in self._datasets:
+            return []
+        return DataLoader(
+            self._datasets[name],
+            batch_size=self.batch_size,
+            shuffle=False,
+            drop_last=drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
