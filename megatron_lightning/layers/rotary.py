@@ -59,6 +59,6 @@ def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     shape = (*cosines.shape[:2], *(1,) * (x.ndim - 3), cosines.shape[2])
     cosines, sines = cosines.view(shape), sines.view(shape)
     half = cosines.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     rotated = (first * cosines - second * sines, second * cosines + first * sines)
     return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)

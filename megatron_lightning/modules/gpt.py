@@ -74,7 +74,11 @@ class GPTLightningModule(LightningModule):
         if not isinstance(config, TransformerConfig):
             config = TransformerConfig(**config)  # as `load_from_checkpoint` passes it: a checkpoint holds plain values only
         self.config = config
-        settings = {"learning_rate": learning_rate, "min_learning_rate": min_learning_rate, "weight_decay": weight_decay}
+        settings: dict[str, Any] = {
+            "learning_rate": learning_rate,
+            "min_learning_rate": min_learning_rate,
+            "weight_decay": weight_decay,
+        }
         settings |= {"betas": tuple(betas), "eps": eps, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
         self.save_hyperparameters({"config": config.to_dict(), **settings})
         self.learning_rate, self.min_learning_rate = learning_rate, min_learning_rate

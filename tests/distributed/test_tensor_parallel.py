@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -280,3 +281,27 @@ def test_what_cannot_be_shared_is_refused() -> None:
     assert "self_attention.linear_qkv" in groups
     assert "1 heads" in groups
     assert "5 entries" in odd
+
+
+def dropout_step(sequence_parallel: bool) -> None:
+    context = tensor_parallel(sequence_parallel)
+    model = copy.deepcopy(sharded(TransformerConfig(**BASE, hidden_dropout=0.2, attention_dropout=0.2), context))
+    tokens = torch.arange(36).view(4, 9) % 64
+    torch.manual_seed(0)
+    model(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()
+    sum_partial_gradients(model, context)
+    for name, spec in named_shard_specs(model).items():
+        if not spec.sharded_over:  # a mask that differed where activations are replicated would show here
+            grad = model.get_parameter(name).grad
+            first = grad.clone()
+            dist.broadcast(first, src=0)
+            assert torch.equal(first, grad), name
+    default = torch.get_rng_state()
+    everyone: list[Any] = [None] * context.tp.size
+    dist.all_gather_object(everyone, default)
+    assert all(torch.equal(state, default) for state in everyone)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_dropout_keeps_replicated_values_equal(sequence_parallel: bool) -> None:
+    run_ranks(2, dropout_step, sequence_parallel)
