@@ -6,6 +6,7 @@ Reading yields raw records, cheap to pass to a worker; decoding and parsing happ
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,10 @@ class Record:
 def stdlib_files() -> list[Path]:
     """Return the standard library's source files by name, without tests, installed packages and blank files."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not _NOT_EVERYWHERE.intersection(path.relative_to(root).parts)]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_EVERYWHERE]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted((path for path in files if path.read_bytes().strip()), key=lambda path: path.relative_to(root).as_posix())
 
 

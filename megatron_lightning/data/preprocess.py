@@ -91,7 +91,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
     with ExitStack() as published:
         if tokenizer_model is None and vocab_size is not None:
             trained = published.enter_context(atomic_path(Path(f"{output_prefix}_tokenizer.model")))
-            train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained, num_threads=workers)
+            train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained)
             tokenizer_model = str(trained)
         job = _Job(tokenizer_type, str(tokenizer_model), tuple(json_keys), append_eod, empty_documents)
         tokenizer = job.tokenizer()

@@ -151,7 +151,7 @@ def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = 
     )
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path, *, num_threads: int = 1) -> None:
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
     """Train a byte-pair-encoding SentencePiece model that reproduces any text exactly, and write it to ``output``.
 
     Runs of spaces are pieces of their own (source code is full of them) and unknown characters fall back to bytes, hence
@@ -175,7 +175,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             max_sentence_length=1 << 16,
-            num_threads=num_threads,
+            num_threads=1,  # the model file records it
             minloglevel=3,
         )
     except RuntimeError as error:

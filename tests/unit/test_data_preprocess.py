@@ -1,0 +1,247 @@
+"""From text to indexed files: tokenizers, the corpus readers, and preprocess with its errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lightning.data import preprocess as preprocess_module
+from megatron_lightning.data.corpus import STDLIB, input_files, read_records, stdlib_files
+from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.preprocess import preprocess
+from megatron_lightning.data.tokenizers import (
+    NO_PAD,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    train_sentencepiece,
+)
+from megatron_lightning.errors import ConfigError, DataError
+
+TEXTS = [f"def f{i}(x):\n    if x > {i}:\n        return 'é' * {i}\n\n\treturn None  # {'word ' * i}\n" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "small.model"
+    train_sentencepiece(TEXTS, 400, path)
+    return str(path)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "title": f"title {i}"}) + "\n" for i, text in enumerate(TEXTS)))
+    return path
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_sentencepiece_reproduces_any_text(model: str) -> None:
+    tokenizer = SentencePieceTokenizer(model)
+    for text in [*TEXTS, "  leading, \t tabs\r\n\n\n  and 漢字 \U0001f600  trailing  ", "", "\n", "a"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.vocab_size == 400
+    assert tokenizer.pad == NO_PAD
+    assert tokenizer.eod not in tokenizer.encode("".join(TEXTS))
+
+
+def test_training_is_deterministic(model: str, tmp_path: Path) -> None:
+    train_sentencepiece(TEXTS, 400, tmp_path / "again.model")
+    assert (tmp_path / "again.model").read_bytes() == Path(model).read_bytes()
+
+
+def test_tokenizer_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="vocab_size=100000: no tokenizer can be trained"):
+        train_sentencepiece(TEXTS, 100_000, tmp_path / "x.model")
+    assert files_in(tmp_path) == []
+    with pytest.raises(DataError, match=r"none\.model: cannot be read"):
+        load_tokenizer(tmp_path / "none.model")
+    (tmp_path / "text.model").write_text("no model")
+    with pytest.raises(DataError, match=r"text\.model: is not a SentencePiece model"):
+        load_tokenizer(tmp_path / "text.model")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="needs the package transformers"):
+        load_tokenizer("any", "huggingface")
+
+
+def hugging_face_folder(folder: Path, **special: str) -> str:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(TEXTS, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
+    return str(folder)
+
+
+def test_hugging_face_tokenizer(tmp_path: Path, jsonl: Path) -> None:
+    folder = hugging_face_folder(tmp_path / "hf", eos_token="<eos>", pad_token="<eos>")
+    tokenizer = load_tokenizer(folder, "huggingface")
+    assert tokenizer.decode(tokenizer.encode(TEXTS[7])) == TEXTS[7]
+    assert tokenizer.vocab_size == 301
+    assert (tokenizer.eod, tokenizer.pad) == (300, NO_PAD)
+    preprocess(str(tmp_path / "out"), str(jsonl), "huggingface", folder, append_eod=True, workers=2)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [tokenizer.decode(ids[:-1].tolist()) for ids in data] == TEXTS
+    assert {int(ids[-1]) for ids in data} == {tokenizer.eod}
+
+
+def test_hugging_face_tokenizer_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="has no eos_token"):
+        HuggingFaceTokenizer(hugging_face_folder(tmp_path / "hf"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no Hugging Face tokenizer can be loaded"):
+        HuggingFaceTokenizer(tmp_path / "empty")
+
+
+def test_stdlib_corpus_is_ordered_and_readable() -> None:
+    files = stdlib_files()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(root).as_posix() for path in files]
+    assert names == sorted(names)
+    assert "argparse.py" in names and "json/decoder.py" in names
+    assert not any("site-packages" in name or name.startswith("test/") for name in names)
+    sample = input_files(STDLIB)[::40]
+    assert all(record.text().strip() and not record.is_json for record in read_records(sample))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_documents_keep_their_order(
+    workers: int, jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 300)  # several documents a chunk, many chunks
+    prefixes = preprocess(
+        str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model, json_keys=["text", "title"], workers=workers
+    )
+    assert prefixes == {key: str(tmp_path / "out" / f"x_{key}_document") for key in ("text", "title")}
+    assert files_in(tmp_path / "out") == [f"x_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")]
+    tokenizer = load_tokenizer(model)
+    text, title = IndexedDataset(prefixes["text"]), IndexedDataset(prefixes["title"])
+    assert text.dtype == np.uint16
+    assert [tokenizer.decode(ids.tolist()) for ids in text] == TEXTS
+    assert [tokenizer.decode(ids.tolist()) for ids in title] == [f"title {i}" for i in range(len(TEXTS))]
+    assert text.num_documents == len(TEXTS)
+
+
+def test_trains_a_tokenizer_and_reads_text_files(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.py").write_text("".join(TEXTS[number::3]))
+    inputs = [str(tmp_path / f"{number}.py") for number in (2, 0, 1)]
+    prefix = preprocess(str(tmp_path / "out" / "x"), inputs, vocab_size=350, append_eod=True)["text"]
+    tokenizer = load_tokenizer(tmp_path / "out" / "x_tokenizer.model")
+    data = IndexedDataset(prefix)
+    assert [tokenizer.decode(ids[:-1].tolist()) for ids in data] == ["".join(TEXTS[number::3]) for number in (2, 0, 1)]
+    assert all(ids[-1] == tokenizer.eod for ids in data)
+    assert files_in(tmp_path / "out") == ["x_text_document.bin", "x_text_document.idx", "x_tokenizer.model"]
+
+
+BAD_LINES = [
+    (b'{"text": "a"}\n\n{"text": "b"\n', r"in\.jsonl:3: invalid JSON at column \d+"),
+    (b'{"text": "a"}\n["b"]\n', r"in\.jsonl:2: a line must be a JSON object with a text, found list"),
+    (b'{"text": "a"}\n{"body": "b"}\n', r"in\.jsonl:2: no key 'text', only \['body'\]; set json_keys"),
+    (b'{"text": "a"}\n{"text": 7}\n', r"in\.jsonl:2: int under key 'text'; set json_keys"),
+    (b'{"text": "a"}\n{"text": "\xff"}\n', r"in\.jsonl:2: not UTF-8: byte 0xff"),
+    (b'{"text": "a"}\n{"text": ""}\n', r"in\.jsonl:2: empty document under key 'text'; .* empty_documents to skip"),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("content", "message"), BAD_LINES)
+def test_bad_line_is_named_and_leaves_nothing(content: bytes, message: str, workers: int, model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model, workers=workers)
+    assert files_in(tmp_path / "out") == []
+
+
+def test_undecodable_text_file_names_its_line(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+    with pytest.raises(DataError, match=r"in\.txt:3: not UTF-8: byte 0xe9 at offset 11"):
+        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.txt"), vocab_size=300)
+    assert files_in(tmp_path / "out") == []
+
+
+def test_empty_documents_can_be_skipped(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
+    prefix = preprocess(str(tmp_path / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model, empty_documents="skip")["text"]
+    assert len(IndexedDataset(prefix)) == 2
+
+
+class _TooLarge:
+    """A tokenizer whose files do not belong together."""
+
+    vocab_size, eod, pad, unique_identifiers = 5, 0, NO_PAD, {"class": "x"}
+
+    def encode(self, text: str) -> list[int]:
+        return [1, 5]
+
+    def decode(self, ids: Any) -> str:
+        return ""
+
+
+def test_id_outside_the_vocabulary_is_refused(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess_module, "load_tokenizer", lambda *_: _TooLarge())
+    with pytest.raises(DataError, match=r"in\.jsonl:1: token id 5 is outside the tokenizer's vocabulary of 5 ids"):
+        preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model="any")
+    assert files_in(tmp_path / "out") == []
+
+
+class _Deadly(_TooLarge):
+    def encode(self, text: str) -> list[int]:
+        os._exit(9)
+
+
+def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the replaced tokenizer reaches a forked worker only")
+    monkeypatch.setattr(preprocess_module, "load_tokenizer", lambda *_: _Deadly())
+    with pytest.raises(DataError, match="a worker process died"):
+        preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model="any", workers=2)
+    assert files_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"input": "missing.jsonl"}, DataError, r"missing\.jsonl: cannot be read \(No such file"),
+        ({"input": "."}, DataError, r"cannot be read \(Is a directory"),
+        ({"input": []}, DataError, "names no file"),
+        ({"workers": 0}, ConfigError, "workers=0"),
+        ({"json_keys": []}, ConfigError, "json_keys"),
+        ({"json_keys": ["a", "a"]}, ConfigError, "json_keys"),
+        ({"vocab_size": None}, ConfigError, "set tokenizer_model to use an existing tokenizer, or vocab_size"),
+        ({"tokenizer_model": "x.model"}, ConfigError, "and not both"),
+        ({"tokenizer_type": "huggingface"}, ConfigError, "is never trained here"),
+        ({"output_prefix": "file/x"}, DataError, "file: cannot be made"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], message: str, jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(error, match=message):
+        preprocess(**{"output_prefix": "out/x", "input": str(jsonl), "vocab_size": 300, **settings})
+    assert files_in(tmp_path / "out") == []
+
+
+def test_preprocess_needs_no_torch() -> None:
+    code = "import sys, megatron_lightning.data.preprocess; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
