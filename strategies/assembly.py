@@ -7,7 +7,7 @@ ranks, replace layers by their parallel counterparts, allocate and initialise wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -53,8 +53,8 @@ class Assembly:
     """Keys of the whole module's state dict, in order."""
     path: str | None = None
     """Path of the module that is cut into stages; None with one stage."""
-    views: dict[int, nn.Module] = field(default_factory=dict)
-    """Stage of this rank -> the pipelined module as that stage sees it."""
+    partition: StagePartition | None = None
+    """The stages of that module which live on this rank."""
     unit_prefixes: tuple[str, ...] = ()
     """Prefixes of the names that belong to pipeline units of this rank; other names are held by every pipeline rank."""
 
@@ -89,7 +89,7 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         placement = Placement.loop(context.layout.pp, context.layout.vpp)
         stages = mark.stages if mark else partition_units(pipelined.pipeline_units(), context.layout.num_stages)
         own = placement.stages_of(context.pp.rank)
-        partition = _partitioned(pipelined, stages, own, whole=mark is None)
+        partition = StagePartition(pipelined, stages, own, whole=mark is None)
     if mark is None:
         if context.layout.tp > 1:
             _parallelize(module, context, plan)
@@ -97,8 +97,7 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else (), names)
     assembly = Assembly(named_shard_specs(module), tied_names(module), names)
     if partition is not None:
-        assembly.path = path
-        assembly.views = {stage: partition.view(stage) for stage in partition.own}
+        assembly.path, assembly.partition = path, partition
         prefix = f"{path}." if path else ""
         assembly.unit_prefixes = tuple(prefix + unit for stage in partition.own for unit in partition.stages[stage])
         assembly.specs = {name: _summed_over_stages(name, spec, assembly) for name, spec in assembly.specs.items()}
@@ -107,16 +106,6 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
 
 def _describe(layout: ParallelLayout) -> str:
     return f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp})"
-
-
-def _partitioned(
-    module: nn.Module, stages: tuple[tuple[str, ...], ...], own: tuple[int, ...], *, whole: bool
-) -> StagePartition:
-    if whole:
-        return StagePartition(module, stages, own)
-    partition = StagePartition.__new__(StagePartition)
-    partition.module, partition.stages, partition.own = module, stages, own
-    return partition
 
 
 def _summed_over_stages(name: str, spec: ShardSpec, assembly: Assembly) -> ShardSpec:

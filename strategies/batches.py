@@ -48,7 +48,7 @@ def _cutter(size: int, start: int, stop: int) -> Callable[[Any], Any]:
     return cut
 
 
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Any:
     """Put the outputs of one step's micro-batches together.
 
     Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors are concatenated on dim 0,
@@ -74,12 +74,12 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     return list(outputs)
 
 
-def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    if all(weight == weights[0] for weight in weights):
-        return torch.stack(list(values)).mean()
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
     stacked = torch.stack(list(values))
-    weight = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
-    return (stacked * weight).sum() / weight.sum()
+    if len({weight if isinstance(weight, float) else None for weight in weights}) == 1 and isinstance(weights[0], float):
+        return stacked.mean()
+    weight = torch.stack([torch.as_tensor(w, dtype=torch.float32, device=stacked.device) for w in weights])
+    return (stacked * weight).sum() / weight.sum().clamp(min=1e-38)
 
 
 def _is_list_of(leaf: Any, size: int) -> bool:

@@ -31,6 +31,7 @@ from megatron_lightning.parallel.sharding import ShardSpec
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.sampling import ResumableSampler
 
 _OWN = "megatron_lightning"
 """Key of what this package adds to Lightning's checkpoint."""
@@ -43,6 +44,7 @@ class CheckpointGlue:
         self._strategy = strategy
         self._source: CheckpointSource | None = None
         self._random_state: list[Tensor] | None = None
+        self._positions: list[dict[str, Any]] = []
 
     # ------------------------------------------------------------------------------------------------------ save
 
@@ -103,7 +105,8 @@ class CheckpointGlue:
         ranks = [rank for rank in ranks if rank]
         data = [rank["data"] for rank in ranks if "data" in rank]
         return {
-            "progress": strategy.progress.state_dict(),
+            "consumed_samples": strategy.consumed_samples,
+            "samplers": [sampler.state_dict() for sampler in strategy.train_samplers()],
             "layout": asdict(context.layout),
             "tied": dict(strategy.assembly.tied),
             "random_states": {replica: states for replica, states, _ in data},
@@ -219,7 +222,8 @@ class CheckpointGlue:
             return
         strategy = self._strategy
         context = strategy.context
-        strategy.progress.load_state_dict(own["progress"], epoch_finished=_epoch_finished(checkpoint))
+        strategy.consumed_samples = own["consumed_samples"]
+        self._positions = [] if _epoch_finished(checkpoint) else own["samplers"]
         replica = context.dp.rank
         if own["loaders"]:
             if len(own["loaders"]) != context.dp.size:
@@ -239,6 +243,17 @@ class CheckpointGlue:
         """Draw random numbers as the run that saved the checkpoint would have gone on."""
         if self._random_state is not None:
             self._strategy.runner.rng.set_state(self._random_state)
+
+    def restore_position(self, samplers: Sequence[ResumableSampler]) -> None:
+        """Continue the pass over the data that the checkpoint was saved in; called when training starts."""
+        if not self._positions:
+            return
+        for sampler, position in zip(samplers, self._positions, strict=False):
+            sampler.load_state_dict(position)
+        if any(sampler.started for sampler in samplers):  # by workers that fetch ahead, before the position was known
+            iter(self._strategy.lightning_module.trainer.fit_loop._data_fetcher)
+        self._positions = []
+        self.restore_random_state()
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Copy the loaded part into the module."""

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -38,12 +38,21 @@ class LogEntry:
         return (self.name, self.value, self.metric, self.batch_size, self.options)
 
 
+class _Call(NamedTuple):
+    """One call of ``self.log``."""
+
+    value: Any
+    batch_size: int | None
+    microbatch: int
+    options: dict[str, Any]
+
+
 class LogRecorder:
     """Records ``self.log`` calls of one step."""
 
     def __init__(self, module: pl.LightningModule, sizes: Sequence[int | None]) -> None:
         self._module, self._sizes = module, sizes
-        self._calls: dict[str, list[tuple[Any, int | None, dict[str, Any]]]] = {}
+        self._calls: dict[str, list[_Call]] = {}
         self.microbatch = 0
 
     @contextmanager
@@ -54,9 +63,8 @@ class LogRecorder:
         def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
             arguments = {**dict(zip(names, args, strict=False)), **options}
             name, value = arguments.pop("name"), arguments.pop("value")
-            size = batch_size if batch_size is not None else arguments.pop("batch_size", self._sizes[self.microbatch])
             value = value.detach() if isinstance(value, Tensor) else value
-            self._calls.setdefault(name, []).append((value, size, arguments))
+            self._calls.setdefault(name, []).append(_Call(value, batch_size, self.microbatch, arguments))
 
         before = self._module.__dict__.get("log")
         self._module.__dict__["log"] = log
@@ -67,21 +75,25 @@ class LogRecorder:
             if before is not None:
                 self._module.__dict__["log"] = before
 
-    def entries(self) -> list[LogEntry]:
-        """Return what was recorded, reduced over the micro-batches."""
-        return [self._reduced(name, calls) for name, calls in self._calls.items()]
+    def entries(self, weights: Sequence[float | Tensor]) -> list[LogEntry]:
+        """Return what was recorded, reduced over the micro-batches.
 
-    def _reduced(self, name: str, calls: list[tuple[Any, int | None, dict[str, Any]]]) -> LogEntry:
-        options = calls[-1][2]
-        sizes = [size for _, size, _ in calls]
+        Args:
+            weights: What a micro-batch weighs in a mean where the call names no ``batch_size``.
+        """
+        return [self._reduced(name, calls, weights) for name, calls in self._calls.items()]
+
+    def _reduced(self, name: str, calls: list[_Call], weights: Sequence[float | Tensor]) -> LogEntry:
+        options, value = calls[-1].options, calls[0].value
+        sizes = [self._sizes[call.microbatch] if call.batch_size is None else call.batch_size for call in calls]
         batch_size = None if None in sizes else sum(size or 0 for size in sizes)
-        value = calls[0][0]
         if isinstance(value, Metric):
             return LogEntry(name, value._forward_cache, self._path_of(value, options), batch_size, options)
         if len(calls) > 1:
-            values = torch.stack([torch.as_tensor(value, dtype=torch.get_default_dtype()).squeeze() for value, _, _ in calls])
-            weights = torch.tensor([1.0 if None in sizes else float(size or 0) for size in sizes], device=values.device)
-            value = _reduction(name, options.get("reduce_fx", "mean"))(values, weights)
+            values = torch.stack([torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls])
+            own = [weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls]
+            weight = torch.stack([torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own])
+            value = _reduction(name, options.get("reduce_fx", "mean"))(values, weight)
         return LogEntry(name, value, None, batch_size, options)
 
     def _path_of(self, metric: Metric, options: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.failure import FailureWatch
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod, make_launcher
-from megatron_lightning.strategies.sampling import DataProgress, ResumableSampler, resumable, sharded_for_evaluation
+from megatron_lightning.strategies.sampling import ResumableSampler, resumable, sharded_for_evaluation
 from megatron_lightning.strategies.steps import StepRunner
 
 DataParallel = Literal["ddp", "zero1", "fsdp"]
@@ -117,7 +117,8 @@ class MegatronStrategy(ParallelStrategy):
         self.micro_batch_size, self.data_parallel, self.start_method = micro_batch_size, data_parallel, start_method
         self.sharding_plan, self.num_nodes = sharding_plan, 1
         self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
-        self.progress = DataProgress()
+        self.consumed_samples = 0
+        """Samples that all data-parallel ranks together have trained on."""
         self._context: ParallelContext | None = None
         self._assembly: Assembly | None = None
         self._runner: StepRunner | None = None
@@ -177,11 +178,6 @@ class MegatronStrategy(ParallelStrategy):
         return self._context
 
     @property
-    def consumed_samples(self) -> int:
-        """Samples that all data-parallel ranks together have trained on."""
-        return self.progress.consumed_samples
-
-    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.layout.num_stages
@@ -194,6 +190,11 @@ class MegatronStrategy(ParallelStrategy):
     def gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""
         return self._gradients.by_name() if self._gradients else {}
+
+    @property
+    def failure_watch(self) -> FailureWatch | None:
+        """What ends this rank when another one fails; None outside a run and on one rank."""
+        return self._failure_watch
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
@@ -315,7 +316,7 @@ class MegatronStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if self._injects_samplers:
             if trainer.training:
-                dataloader = resumable(dataloader, self.context.dp, self.progress)
+                dataloader = resumable(dataloader, self.context.dp)
             else:
                 dataloader = sharded_for_evaluation(dataloader, self.context.dp, trainer.state.stage)
         if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
@@ -327,20 +328,22 @@ class MegatronStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Continue an interrupted epoch: with the data order and the random numbers it would have had."""
-        if not self.progress.resuming:
-            return
-        trainer = self.lightning_module.trainer
-        samplers = [getattr(loader, "sampler", None) for loader in trainer.fit_loop._combined_loader.flattened]
-        if any(isinstance(sampler, ResumableSampler) and sampler.started for sampler in samplers):
-            iter(trainer.fit_loop._data_fetcher)  # workers were started before the checkpoint said where to continue
-        self._checkpoints.restore_random_state()
+        self._checkpoints.restore_position(self.train_samplers())
+
+    def train_samplers(self) -> list[ResumableSampler]:
+        """Return the samplers of the training data that this strategy made."""
+        combined = self.lightning_module.trainer.fit_loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
+        return [loader.sampler for loader in loaders if isinstance(getattr(loader, "sampler", None), ResumableSampler)]
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""
         runner, gradients = self.runner, self.gradient_flow
         microbatches = runner.split(batch, self.micro_batch_size)
         trainer = self.lightning_module.trainer
-        self.progress.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
+        self.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
+        for sampler in self.train_samplers():
+            sampler.advance()
         if self._is_native(microbatches):
             output = super().training_step(batch, *args, **kwargs)
             gradients.note_native_output(output, trainer.accumulate_grad_batches)

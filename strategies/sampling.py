@@ -7,8 +7,7 @@ state of the random generator in which an epoch's order was drawn is kept, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,53 +17,36 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from megatron_lightning.parallel.context import AxisGroup
 
 
-class DataProgress:
-    """Where training is in the data: one integer, and how the current epoch's order was drawn."""
-
-    def __init__(self) -> None:
-        self.consumed_samples = 0
-        """Samples that all data-parallel ranks together have trained on."""
-        self.epoch_start = 0
-        """``consumed_samples`` when the current epoch's order was drawn."""
-        self.generator_states: dict[str, Tensor] = {}
-        """States of the generators right before the current epoch's order was drawn."""
-        self.resuming = False
-        """Whether the next pass over the data continues the epoch that a checkpoint was saved in."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {
-            "consumed_samples": self.consumed_samples,
-            "epoch_start": self.epoch_start,
-            "generator_states": dict(self.generator_states),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], *, epoch_finished: bool) -> None:
-        """Continue from :meth:`state_dict` at the next pass over the data, which is a new epoch if the saved one was finished."""
-        self.consumed_samples, self.epoch_start = state["consumed_samples"], state["epoch_start"]
-        self.generator_states = dict(state["generator_states"])
-        self.resuming = not epoch_finished and self.consumed_samples > self.epoch_start
-
-
 class ResumableSampler(Sampler[int]):
-    """One data-parallel rank's part of the order that ``order`` gives, from the position that ``progress`` says.
+    """One data-parallel rank's part of the order that ``order`` gives, and how far training is in it.
 
     Args:
         order: The sampler of the user's DataLoader.
         group: The data-parallel ranks.
-        progress: Position in the data, read when the first index is asked for.
+        batch_size: Indices of one batch of the DataLoader.
         drop_last: Leave out the samples that do not fill all ranks; otherwise the first ones are repeated for them.
     """
 
-    def __init__(self, order: Iterable[int], group: AxisGroup, progress: DataProgress, *, drop_last: bool) -> None:
-        self.order, self._group, self._progress, self._drop_last = order, group, progress, drop_last
+    def __init__(self, order: Iterable[int], group: AxisGroup, *, batch_size: int, drop_last: bool) -> None:
+        self.order, self._group, self._batch_size, self._drop_last = order, group, batch_size, drop_last
         self.started = False
-        """Whether an index has been asked for since the last call of ``__iter__`` on a fresh position."""
+        """Whether an index has been asked for."""
+        self._consumed = 0  # samples of this pass over the data, of all ranks together
+        self._states: dict[str, Tensor] = {}  # of the generators, right before this pass's order was drawn
+        self._resuming = False
 
     def __len__(self) -> int:
         total, size = len(self.order), self._group.size  # type: ignore[arg-type]
@@ -75,26 +57,27 @@ class ResumableSampler(Sampler[int]):
         if hasattr(self.order, "set_epoch"):
             self.order.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[int]:
-        progress, size = self._progress, self._group.size
-        self.started = True
-        if progress.resuming:
-            progress.resuming = False
-        else:
-            progress.epoch_start = progress.consumed_samples
-            progress.generator_states = self._draw_states()
-        skip = progress.consumed_samples - progress.epoch_start
-        yield from islice(self._evened(self._ordered(progress.generator_states)), skip + self._group.rank, None, size)
+    def advance(self) -> None:
+        """Count one batch on every rank as consumed."""
+        self._consumed += self._batch_size * self._group.size
 
-    def _evened(self, indices: list[int]) -> list[int]:
-        size = self._group.size
-        if self._drop_last:
-            return indices[: len(indices) // size * size]
-        missing = -len(indices) % size
-        while missing and indices:
-            indices = indices + indices[:missing]
-            missing = -len(indices) % size
-        return indices
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: valid for any number of data-parallel ranks and any batch size."""
+        return {"consumed": self._consumed, "generator_states": dict(self._states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict` the next time that the sampler is iterated."""
+        self._consumed, self._states = state["consumed"], dict(state["generator_states"])
+        self._resuming = True
+
+    def __iter__(self) -> Iterator[int]:
+        self.started = True
+        if not self._resuming:
+            self._consumed, self._states = 0, self._draw_states()
+        self._resuming = False
+        indices, size = self._ordered(), self._group.size
+        for position in range(self._consumed + self._group.rank, len(self) * size, size):
+            yield indices[position % len(indices)]
 
     def _draw_states(self) -> dict[str, Tensor]:
         """Return the generators' states, the same on all data-parallel ranks."""
@@ -107,13 +90,15 @@ class ResumableSampler(Sampler[int]):
             states = box[0]
         return states
 
-    def _ordered(self, states: dict[str, Tensor]) -> list[int]:
-        """Draw the order from ``states``; a rank whose generator was elsewhere keeps its own state."""
+    def _ordered(self) -> Sequence[int]:
+        """Draw the order; a rank whose generator stood elsewhere keeps its own state."""
+        if isinstance(self.order, SequentialSampler):
+            return range(len(self.order))
         before = torch.get_rng_state()
-        shared = torch.equal(before, states["default"])
-        torch.set_rng_state(states["default"])
-        if "sampler" in states and self._own_generator() is not None:
-            self._own_generator().set_state(states["sampler"])
+        shared = torch.equal(before, self._states["default"])
+        torch.set_rng_state(self._states["default"])
+        if "sampler" in self._states and self._own_generator() is not None:
+            self._own_generator().set_state(self._states["sampler"])
         indices = list(self.order)
         if not shared:
             torch.set_rng_state(before)
@@ -123,17 +108,18 @@ class ResumableSampler(Sampler[int]):
         return getattr(self.order, "generator", None)
 
 
-def resumable(loader: DataLoader[Any], group: AxisGroup, progress: DataProgress) -> DataLoader[Any]:
+def resumable(loader: DataLoader[Any], group: AxisGroup) -> DataLoader[Any]:
     """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
 
-    A loader over an iterable dataset, with a custom batch sampler or with a DistributedSampler of the user's is returned as
-    it is: it shards and resumes itself.
+    A loader over an iterable dataset, with a batch sampler or DistributedSampler of the user's own, or with a sampler without
+    length is returned as it is: it shards and resumes itself.
     """
-    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, ResumableSampler | DistributedSampler):
+    custom_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    if isinstance(loader.dataset, IterableDataset) or custom_batches or not hasattr(loader.sampler, "__len__"):
         return loader
-    if not hasattr(loader.sampler, "__len__"):
+    if isinstance(loader.sampler, ResumableSampler | DistributedSampler):
         return loader
-    sampler = ResumableSampler(loader.sampler, group, progress, drop_last=bool(loader.drop_last))
+    sampler = ResumableSampler(loader.sampler, group, batch_size=loader.batch_size or 1, drop_last=bool(loader.drop_last))
     return _update_dataloader(loader, sampler)
 
 

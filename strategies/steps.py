@@ -65,6 +65,7 @@ class StepRunner:
         self._schedule_name, self._schedules = schedule, dict[int, Schedule]()
         self._executor = PipelineExecutor(context, Placement.loop(context.layout.pp, context.layout.vpp))
         self._executor.warm_up()
+        self._epoch = 0
         self._broadcast = StageBroadcast(context.pp, context.device)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
@@ -110,6 +111,9 @@ class StepRunner:
             PipelineError: If the step breaks the contract of a pipelined step.
         """
         program = _StepProgram(self, hook, microbatches, args, step_context, backward_scale, before_last_backward)
+        if self.module.trainer.current_epoch != self._epoch:  # callbacks freeze and unfreeze layers between epochs
+            self._epoch = self.module.trainer.current_epoch
+            self._executor.forget_boundaries()
         self.rng.begin_step()
         with program.intercepted():
             self._executor.run(self._schedule(len(microbatches)), program, backward=backward_scale is not None)
@@ -121,8 +125,9 @@ class StepRunner:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
         shared: Any = None
         if self.context.pp.rank == 0:
-            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], program.weights)
-            entries = [entry.as_tuple() for entry in program.recorder.entries()]
+            weights = program.item_weights
+            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], weights)
+            entries = [entry.as_tuple() for entry in program.recorder.entries(weights)]
             shared = (output, program.num_items, entries, self.metrics.counts())
         if self.num_stages > 1:
             shared = self._broadcast_objects(shared) if sharing_tensors else self._broadcast(shared)
@@ -158,9 +163,9 @@ class _StepProgram:
         self.sizes = [batch_size_of(part) for part in microbatches]
         known = [float(size) for size in self.sizes if size]
         self.weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
+        self._items: dict[int, Tensor] = {}
         self.recorder = LogRecorder(runner.module, self.sizes)
         self.outputs: dict[int, Any] = {}
-        self.num_items: Tensor | None = None
         self._position: tuple[int, int, tuple[Tensor, ...] | None] = (0, 0, None)
         self._called = False
 
@@ -188,14 +193,26 @@ class _StepProgram:
 
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:
         self.outputs[microbatch] = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, output)
+        counted = isinstance(output, Mapping) and "num_items" in output
+        if counted:
+            items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._runner.context.device)
+            self._items[microbatch] = items.detach()
         if self._backward_scale is None or output is None:
             return None
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if isinstance(output, Mapping) and "num_items" in output:
-            items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=loss.device).detach()
-            self.num_items = items if self.num_items is None else self.num_items + items
-            return loss * items
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        if counted:
+            return loss * self._items[microbatch]
         return loss * (self.weights[microbatch] / sum(self.weights) * self._backward_scale)
+
+    @property
+    def num_items(self) -> Tensor | None:
+        """Sum of ``num_items`` over the micro-batches."""
+        return torch.stack(list(self._items.values())).sum() if self._items else None
+
+    @property
+    def item_weights(self) -> list[float | Tensor]:
+        """What each micro-batch weighs in a mean over the batch: its items if the module counts them, else its samples."""
+        return [self._items.get(index, weight) for index, weight in enumerate(self.weights)]
 
     def signature(self, microbatch: int) -> Any:
         """Return shapes and dtypes of the micro-batch: equal ones give equal stage boundaries."""
@@ -212,12 +229,12 @@ class _StepProgram:
     def intercepted(self) -> Iterator[None]:
         """Make the pipelined module's ``forward`` the cut for the time of the step."""
         assembly = self._runner.assembly
-        if not assembly.views:
+        if assembly.partition is None:
             yield
             return
         attributes = self._runner.module.get_submodule(assembly.path or "").__dict__
         before = attributes.get("forward")
-        originals = {stage: view.forward for stage, view in assembly.views.items()}
+        originals = {stage: assembly.partition.view(stage).forward for stage in assembly.partition.own}
         first_parameter = next(iter(inspect.signature(next(iter(originals.values()))).parameters))
 
         def cut(*args: Any, **kwargs: Any) -> Any:

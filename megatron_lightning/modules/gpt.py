@@ -116,15 +116,15 @@ class GPTLightningModule(LightningModule):
         return {"loss": loss, "num_items": num_tokens}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Log ``val_loss``."""
-        loss, _ = self._loss(batch)
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        """Log ``val_loss``, the mean over all tokens."""
+        loss, num_tokens = self._loss(batch)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=int(num_tokens))
         return loss
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Log ``test_loss``."""
-        loss, _ = self._loss(batch)
-        self.log("test_loss", loss, sync_dist=True)
+        """Log ``test_loss``, the mean over all tokens."""
+        loss, num_tokens = self._loss(batch)
+        self.log("test_loss", loss, sync_dist=True, batch_size=int(num_tokens))
         return loss
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -1,5 +1,10 @@
-"""Imported once by the fork server, so that every rank starts with the package loaded."""
+"""Imported once by the fork server, so that every rank starts with the package and what tests use of Lightning loaded."""
 
+import rich.progress  # noqa: F401
 import torch
+import torch.utils.tensorboard  # noqa: F401
+
+import megatron_lightning.strategies.megatron  # noqa: F401
+import tests.helpers.toy  # noqa: F401
 
 torch.set_num_threads(1)

@@ -13,7 +13,14 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "lightning.pytorch", "pytest", "tests.helpers.preload"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "lightning.pytorch",
+    "pytest",
+    "tests.helpers.preload",
+]
 
 
 @lru_cache(maxsize=1)

@@ -19,10 +19,12 @@ class ToyDecoder(nn.Module):
     def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleDict({
-            str(i): nn.TransformerEncoderLayer(HIDDEN, 2, 32, dropout=dropout, batch_first=True, norm_first=True)
-            for i in range(num_layers)
-        })
+        self.layers = nn.ModuleDict(
+            {
+                str(i): nn.TransformerEncoderLayer(HIDDEN, 2, 32, dropout=dropout, batch_first=True, norm_first=True)
+                for i in range(num_layers)
+            }
+        )
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 

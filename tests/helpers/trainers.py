@@ -41,7 +41,9 @@ class Losses(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, MegatronStrategy):
             self.norms.append(float(strategy.gradient_flow.norm()))

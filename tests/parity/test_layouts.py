@@ -1,0 +1,107 @@
+"""Every layout trains as one device does: losses and gradient norms of five optimizer steps against plain Lightning, in fp32.
+
+1e-5 relative: fp32 sums over ranks and micro-batches are taken in another order, and five AdamW steps amplify that a little.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 5, 8, 16, 50
+RTOL = 1e-5
+
+
+def _config(**changes: Any) -> TransformerConfig:
+    sizes: dict[str, Any] = {"num_layers": 5, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 4}
+    sizes |= {"ffn_hidden_size": 48, "vocab_size": VOCABULARY, "max_sequence_length": SEQUENCE, "init_method_std": 0.1}
+    return TransformerConfig(**{**sizes, **changes})
+
+
+def _samples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, VOCABULARY, (STEPS * GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    mask = (torch.rand(STEPS * GLOBAL_BATCH, SEQUENCE, generator=generator) < 0.8).float()
+    return [{"tokens": t[:-1], "labels": t[1:], "loss_mask": m} for t, m in zip(text, mask, strict=True)]
+
+
+def _train(config: dict[str, Any], options: dict[str, Any] | None, num_replicas: int, flushes: int = 1) -> list[list[float]]:
+    """Return loss (weighted over all items, as the gradient is) and norm of every optimizer step."""
+    module = GPTLightningModule(_config(**config), learning_rate=3e-3)
+    strategy = "auto" if options is None else MegatronStrategy(**options)
+    record = Losses()
+    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], gradient_clip_val=1.0, accumulate_grad_batches=flushes)
+    fit.fit(module, DataLoader(_samples(), batch_size=GLOBAL_BATCH // num_replicas // flushes))
+    losses = torch.tensor(record.losses, dtype=torch.float64)
+    return [losses.tolist(), record.norms]
+
+
+def _check(world: int, config: dict[str, Any], options: dict[str, Any]) -> None:
+    layout_size = options.get("tensor_model_parallel_size", 1) * options.get("pipeline_model_parallel_size", 1)
+    replicas = world // layout_size
+    expected = run_ranks(1, _train, config, None, 1)[0]
+    for losses, norms in run_ranks(world, _train, config, options, replicas, timeout_s=100):
+        assert norms == pytest.approx(expected[1], rel=RTOL)
+        if replicas == 1:
+            assert losses == pytest.approx(expected[0], rel=RTOL)
+
+
+def _layouts() -> list[Any]:
+    """The grid up to 8 ranks: tensor x pipeline x data x sequence parallel x optimizer sharding x micro-batches."""
+    grid = [
+        (tp, pp, dp, sp, mode, micro)
+        for tp in (1, 2, 4)
+        for pp in (1, 2, 4)
+        for dp in (1, 2, 4)
+        for sp in (False, True)
+        for mode in ("ddp", "zero1")
+        for micro in (1, 2, 4, 8)
+        if tp * pp * dp <= 8 and (tp > 1 or not sp) and (dp > 1 or mode == "ddp") and micro <= GLOBAL_BATCH // dp
+    ]
+    spread = {
+        (1, 1, 1, False, "ddp", 4), (1, 1, 2, False, "zero1", 2), (1, 2, 1, False, "ddp", 4), (2, 1, 1, True, "ddp", 1),
+        (2, 1, 1, False, "ddp", 2), (2, 2, 1, True, "ddp", 4), (2, 2, 2, True, "zero1", 2), (1, 4, 2, False, "zero1", 4),
+        (4, 1, 2, True, "ddp", 2), (1, 2, 4, False, "ddp", 1), (4, 2, 1, False, "ddp", 8), (1, 4, 1, False, "ddp", 8),
+    }  # fmt: skip
+    names = [f"tp{t}-pp{p}-dp{d}{'-sp' if s else ''}-{mode}-{m}mb" for t, p, d, s, mode, m in grid]
+    return [
+        pytest.param(*case, id=name, marks=() if case in spread else pytest.mark.slow)
+        for case, name in zip(grid, names, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "sp", "mode", "micro"), _layouts())
+def test_layout_equals_one_device(tp: int, pp: int, dp: int, sp: bool, mode: str, micro: int) -> None:
+    options = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "sequence_parallel": sp,
+        "data_parallel": mode,
+        "micro_batch_size": GLOBAL_BATCH // dp // micro,
+    }
+    _check(tp * pp * dp, {}, options)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"share_embeddings_and_output_weights": True}, id="tied"),
+        pytest.param({"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}, id="bias"),
+        pytest.param({"position_embedding_type": "learned_absolute"}, id="learned"),
+        pytest.param({"num_query_groups": 2, "qk_layernorm": True}, id="gqa-qknorm"),
+    ],
+)
+def test_model_variants_equal_one_device(config: dict[str, Any]) -> None:
+    options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    _check(8, config, options)
