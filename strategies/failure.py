@@ -99,7 +99,7 @@ class FailureWatch:
         """
         self._reported.set()
         first = self._publish(Failure.of(self._rank, exception))
-        if first is not None and first.rank != self._rank:
+        if first.rank != self._rank:
             self._announce(first, f"the error of rank {self._rank} is probably its consequence")
         compat.abort_process_groups()
 
@@ -107,21 +107,22 @@ class FailureWatch:
         """Tell the other ranks that the process of another rank of this node ended."""
         self._publish(Failure(rank, socket.gethostname(), summary))
 
-    def _publish(self, failure: Failure) -> Failure | None:
-        """Write ``failure`` unless there is a report; return the report that stands, None when the store is lost."""
+    def _publish(self, failure: Failure) -> Failure:
+        """Write ``failure`` unless there is a report; return the report that stands."""
         try:
             return Failure(**json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(failure)))))
-        except RuntimeError:
-            return None  # the store's host is gone, which the others notice by themselves
+        except RuntimeError as error:
+            return self._lost(error)
 
     def _look(self) -> Failure | None:
         try:
             return Failure(**json.loads(self._store.get(_KEY))) if self._store.check([_KEY]) else None
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            return Failure(
-                -1, "", f"the job's store is gone, so rank 0 or the program that started the job has ended ({reason})"
-            )
+            return self._lost(error)
+
+    def _lost(self, error: RuntimeError) -> Failure:
+        host = "torchrun's agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+        return Failure(-1, "", f"{host}, which keeps the job's store, has ended ({str(error).splitlines()[0]})")
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll_s):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -33,7 +34,6 @@ StartMethod = Literal["popen", "spawn", "fork"]
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _POLL_S = 0.5
 _GRACE_S = 2.0  # for the others to meet their own errors, print them and leave
-_TERMINATE_S = 1.0  # between SIGTERM, which a rank inside a collective cannot answer, and SIGKILL
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
 
 
@@ -54,20 +54,20 @@ class Child:
             return f"its process {self.pid} ended with exit code {code}"
         return f"its process {self.pid} was killed by {signal.Signals(-code).name}"
 
-    def send(self, signum: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.exit_code() is None:
-            os.kill(self.pid, signum)
+
+def wait_for(children: Sequence[Child], seconds: float) -> None:
+    """Wait until all ``children`` have ended, at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while any(child.exit_code() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
-def end_children(children: Sequence[Child], *, grace_s: float) -> None:
-    """Wait ``grace_s`` seconds for ``children``, then end the remaining ones, by SIGKILL if SIGTERM does not do."""
-    for patience_s, signum in ((grace_s, signal.SIGTERM), (_TERMINATE_S, signal.SIGKILL)):
-        deadline = time.monotonic() + patience_s
-        while any(child.exit_code() is None for child in children) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for child in children:
-            child.send(signum)
+def kill(children: Sequence[Child]) -> None:
+    """End ``children`` at once: inside a collective a process cannot answer anything milder."""
+    for child in children:
+        if child.exit_code() is None:
+            os.kill(child.pid, signal.SIGKILL)
+    wait_for(children, _GRACE_S)
 
 
 class ChildWatch(threading.Thread):
@@ -84,7 +84,7 @@ class ChildWatch(threading.Thread):
     ) -> None:
         super().__init__(name="child-watch", daemon=True)
         self._children, self._on_failure, self._ends_self = children, on_failure, ends_self
-        self._stopped = threading.Event()
+        self._stopped, self._announced = threading.Event(), threading.Lock()
 
     def stop(self) -> None:
         """Stop watching."""
@@ -94,19 +94,26 @@ class ChildWatch(threading.Thread):
         """Look every half second until all have ended well or one has failed."""
         while not self._stopped.wait(_POLL_S):
             children = self._children()
-            codes = [child.exit_code() for child in children]
-            failed = next(((child, code) for child, code in zip(children, codes, strict=True) if code), None)
-            if failed is not None:
-                self._end(children, failed[0], failed[0].describe_end(failed[1] or 0))
-            if failed is not None or (codes and not any(code is None for code in codes)):
+            if self.announce():
+                wait_for(children, _GRACE_S)
+                kill(children)
+                if self._ends_self and not self._stopped.is_set():
+                    os._exit(1)  # the main thread may wait in a collective for the rank that is gone
+                return
+            if children and all(child.exit_code() == 0 for child in children):
                 return
 
-    def _end(self, children: Sequence[Child], failed: Child, how: str) -> None:
-        print(f"megatron_lightning: rank {failed.rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
-        self._on_failure(failed.rank, how)
-        end_children(children, grace_s=_GRACE_S)
-        if self._ends_self and not self._stopped.is_set():
-            os._exit(1)  # the main thread may wait in a collective for the rank that is gone
+    def announce(self) -> bool:
+        """Print the first child that failed, once; return whether there is one."""
+        for child in self._children():
+            code = child.exit_code()
+            if code:
+                if self._announced.acquire(blocking=False):
+                    how = child.describe_end(code)
+                    print(f"megatron_lightning: rank {child.rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
+                    self._on_failure(child.rank, how)
+                return True
+        return False
 
 
 class ParentWatch(threading.Thread):
@@ -186,7 +193,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             del os.environ[_STARTER_VARIABLE]
         self._watch = ChildWatch(self._children, self._tell_other_nodes, ends_self=True)
         self._watch.start()
-        atexit.register(self._join)
+        atexit.register(self._join, self._watch)
 
     def _check_command(self) -> None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -210,11 +217,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if watch is not None:
             watch.report_child(rank, how)
 
-    def _join(self) -> None:
+    def _join(self, watch: ChildWatch) -> None:
         """Let the other ranks finish the script; they would be ended as soon as this process is gone."""
-        end_children(self._children(), grace_s=_GRACE_S if self._failed else _JOIN_S)
-        codes = [process.poll() for process in self.procs]
-        if not self._failed and any(codes):
+        children = self._children()
+        wait_for(children, _GRACE_S if self._failed else _JOIN_S)
+        child_failed = watch.announce()
+        kill(children)
+        if child_failed and not self._failed:
             sys.stderr.flush()
             os._exit(1)
 
@@ -251,21 +260,21 @@ class WorkerLauncher(_MultiProcessingLauncher):
             watch.join()
 
     def _children(self) -> list[Child]:
-        return [Child(rank, process.pid, _exit_code_of(process.pid)) for rank, process in enumerate(self.procs) if process.pid]
+        return [Child(rank, process.pid, _exit_code_of(process)) for rank, process in enumerate(self.procs) if process.pid]
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         ParentWatch(os.getppid(), lambda how: print(f"megatron_lightning: {how}", file=sys.stderr, flush=True)).start()
         super()._wrapping_function(process_idx, *args, **kwargs)
 
 
-def _exit_code_of(pid: int) -> Callable[[], int | None]:
-    """Return a function that reads a child's exit code and leaves it for the process object to collect."""
+def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
+    """Return a function that reads a worker's exit code and leaves the worker for the main thread to collect."""
 
     def exit_code() -> int | None:
         try:
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            status = os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return 0  # collected by the main thread, which raises if it failed
+            return process.exitcode  # the main thread has collected it
         if status is None:
             return None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,0 +1,56 @@
+"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES]``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.toy import ToyData, ToyModule
+
+
+class Fault(pl.Callback):
+    """Lets one rank fail at its third batch."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.rank = kind, rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank != self.rank or batch_idx != 2:
+            return
+        print(f"FAULT {time.time()} {os.getpid()}", flush=True)
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "raise":
+            raise ValueError("the injected fault")
+        if self.kind == "exit":
+            os._exit(7)
+
+
+def main() -> None:
+    start_method, kind, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    devices = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+    strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2, start_method=start_method)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=2,
+        callbacks=[Fault(kind, rank)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(ToyModule(), datamodule=ToyData())
+    print(f"DONE {trainer.global_rank} {trainer.global_step}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A rank that dies or raises ends the whole job within seconds, and the screen says which."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_job(start_method: str, fault: str, rank: int) -> tuple[int, str, float]:
+    """Run the job; return its exit code, its output, and the seconds from the fault to the end of its last process."""
+    command = [sys.executable, "-m", "tests.faults.job", start_method, fault, str(rank)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    output, _ = process.communicate(timeout=100)  # returns when the last process has closed its end of the pipe
+    fault_at = re.search(r"FAULT (\S+)", output)
+    elapsed_s = time.time() - float(fault_at[1]) if fault_at else 0.0
+    left = [other for other in psutil.process_iter() if other.pid != process.pid and _session(other.pid) == process.pid]
+    for other in left:
+        other.kill()
+    assert not left, f"the job left {left}\n{output}"
+    return process.returncode, output, elapsed_s
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:
+    code, output, _ = run_job("popen", "none", 0)
+    assert code == 0, output
+    assert re.search(r"DONE 0 16", output) and re.search(r"DONE 1 16", output), output
+
+
+@pytest.mark.parametrize(
+    ("start_method", "rank", "expected"),
+    [
+        ("popen", 1, r"rank 1 failed: its process \d+ was killed by SIGKILL"),
+        ("popen", 0, r"rank 0"),
+        pytest.param("spawn", 1, r"rank 1 failed: its process \d+ was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param("spawn", 0, r"rank 0 failed: its process \d+ was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param("fork", 1, r"rank 1 failed: its process \d+ was killed by SIGKILL", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_ends_the_job(start_method: str, rank: int, expected: str) -> None:
+    code, output, elapsed_s = run_job(start_method, "kill", rank)
+    assert code != 0 and elapsed_s < 10, f"{elapsed_s} s\n{output}"
+    assert re.search(f"megatron_lightning: {expected}", output), output
+
+
+@pytest.mark.parametrize(
+    ("start_method", "rank"),
+    [("popen", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("popen", 0), ("spawn", 1), ("fork", 1)])],
+)
+def test_an_exception_ends_the_job_with_its_traceback(start_method: str, rank: int) -> None:
+    code, output, elapsed_s = run_job(start_method, "raise", rank)
+    assert code != 0 and elapsed_s < 10, f"{elapsed_s} s\n{output}"
+    assert "ValueError: the injected fault" in output and "job.py" in output, output
+    assert f"rank {rank} on" in output, output
