@@ -1,0 +1,122 @@
+"""The sampling loop: one token at a time from a function that gives the next token's logits.
+
+The loop knows neither model nor layout. Every rank of a layout runs it on the same logits and so takes the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+
+NextLogits = Callable[[Tensor, Tensor], Tensor]
+"""Maps tokens [b, s], padded on the right, and the index of each row's last token [b] to the next token's logits [b, v]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    max_new_tokens: int = 64
+    """Tokens added to each prompt, at most."""
+    temperature: float = 1.0
+    """Divides the logits; 0: always the most likely token."""
+    top_k: int | None = None
+    """Choose among this many of the most likely tokens; None: all."""
+    top_p: float = 1.0
+    """Choose among the most likely tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
+    seed: int = 1234
+    """Seed of the draws; each prompt has a stream of its own, so its text does not depend on the other prompts."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens} asks for no text. Set it to 1 or more.")
+        if not self.temperature >= 0.0:
+            raise ConfigError(f"temperature={self.temperature} is below 0. Set it to 0 (most likely token) or more.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k={self.top_k} leaves no token to choose. Set it to 1 or more, or leave it out.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p} is no share of the probability. Set it above 0 and at most 1.")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Return one token.
+
+        Args:
+            logits: [v], of any floating dtype and on any device.
+            generator: A CPU generator.
+        """
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        probabilities = self._filtered(logits.detach().cpu().double() / self.temperature).softmax(dim=-1)
+        # In the vocabulary's order, not by probability: layouts round differently, and a swap of two near-equal
+        # probabilities would give another token.
+        cumulative = probabilities.cumsum(dim=-1)
+        point = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+        return int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(cumulative) - 1))
+
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """Set the logits of tokens that may not be chosen to minus infinity."""
+        if self.top_k is not None and self.top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
+        if self.top_p < 1.0:
+            ordered, tokens = logits.softmax(dim=-1).sort(descending=True, stable=True)
+            before = ordered.cumsum(dim=-1) - ordered  # the token that crosses the threshold stays
+            logits = logits.index_fill(0, tokens[before >= self.top_p], -torch.inf)
+        return logits
+
+
+def sample(
+    next_logits: NextLogits,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    eod: int | None = None,
+    max_sequence_length: int | None = None,
+) -> list[list[int]]:
+    """Continue ``prompts``.
+
+    Args:
+        next_logits: The model.
+        prompts: Token ids of each prompt, at least one.
+        sampling: How tokens are chosen.
+        eod: Token that ends a text; it is not part of the result. None: every text has ``max_new_tokens``.
+        max_sequence_length: Tokens the model can look back at; None: all.
+
+    Returns:
+        The ids of each prompt and its continuation.
+
+    Raises:
+        ConfigError: If a prompt is empty.
+    """
+    if any(not prompt for prompt in prompts):
+        raise ConfigError("a prompt has no tokens, so there is nothing to continue. Start it with the end-of-document token.")
+    texts = [list(prompt) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(texts))]
+    unfinished = list(range(len(texts)))
+    for _ in range(sampling.max_new_tokens):
+        if not unfinished:
+            break
+        windows = [texts[row][-(max_sequence_length or 0) :] for row in unfinished]
+        logits = next_logits(*_padded(windows))
+        chosen = {row: sampling.choose(logits[i], generators[row]) for i, row in enumerate(unfinished)}
+        unfinished = [row for row in unfinished if chosen[row] != eod]
+        for row in unfinished:
+            texts[row].append(chosen[row])
+    return texts
+
+
+def _padded(windows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return tokens [b, s] and the index of each row's last one [b]; what stands behind it never reaches it."""
+    lengths = torch.tensor([len(window) for window in windows])
+    tokens = torch.zeros(len(windows), int(lengths.max()), dtype=torch.long)
+    for row, window in enumerate(windows):
+        tokens[row, : len(window)] = torch.tensor(window)
+    return tokens, lengths - 1

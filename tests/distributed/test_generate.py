@@ -1,0 +1,183 @@
+"""Text from checkpoints: the sampling loop by itself, and the same text on every layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.checkpoint import TensorShards, save_sharded
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.data.tokenizers import train_sentencepiece
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.inference.generate import generate
+from megatron_lightning.inference.model import LanguageModel, read_config
+from megatron_lightning.inference.sampling import Sampling, sample
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from tests.helpers.ranks import run_ranks
+
+VOCABULARY = 67
+# A large deviation, so that probabilities differ much and a wrong layer or head changes the text.
+SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "init_method_std": 0.5,
+}
+LLAMA = TransformerConfig(**SIZES, vocab_size=VOCABULARY, max_sequence_length=24)
+GPT2 = TransformerConfig(
+    **SIZES,
+    vocab_size=VOCABULARY,
+    max_sequence_length=16,  # shorter than the texts: the window slides
+    normalization="LayerNorm",
+    position_embedding_type="learned_absolute",
+    activation="gelu_tanh",
+    add_bias_linear=True,
+    share_embeddings_and_output_weights=True,
+)
+PROMPTS = [[1, 2, 3], [7], [5, 4, 3, 2, 1, 0, 9]]
+
+
+def save_plain(path: Path, config: TransformerConfig) -> str:
+    state = {f"model.{name}": tensor for name, tensor in GPTModel(config).state_dict().items()}
+    torch.save({"state_dict": state, "hyper_parameters": {"config": asdict(config)}}, path)
+    return str(path)
+
+
+def save_directory(path: Path, config: TransformerConfig) -> str:
+    """As the strategy saves: the owner of a tied pair only."""
+    model = GPTModel(config)
+    shards = [TensorShards.whole(f"state_dict.model.{name}", tensor) for name, tensor in model.named_parameters()]
+    save_sharded(path, shards, {"hyper_parameters": {"config": asdict(config)}, "state_dict": {}})
+    return str(path)
+
+
+def texts_on(checkpoint: str, tensor: int, pipeline: int, sampling: Sampling) -> list[list[int]]:
+    layout = ParallelLayout(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=False)
+    model = LanguageModel(checkpoint, ParallelContext(layout))
+    return sample(model.next_logits, PROMPTS, sampling, max_sequence_length=model.config.max_sequence_length)
+
+
+def reference(config: TransformerConfig, sampling: Sampling) -> list[list[int]]:
+    """One prompt at a time through the plain model."""
+    model, texts = GPTModel(config).eval(), []
+
+    @torch.inference_mode()
+    def next_logits(tokens: Tensor, last: Tensor) -> Tensor:
+        return model(tokens)[:, -1]
+
+    for row, prompt in enumerate(PROMPTS):
+        own = Sampling(**{**asdict(sampling), "seed": sampling.seed + row})
+        texts += sample(next_logits, [prompt], own, max_sequence_length=config.max_sequence_length)
+    return texts
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)], ids=lambda size: f"tp{size[0]}pp{size[1]}")
+def test_every_layout_gives_the_same_text(size: tuple[int, int], tmp_path: Path) -> None:
+    sampling = Sampling(max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.9)
+    for config, save in ((LLAMA, save_plain), (GPT2, save_directory)):
+        checkpoint = save(tmp_path / config.normalization, config)
+        expected = reference(config, sampling)
+        for texts in run_ranks(size[0] * size[1], texts_on, checkpoint, *size, sampling):
+            assert texts == expected
+
+
+@pytest.mark.parametrize("save", [save_plain, save_directory])
+def test_tied_weights_load_from_both_forms(save: Any, tmp_path: Path) -> None:
+    greedy = Sampling(max_new_tokens=8, temperature=0.0)
+    assert texts_on(save(tmp_path / "checkpoint", GPT2), 1, 1, greedy) == reference(GPT2, greedy)
+
+
+def table(tokens: Tensor, last: Tensor) -> Tensor:
+    """A model without weights: after token t comes t + 1 with probability 0.6, t + 2 with 0.3, else t + 3."""
+    logits = torch.full((len(tokens), 10), -torch.inf)
+    for row, end in enumerate(last.tolist()):
+        for step, probability in ((1, 0.6), (2, 0.3), (3, 0.1)):
+            logits[row, (int(tokens[row, end]) + step) % 10] = torch.tensor(probability).log()
+    return logits
+
+
+def test_greedy_takes_the_most_likely_and_stops_at_the_end_of_the_document() -> None:
+    texts = sample(table, [[0], [6, 5]], Sampling(temperature=0.0, max_new_tokens=6), eod=8)
+    assert texts == [[0, 1, 2, 3, 4, 5, 6], [6, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [({}, (0.6, 0.3, 0.1)), ({"top_k": 2}, (2 / 3, 1 / 3, 0)), ({"top_p": 0.6}, (1, 0, 0)), ({"top_p": 0.7}, (2 / 3, 1 / 3, 0)),
+     ({"temperature": 0.5}, (36 / 46, 9 / 46, 1 / 46))],
+)  # fmt: skip
+def test_draws_follow_the_probabilities(options: dict[str, Any], shares: tuple[float, ...]) -> None:
+    [text] = sample(table, [[0]], Sampling(max_new_tokens=2000, seed=3, **options))
+    steps = [(b - a) % 10 for a, b in pairwise(text)]
+    found = [steps.count(step) / len(steps) for step in (1, 2, 3)]
+    assert found == pytest.approx(shares, abs=0.04)  # 3.5 standard deviations of a share of 2000 draws
+
+
+def test_a_seed_gives_the_same_text_again_whatever_stands_beside_it() -> None:
+    sampling = Sampling(max_new_tokens=20, seed=5)
+    together = sample(table, [[0], [4]], sampling)
+    assert together == sample(table, [[0], [4]], sampling)
+    assert together[:1] == sample(table, [[0]], sampling)
+    assert together != sample(table, [[0], [4]], Sampling(max_new_tokens=20, seed=6))
+
+
+@pytest.mark.parametrize("option", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_values_that_cannot_work(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}=.*Set it"):
+        Sampling(**option)
+    with pytest.raises(ConfigError, match="no tokens"):
+        sample(table, [[]], Sampling())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    train_sentencepiece(["def f(x):\n    return x\n", "import os, sys\n"] * 20, 290, path)
+    return str(path)
+
+
+def save_for(tokenizer: str, path: Path) -> str:
+    return save_plain(path, TransformerConfig(**SIZES, vocab_size=290, max_sequence_length=32))
+
+
+def test_generate_from_text_to_text(tokenizer: str, tmp_path: Path) -> None:
+    checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
+    texts = generate(checkpoint, ["def f(", ""], tokenizer, max_new_tokens=5, device="cpu")
+    assert len(texts) == 2
+    assert texts[0].startswith("def f(")
+    assert texts[0] == generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")[0]
+
+
+@pytest.mark.slow  # four processes import torch
+def test_generate_starts_its_own_processes(tokenizer: str, tmp_path: Path) -> None:
+    checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    alone = generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")
+    assert generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu", **layout) == alone
+
+
+def test_generate_refuses_what_does_not_fit(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
+    with pytest.raises(ConfigError, match="num_layers=3 are fewer than the 4 pipeline stages"):
+        generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=4)
+    with pytest.raises(ConfigError, match="tokenizer that made the training data"):
+        generate(save_plain(tmp_path / "small.ckpt", LLAMA), "x", tokenizer)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes were started"):
+        generate(checkpoint, "x", tokenizer)
+
+
+def test_checkpoints_of_other_modules_are_named(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"no hyper_parameters\.config"):
+        read_config(tmp_path / "other.ckpt")
