@@ -191,7 +191,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         for name, shape in zip(_ARRAYS, shapes, strict=True):
             path = self._cache_path(f"{name}.npy")
             try:
-                array = np.load(path, mmap_mode="r")
+                array = np.load(path, mmap_mode="r").view(np.ndarray)  # indexing a memmap object costs three times as much
                 outdated = path.stat().st_mtime < not_before
             except (OSError, ValueError, EOFError):
                 return None
@@ -227,30 +227,30 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         config = self.config
-        text = torch.from_numpy(self._read(index))
-        if config.add_extra_token_to_sequence:
-            tokens, labels = text[:-1].clone(), text[1:].clone()
-        else:
-            tokens, labels = text, torch.cat([text[1:], text.new_tensor([self._pad])])
-        loss_mask = (labels != self._pad).float()
+        # the label of the last position is padding unless an extra token was read for it
+        text = self._read(index, config.sequence_length + 1)
+        tokens, labels = text[:-1].copy(), text[1:]
+        loss_mask = (labels != self._pad).astype(np.float32)
         if config.eod_mask_loss and config.tokenizer is not None:
             loss_mask[tokens == config.tokenizer.eod] = 0.0
         for ids in (tokens, labels):
             ids[ids == self._pad] = 0  # an embedding needs a valid id; the mask already leaves these positions out
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
 
-    def _read(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the tokens [sequence_length + extra] of a sample, padded at its end if the data run out."""
+    def _read(self, index: int, length: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of a sample, padded at its end to ``length`` if the sample or the data end before."""
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         parts = []
         for position in range(first, last + 1):
             offset = begin if position == first else 0
-            length = end + self.config.extra_tokens - offset if position == last else None
-            parts.append(self.indexed.get(int(self.document_index[position]), offset, length))
+            count = end + self.config.extra_tokens - offset if position == last else None
+            parts.append(self.indexed.get(int(self.document_index[position]), offset, count))
         text = np.concatenate(parts, dtype=np.int64)
         self._check_ids(text, row)
-        return np.pad(text, (0, self.config.sequence_length + self.config.extra_tokens - len(text)), constant_values=self._pad)
+        padding = np.full(length - len(text), self._pad, np.int64)
+        return np.concatenate([text, padding])
 
     def _check_ids(self, text: npt.NDArray[np.int64], row: int) -> None:
         num_ids = self.config.num_ids
