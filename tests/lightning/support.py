@@ -1,0 +1,109 @@
+"""Layouts that every behaviour is tried under, and the comparison with plain single-device Lightning.
+
+A *body* is a module-level function ``body(layout, folder, *args)`` that trains and returns plain data. It runs on one rank with
+Lightning's own strategy (``SINGLE``), then on the ranks of a layout with MegatronStrategy; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toy import ToyData
+from tests.helpers.trainers import trainer
+
+GLOBAL_BATCH = 8
+# fp32 on other partial sums; AdamW divides by the square root of the second moment, which amplifies the last bits of small
+# gradients in the first steps. Measured over the runs of this folder: 3e-6 at most.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, and how MegatronStrategy uses them; ``options`` None stands for Lightning's own strategy."""
+
+    name: str
+    ranks: int
+    data: int
+    options: tuple[tuple[str, Any], ...] | None
+
+    def strategy(self, **more: Any) -> MegatronStrategy | str:
+        return "auto" if self.options is None else MegatronStrategy(**{**dict(self.options), **more})
+
+    def trainer(self, folder: str, **options: Any) -> pl.Trainer:
+        return trainer(self.strategy(), default_root_dir=folder, **options)
+
+    def data_module(self, **options: Any) -> ToyData:
+        """Return data whose global batches are those of one device."""
+        return ToyData(**{"batch_size": GLOBAL_BATCH // self.data, "num_samples": 32, **options})
+
+
+def _layout(name: str, ranks: int, data: int, **options: Any) -> Layout:
+    return Layout(name, ranks, data, tuple(options.items()))
+
+
+SINGLE = Layout("single", 1, 1, None)
+MICRO = _layout("micro", 1, 1, micro_batch_size=2)
+PP2 = _layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2)
+PP2_WHOLE = _layout("pp2-whole", 2, 1, pipeline_model_parallel_size=2)
+DP2 = _layout("dp2", 2, 2)
+DDP2 = _layout("ddp2", 2, 2, data_parallel="ddp")
+PP2_DP2 = _layout("pp2-dp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2)
+PP2_DDP2 = _layout("pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp")
+
+
+def layouts(*usual: Layout, slow: Sequence[Layout] = ()) -> Any:
+    """Parametrize a test over layouts; those in ``slow`` are part of the long matrix."""
+    params = [pytest.param(layout, id=layout.name) for layout in usual]
+    params += [pytest.param(layout, id=layout.name, marks=pytest.mark.slow) for layout in slow]
+    return pytest.mark.parametrize("layout", params)
+
+
+def run(layout: Layout, body: Callable[..., Any], folder: Path | str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Return what ``body`` gives on every rank of ``layout``."""
+    return run_ranks(layout.ranks, body, layout, str(folder), *args, timeout_s=timeout_s)
+
+
+@lru_cache(maxsize=64)
+def single(body: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``body`` gives on one device under plain Lightning, computed once."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(SINGLE, body, folder, *args)[0]
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE, where: str = "") -> None:
+    """Compare nested plain data; numbers with a relative tolerance."""
+    if isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys(), where
+        for key in expected:
+            assert_close(actual[key], expected[key], tolerance, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{where}: {actual} != {expected}"
+        for index, item in enumerate(expected):
+            assert_close(actual[index], item, tolerance, f"{where}[{index}]")
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, float) and not isinstance(actual, str):
+        assert actual == pytest.approx(expected, rel=tolerance, abs=1e-7), where
+    else:
+        assert actual == expected, where
+
+
+def mean_over_ranks(results: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each number over the ranks."""
+    return [sum(values) / len(values) for values in zip(*results, strict=True)]
+
+
+def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
+    """Return callback_metrics as plain numbers."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
