@@ -2,3 +2,8 @@
 
 if __name__ != "megatron_lightning.strategies":  # a second copy of these classes would fail isinstance checks
     raise ImportError("import megatron_lightning.strategies, not strategies")
+
+# Not lazily: importing this package is what makes Trainer(strategy="megatron") known.
+from megatron_lightning.strategies.megatron import MegatronStrategy
+
+__all__ = ["MegatronStrategy"]

@@ -6,7 +6,7 @@ ranks, replace layers by their parallel counterparts, allocate and initialise wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from megatron_lightning.parallel.sharding import (
     tied_names,
 )
 from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.partition import partition_units
+from megatron_lightning.pipeline.partition import Unit, partition_units
 from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module
 
 
@@ -87,7 +87,7 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
     if context.layout.num_stages > 1:
         path, pipelined = find_pipelined_module(module)
         placement = Placement.loop(context.layout.pp, context.layout.vpp)
-        stages = mark.stages if mark else partition_units(pipelined.pipeline_units(), context.layout.num_stages)
+        stages = mark.stages if mark else partition_units(_units_of(pipelined), context.layout.num_stages)
         own = placement.stages_of(context.pp.rank)
         partition = StagePartition(pipelined, stages, own, whole=mark is None)
     if mark is None:
@@ -102,6 +102,11 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         assembly.unit_prefixes = tuple(prefix + unit for stage in partition.own for unit in partition.stages[stage])
         assembly.specs = {name: _summed_over_stages(name, spec, assembly) for name, spec in assembly.specs.items()}
     return assembly
+
+
+def _units_of(pipelined: nn.Module) -> Sequence[Unit]:
+    list_units: Callable[[], Sequence[Unit]] = getattr(pipelined, "pipeline_units")  # noqa: B009 (no attribute of nn.Module)
+    return list_units()
 
 
 def _describe(layout: ParallelLayout) -> str:
@@ -120,12 +125,13 @@ def _parallelize(module: pl.LightningModule, context: ParallelContext, plan: Sha
     planned = [child for child in module.modules() if callable(getattr(child, "sharding_plan", None))]
     if not planned:
         raise ConfigError(
-            f"tensor_model_parallel_size is {context.layout.tp}, and no module of {type(module).__name__} says how it is split. "
-            "Give the model a method sharding_plan() that returns a ShardingPlan, pass MegatronStrategy(sharding_plan=...), or "
-            "set tensor_model_parallel_size to 1."
+            f"tensor_model_parallel_size is {context.layout.tp}, and no module of {type(module).__name__} says how it is split "
+            "over ranks. Give the model a method sharding_plan() that returns a ShardingPlan, pass "
+            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
         )
     for child in planned:
-        parallelize(child, context, child.sharding_plan())
+        make_plan: Callable[[], ShardingPlan] = getattr(child, "sharding_plan")  # noqa: B009 (no attribute of nn.Module)
+        parallelize(child, context, make_plan())
 
 
 def _equalize(module: nn.Module, world: AxisGroup) -> None:
@@ -174,6 +180,6 @@ def check_replicas(parameters: Mapping[str, Tensor], specs: Mapping[str, ShardSp
         differing = [names[equal[i]] for i in disagreeing(marks[equal], group)]
         if differing:
             raise ShardingError(
-                f"{len(differing)} parameter(s) differ between the {axis} ranks {list(group.ranks)} though their spec says they "
-                f"are replicated: {', '.join(differing[:5])}. Initialise them from the same seed, or declare how they are sharded."
+                f"{len(differing)} parameter(s) differ between the {axis} ranks {list(group.ranks)}, and their spec says they "
+                f"are replicated: {', '.join(differing[:5])}. Initialise them from one seed, or declare how they are sharded."
             )

@@ -48,7 +48,7 @@ def _cutter(size: int, start: int, stop: int) -> Callable[[Any], Any]:
     return cut
 
 
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Any:
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Any:  # noqa: PLR0911 (one line a type)
     """Put the outputs of one step's micro-batches together.
 
     Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors are concatenated on dim 0,

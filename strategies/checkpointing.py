@@ -146,7 +146,7 @@ class CheckpointGlue:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
         """
         strategy = self._strategy
-        module, world = strategy.lightning_module, strategy.context.axis("world")
+        module, world = strategy.module, strategy.context.axis("world")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         order: list[list[str]] = []
         if fitting:
@@ -177,7 +177,7 @@ class CheckpointGlue:
 
     def _load_module(self, strict: bool) -> dict[str, Tensor]:
         """Read this rank's part of the module into new tensors."""
-        local = {name: t for name, t in self._strategy.lightning_module.state_dict().items() if isinstance(t, Tensor)}
+        local = {name: t for name, t in self._strategy.module.state_dict().items() if isinstance(t, Tensor)}
         fresh = {name: tensor.clone() for name, tensor in local.items()}
         stored, tied = self.source.tensors(), self._strategy.assembly.tied
         shards = []
@@ -199,7 +199,7 @@ class CheckpointGlue:
 
     def _load_copies(self, key: str, names: Sequence[str]) -> dict[str, Tensor]:
         """Read the local parts of tensors named like the module's, and all of the others."""
-        local = self._strategy.lightning_module.state_dict()
+        local = self._strategy.module.state_dict()
         elsewhere = set(self._strategy.assembly.names) - set(local)
         stored = self.source.tensors()
         fresh = {}
@@ -228,9 +228,9 @@ class CheckpointGlue:
         if own["loaders"]:
             if len(own["loaders"]) != context.dp.size:
                 raise CheckpointError(
-                    f"the checkpoint holds the states of data loaders of {len(own['loaders'])} data-parallel ranks, and there are "
-                    f"{context.dp.size}. Resume with {len(own['loaders'])}, or use a map-style dataset, whose position is valid "
-                    "for any number."
+                    f"the checkpoint holds the states of the data loaders of {len(own['loaders'])} data-parallel ranks, and "
+                    f"there are {context.dp.size}. Resume with as many, or use a map-style dataset, whose position is "
+                    "valid for any number."
                 )
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][replica]
         self._random_state = own["random_states"].get(replica)
@@ -251,13 +251,14 @@ class CheckpointGlue:
         for sampler, position in zip(samplers, self._positions, strict=False):
             sampler.load_state_dict(position)
         if any(sampler.started for sampler in samplers):  # by workers that fetch ahead, before the position was known
-            iter(self._strategy.lightning_module.trainer.fit_loop._data_fetcher)
+            fetcher: Any = self._strategy.module.trainer.fit_loop._data_fetcher
+            iter(fetcher)
         self._positions = []
         self.restore_random_state()
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Copy the loaded part into the module."""
-        self._strategy.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        self._strategy.module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the optimizer states into the optimizers' tensors; all ranks call this."""

@@ -1,8 +1,8 @@
 """Gradients between the steps that compute them and the optimizer that reads them, in Lightning's hook order.
 
 Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. With a schedule of micro-batches the gradients exist
-after ``training_step``; they are put aside, and published in ``backward`` between Lightning's hooks. A *window* is one optimizer
-step: one flush, or as many as are accumulated.
+after ``training_step``; they are put aside, and published in ``backward`` between Lightning's hooks. A *window* is one
+optimizer step: one flush, or as many as are accumulated.
 
 A module that returns ``num_items`` is weighted exactly: every micro-batch's mean loss is multiplied by its number of items, and
 the gradients are divided by the sum of all items (micro-batches, data and context ranks, accumulated flushes). Otherwise every

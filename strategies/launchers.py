@@ -27,7 +27,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.environment import MegatronEnvironment
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
@@ -143,7 +143,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         strategy: Gives the cluster environment, the sizes, and the checks that come before any process is started.
     """
 
-    def __init__(self, strategy: MegatronStrategy) -> None:
+    def __init__(self, strategy: MegatronEnvironment) -> None:
         environment = strategy.cluster_environment
         if environment is None:
             raise ConfigError("the strategy has no cluster environment. Give it to a Trainer before it is used.")
@@ -236,9 +236,9 @@ class WorkerLauncher(_MultiProcessingLauncher):
         start_method: ``"spawn"`` or ``"fork"``.
     """
 
-    _strategy: MegatronStrategy
+    _strategy: MegatronEnvironment
 
-    def __init__(self, strategy: MegatronStrategy, start_method: Literal["spawn", "fork"]) -> None:
+    def __init__(self, strategy: MegatronEnvironment, start_method: Literal["spawn", "fork"]) -> None:
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -282,7 +282,7 @@ def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
     return exit_code
 
 
-def make_launcher(strategy: MegatronStrategy) -> ScriptLauncher | WorkerLauncher:
+def make_launcher(strategy: MegatronEnvironment) -> ScriptLauncher | WorkerLauncher:
     """Return the launcher for ``strategy.start_method``; the processes of torchrun and Slurm are taken as they are."""
     environment = strategy.cluster_environment
     external = environment is not None and environment.creates_processes_externally

@@ -101,7 +101,7 @@ class LogRecorder:
             return str(options["metric_attribute"])
         for path, module in self._module.named_modules():
             if module is metric:
-                return path
+                return str(path)
         raise ConfigError(
             f"self.log was given a {type(metric).__name__} that is not an attribute of the LightningModule. "
             "Assign it to self in __init__, or log metric.compute()."
@@ -123,7 +123,7 @@ def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> Callable[[Tens
 def replay(module: pl.LightningModule, entries: Sequence[tuple[Any, ...]]) -> None:
     """Make the real ``self.log`` calls, once for each key."""
     for name, value, metric_path, batch_size, options in entries:
-        sized = {} if batch_size is None else {"batch_size": int(batch_size)}
+        sized: dict[str, Any] = {} if batch_size is None else {"batch_size": int(batch_size)}
         if metric_path is not None:
             metric = module.get_submodule(metric_path)
             metric._forward_cache = value

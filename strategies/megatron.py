@@ -12,27 +12,19 @@ import functools
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
+import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lightning.pytorch as pl
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
@@ -40,11 +32,11 @@ from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, check_replicas
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
-from megatron_lightning.strategies.failure import FailureWatch
+from megatron_lightning.strategies.environment import MegatronEnvironment
 from megatron_lightning.strategies.gradients import GradientFlow
-from megatron_lightning.strategies.launchers import StartMethod, make_launcher
+from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.sampling import ResumableSampler, resumable, sharded_for_evaluation
-from megatron_lightning.strategies.steps import StepRunner
+from megatron_lightning.strategies.steps import Step, StepRunner
 
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 ScheduleName = Literal["auto", "gpipe", "1f1b"]
@@ -57,7 +49,7 @@ _STEP_CONTEXTS = {
 }
 
 
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(MegatronEnvironment):
     """Train an ordinary LightningModule with Megatron-style parallelism.
 
     World size is ``num_nodes x devices``; what the other axes leave is data parallel.
@@ -85,7 +77,7 @@ class MegatronStrategy(ParallelStrategy):
 
     strategy_name = "megatron"
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (the public signature: Megatron's names, as few as a user meets)
         self,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
@@ -102,8 +94,7 @@ class MegatronStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        super().__init__()
-        self.layout = ParallelLayout(
+        layout = ParallelLayout(
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
@@ -112,49 +103,20 @@ class MegatronStrategy(ParallelStrategy):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        preflight.check_options(self.layout, micro_batch_size, data_parallel, start_method)
+        preflight.check_options(layout, micro_batch_size, data_parallel, start_method)
+        super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
         self.pipeline_schedule = schedules.resolve(pipeline_schedule, self.layout.vpp)
-        self.micro_batch_size, self.data_parallel, self.start_method = micro_batch_size, data_parallel, start_method
-        self.sharding_plan, self.num_nodes = sharding_plan, 1
-        self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
+        self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
         self.consumed_samples = 0
         """Samples that all data-parallel ranks together have trained on."""
-        self._context: ParallelContext | None = None
         self._assembly: Assembly | None = None
         self._runner: StepRunner | None = None
         self._gradients: GradientFlow | None = None
-        self._failure_watch: FailureWatch | None = None
         self._checkpoints = CheckpointGlue(self)
         self._configure_model: Callable[[], None] | None = None
         self._injects_samplers = True
 
     # ------------------------------------------------------------------------------------------------- environment
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this rank."""
-        return (self.parallel_devices or [torch.device("cpu")])[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices or [])
-
-    @property
-    def _planned_world_size(self) -> int:
-        return self.num_nodes * max(1, self.num_processes)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether batches differ between ranks; decides in Lightning whether ``sync_dist`` has work to do."""
-        return self.layout.data_parallel_size(self._planned_world_size) > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Replicas of the data and which one this rank sees."""
-        if self._context is None:
-            return {"num_replicas": self.layout.data_parallel_size(self._planned_world_size), "rank": 0}
-        return {"num_replicas": self.context.dp.size, "rank": self.context.dp.rank}
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -167,22 +129,6 @@ class MegatronStrategy(ParallelStrategy):
         return True
 
     @property
-    def context(self) -> ParallelContext:
-        """Groups of this rank.
-
-        Raises:
-            ConfigError: Before the process groups exist.
-        """
-        if self._context is None:
-            raise ConfigError("the parallel context exists from the Trainer's setup on; use it in or after configure_model.")
-        return self._context
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the pipeline."""
-        return self.layout.num_stages
-
-    @property
     def last_grad_norm(self) -> Tensor | None:
         """Global gradient norm before clipping, of the last step that clipped by norm."""
         return self._gradients.last_norm if self._gradients else None
@@ -191,32 +137,6 @@ class MegatronStrategy(ParallelStrategy):
         """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""
         return self._gradients.by_name() if self._gradients else {}
 
-    @property
-    def failure_watch(self) -> FailureWatch | None:
-        """What ends this rank when another one fails; None outside a run and on one rank."""
-        return self._failure_watch
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self._planned_world_size)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        RankGrid(self.layout, self._planned_world_size)  # a layout that does not fit fails here, before any process starts
-        preflight.check_precision(self.precision_plugin, self._planned_world_size)
-        self._launcher = make_launcher(self)
-
-    def check_before_launch(self) -> None:
-        """Check what is known of the module before any process is started.
-
-        Raises:
-            ConfigError: If the module cannot run under the layout.
-        """
-        if self.lightning_module is not None:
-            preflight.check_config(self.lightning_module, self.layout, self._planned_world_size)
-
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
 
@@ -224,19 +144,7 @@ class MegatronStrategy(ParallelStrategy):
         when that call returns, or here if it exists already.
         """
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        module = self.lightning_module
-        if self._planned_world_size > 1:
-            default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-            _init_dist_connection(self.cluster_environment, self._backend or default, timeout=self._timeout)
-            self._failure_watch = FailureWatch()
-            self._failure_watch.start()
-        if self._context is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 1234))
-            self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout)
-        if self.context.world_size > 1:
-            module._device_mesh = self.context.device_mesh()
+        module = self.module
         if not is_overridden("configure_model", module):
             self._assemble()
             return
@@ -250,21 +158,22 @@ class MegatronStrategy(ParallelStrategy):
         module.__dict__["configure_model"] = configure_model
 
     def _restore_configure_model(self) -> None:
-        attributes = self.lightning_module.__dict__
+        attributes = self.module.__dict__
         if hasattr(attributes.get("configure_model"), "__wrapped__"):
             del attributes["configure_model"]
             if self._configure_model is not None:
                 attributes["configure_model"] = self._configure_model
 
     def _assemble(self) -> None:
-        self._assembly = assemble(self.lightning_module, self.context, self.sharding_plan)
+        self._assembly = assemble(self.module, self.context, self.sharding_plan)
 
     # ------------------------------------------------------------------------------------------------------- setup
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Finish the module, create optimizers and the engines that run steps and reduce gradients."""
-        self.accelerator.setup(trainer)
-        module = self.lightning_module
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        module = self.module
         self._restore_configure_model()
         self._assemble()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -289,7 +198,7 @@ class MegatronStrategy(ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
         self._gradients = GradientFlow(
-            self.lightning_module, self.assembly.specs, self.context, self.optimizers, sharded=self.data_parallel == "zero1"
+            self.module, self.assembly.specs, self.context, self.optimizers, sharded=self.data_parallel == "zero1"
         )
         if self.context.world_size > 1:
             self._gradients.take_over_clipping(self.precision_plugin)
@@ -307,19 +216,19 @@ class MegatronStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
-        self.model.to(self.root_device)
+        self.module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give each data-parallel rank its share of the data; training continues where ``consumed_samples`` says."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        trainer = self.lightning_module.trainer
+        trainer = self.module.trainer
         if self._injects_samplers:
             if trainer.training:
                 dataloader = resumable(dataloader, self.context.dp)
-            else:
+            elif trainer.state.stage is not None:
                 dataloader = sharded_for_evaluation(dataloader, self.context.dp, trainer.state.stage)
-        if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by global rank; ranks of one replica must see the same random transforms.
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.context.dp.rank)
         return dataloader
@@ -332,7 +241,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def train_samplers(self) -> list[ResumableSampler]:
         """Return the samplers of the training data that this strategy made."""
-        combined = self.lightning_module.trainer.fit_loop._combined_loader
+        combined = self.module.trainer.fit_loop._combined_loader
         loaders = combined.flattened if combined is not None else []
         return [loader.sampler for loader in loaders if isinstance(getattr(loader, "sampler", None), ResumableSampler)]
 
@@ -340,7 +249,7 @@ class MegatronStrategy(ParallelStrategy):
         """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""
         runner, gradients = self.runner, self.gradient_flow
         microbatches = runner.split(batch, self.micro_batch_size)
-        trainer = self.lightning_module.trainer
+        trainer = self.module.trainer
         self.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
         for sampler in self.train_samplers():
             sampler.advance()
@@ -350,20 +259,21 @@ class MegatronStrategy(ParallelStrategy):
             return output
         skip_backward = trainer.fit_loop._skip_backward
         gradients.begin_flush()
-        result = runner.run(
-            "training_step",
-            microbatches,
-            (*args, *kwargs.values()),
-            step_context=self.precision_plugin.train_step_context,
+        step = Step(
+            hook="training_step",
+            microbatches=microbatches,
+            args=(*args, *kwargs.values()),
+            context=self.precision_plugin.train_step_context,
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             before_last_backward=gradients.before_last_backward,
         )
+        result = runner.run(step)
         gradients.end_flush(result.num_items)
         return result.output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients between Lightning's backward hooks; compute them first if no schedule did."""
-        gradients, module = self.gradient_flow, self.lightning_module
+        gradients, module = self.gradient_flow, self.module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if gradients.computed:
@@ -399,12 +309,9 @@ class MegatronStrategy(ParallelStrategy):
         microbatches = self.runner.split(batch, self.micro_batch_size)
         if self._is_native(microbatches):
             return getattr(super(), hook)(batch, *args, **kwargs)
-        return self.runner.run(
-            hook,
-            microbatches,
-            (*args, *kwargs.values()),
-            step_context=getattr(self.precision_plugin, _STEP_CONTEXTS[hook]),
-        ).output
+        context = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])
+        step = Step(hook=hook, microbatches=microbatches, args=(*args, *kwargs.values()), context=context)
+        return self.runner.run(step).output
 
     def _is_native(self, microbatches: list[Any]) -> bool:
         """Whether Lightning's own step does the work: one stage and one micro-batch."""
@@ -432,47 +339,11 @@ class MegatronStrategy(ParallelStrategy):
             raise ConfigError("gradients exist while the Trainer fits.")
         return self._gradients
 
-    # ------------------------------------------------------------------------------------------------- collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
-            dist.barrier(device_ids=device_ids)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object on every rank."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value)."""
-        if not isinstance(tensor, Tensor) or self._context is None:
-            return tensor
-        group = group if group is not None else self.context.dp.process_group
-        return tensor if group is None else _sync_ddp(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data-parallel ranks."""
-        group = group if group is not None else (self.context.dp.process_group if self._context else None)
-        return tensor.unsqueeze(0) if group is None and dist.is_initialized() else super().all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over the world: control flow must be the same on every rank."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
-
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the module's state."""
-        return self.lightning_module.state_dict()
+        return self.module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
@@ -519,7 +390,8 @@ class MegatronStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
-        self.accelerator.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         unpicklable = ("_context", "_assembly", "_runner", "_gradients", "_failure_watch", "_launcher")

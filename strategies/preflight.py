@@ -5,12 +5,12 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
-
+from megatron_lightning.rules import check_model_layout
 
 SUPPORTED_PRECISION = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -26,8 +26,8 @@ def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_par
             raise ConfigError(f"{name}={size} is not available in this version. Set it to 1.")
     if layout.etp != layout.tp:
         raise ConfigError(
-            f"expert_tensor_parallel_size={layout.etp} differs from tensor_model_parallel_size={layout.tp}, and experts are not "
-            "available in this version. Leave it unset."
+            f"expert_tensor_parallel_size={layout.etp} differs from tensor_model_parallel_size={layout.tp}, and experts are "
+            "not available in this version. Leave it unset."
         )
     if layout.vpp != 1:
         raise ConfigError(f"virtual_pipeline_model_parallel_size={layout.vpp} is not available in this version. Set it to 1.")
@@ -61,8 +61,6 @@ def check_config(module: pl.LightningModule, layout: ParallelLayout, world_size:
     """
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
-        from megatron_lightning.rules import check_model_layout
-
         check_model_layout(config, layout, world_size)
 
 
@@ -77,14 +75,14 @@ def check_module(
     schedules = layout.num_stages > 1 or micro_batch_size is not None
     if fitting and not module.automatic_optimization and (schedules or world_size > 1):
         raise ConfigError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and here the strategy runs the backward "
-            f"passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks). Set "
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and here the strategy runs the "
+            f"backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks). Set "
             "automatic_optimization=True, or use one device, pipeline_model_parallel_size=1 and micro_batch_size=None."
         )
     if fitting and schedules and is_overridden("backward", module):
         raise ConfigError(
-            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the override, "
-            "or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the "
+            "override, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
         )
     if layout.pp > 1 and micro_batch_size is None:
         rank_zero_warn(

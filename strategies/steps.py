@@ -39,6 +39,24 @@ class _StageExit(BaseException):
         self.boundary = boundary
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One call of a ``*_step`` hook by Lightning, cut into micro-batches."""
+
+    hook: str
+    """Name of the hook, such as ``"training_step"``."""
+    microbatches: Sequence[Any]
+    """The parts of the batch."""
+    args: tuple[Any, ...]
+    """Further arguments of the hook: batch_idx, dataloader_idx."""
+    context: Callable[[], AbstractContextManager[Any]]
+    """Precision context of one forward."""
+    backward_scale: float | None = None
+    """Factor of the losses, 1 / accumulated flushes; None: no backward."""
+    before_last_backward: Callable[[int], None] | None = None
+    """Called with the stage before its last backward, from when on gradients may be reduced."""
+
+
 @dataclass
 class StepResult:
     """What a step gave, the same on every stage."""
@@ -83,43 +101,28 @@ class StepRunner:
         """Cut a batch, with the ``split_batch`` of the module or data module if there is one."""
         trainer = self.module.trainer
         for owner in (self.module, getattr(trainer, "datamodule", None)):
-            if micro_batch_size is not None and hasattr(owner, "split_batch"):
-                return list(owner.split_batch(batch, micro_batch_size))
+            own: Callable[[Any, int], Sequence[Any]] | None = getattr(owner, "split_batch", None)
+            if micro_batch_size is not None and own is not None:
+                return list(own(batch, micro_batch_size))
         return split_batch(batch, micro_batch_size)
 
-    def run(
-        self,
-        hook: str,
-        microbatches: Sequence[Any],
-        args: tuple[Any, ...],
-        *,
-        step_context: Callable[[], AbstractContextManager[Any]],
-        backward_scale: float | None = None,
-        before_last_backward: Callable[[int], None] | None = None,
-    ) -> StepResult:
+    def run(self, step: Step) -> StepResult:
         """Run one step.
-
-        Args:
-            hook: Name of the step hook, such as ``"training_step"``.
-            microbatches: The parts of the batch.
-            args: Further arguments of the hook (batch_idx, dataloader_idx).
-            step_context: Precision context of one forward.
-            backward_scale: Factor of the losses (1 / accumulated flushes); None: no backward.
-            before_last_backward: Called with the stage before its last backward, when gradient reduction may start.
 
         Raises:
             PipelineError: If the step breaks the contract of a pipelined step.
         """
-        program = _StepProgram(self, hook, microbatches, args, step_context, backward_scale, before_last_backward)
+        program = _StepProgram(self, step)
         if self.module.trainer.current_epoch != self._epoch:  # callbacks freeze and unfreeze layers between epochs
             self._epoch = self.module.trainer.current_epoch
             self._executor.forget_boundaries()
         self.rng.begin_step()
         with program.intercepted():
-            self._executor.run(self._schedule(len(microbatches)), program, backward=backward_scale is not None)
+            schedule = self._schedule(len(step.microbatches))
+            self._executor.run(schedule, program, backward=step.backward_scale is not None)
         if self.num_stages > 1:
             self.rng.end_step()
-        return self._share(program, sharing_tensors=hook == "predict_step")
+        return self._share(program, sharing_tensors=step.hook == "predict_step")
 
     def _share(self, program: _StepProgram, *, sharing_tensors: bool) -> StepResult:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
@@ -147,20 +150,9 @@ class StepRunner:
 class _StepProgram:
     """What the executor calls: forwards of the user's step for one (stage, micro-batch)."""
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        hook: str,
-        microbatches: Sequence[Any],
-        args: tuple[Any, ...],
-        step_context: Callable[[], AbstractContextManager[Any]],
-        backward_scale: float | None,
-        before_last_backward: Callable[[int], None] | None,
-    ) -> None:
-        self._runner, self._hook, self._microbatches, self._args = runner, hook, microbatches, args
-        self._step_context, self._backward_scale = step_context, backward_scale
-        self._before_last_backward = before_last_backward
-        self.sizes = [batch_size_of(part) for part in microbatches]
+    def __init__(self, runner: StepRunner, step: Step) -> None:
+        self._runner, self._step = runner, step
+        self.sizes = [batch_size_of(part) for part in step.microbatches]
         known = [float(size) for size in self.sizes if size]
         self.weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
         self._items: dict[int, Tensor] = {}
@@ -176,14 +168,14 @@ class _StepProgram:
         if runner.num_stages > 1:
             runner.rng.begin_microbatch(microbatch)
         try:
-            with self._step_context(), self.recorder.installed() if last else self._silenced():
-                output = getattr(runner.module, self._hook)(self._microbatches[microbatch], *self._args)
+            with self._step.context(), self.recorder.installed() if last else self._silenced():
+                output = getattr(runner.module, self._step.hook)(self._step.microbatches[microbatch], *self._step.args)
         except _StageExit as exit_:
             return exit_.boundary
         if runner.num_stages > 1 and not self._called:
             raise PipelineError(
-                f"{self._hook} returned on stage {stage} without calling the pipelined module ({runner.assembly.path or 'the module itself'}). "
-                "Call it exactly once in every step."
+                f"{self._step.hook} returned on stage {stage} without calling the pipelined module "
+                f"({runner.assembly.path or 'the module itself'}). Call it exactly once in every step."
             )
         return self._finish(microbatch, output)
 
@@ -197,12 +189,12 @@ class _StepProgram:
         if counted:
             items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._runner.context.device)
             self._items[microbatch] = items.detach()
-        if self._backward_scale is None or output is None:
+        if self._step.backward_scale is None or output is None:
             return None
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         if counted:
             return loss * self._items[microbatch]
-        return loss * (self.weights[microbatch] / sum(self.weights) * self._backward_scale)
+        return loss * (self.weights[microbatch] / sum(self.weights) * self._step.backward_scale)
 
     @property
     def num_items(self) -> Tensor | None:
@@ -216,14 +208,14 @@ class _StepProgram:
 
     def signature(self, microbatch: int) -> Any:
         """Return shapes and dtypes of the micro-batch: equal ones give equal stage boundaries."""
-        leaves = torch.utils._pytree.tree_leaves(self._microbatches[microbatch])
+        leaves = torch.utils._pytree.tree_leaves(self._step.microbatches[microbatch])
         shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, Tensor))
-        return (self._hook, torch.is_autocast_enabled(), shapes)
+        return (self._step.hook, torch.is_autocast_enabled(), shapes)
 
     def before_last_backward(self, stage: int) -> None:
         """Let gradient reduction start."""
-        if self._before_last_backward is not None:
-            self._before_last_backward(stage)
+        if self._step.before_last_backward is not None:
+            self._step.before_last_backward(stage)
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
@@ -255,8 +247,8 @@ class _StepProgram:
         runner = self._runner
         if self._called:
             raise PipelineError(
-                f"{self._hook} called the pipelined module twice on stage {stage}, micro-batch {microbatch}. A pipelined step "
-                "calls it exactly once; put the inputs into one batch, or set pipeline_model_parallel_size=1."
+                f"{self._step.hook} called the pipelined module twice on stage {stage}, micro-batch {microbatch}. A pipelined "
+                "step calls it exactly once; put the inputs into one batch, or set pipeline_model_parallel_size=1."
             )
         self._called = True
         if received is not None:

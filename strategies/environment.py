@@ -1,0 +1,180 @@
+"""Where a rank stands and how it talks to the others: the part of the strategy that knows nothing of models.
+
+It checks the layout when the Trainer is constructed, sets global ranks, creates the process groups and answers Lightning's
+collectives. Values that differ between ranks differ along the data-parallel axis only, so that is the default group; decisions
+are taken by the whole world.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies.failure import FailureWatch
+from megatron_lightning.strategies.launchers import StartMethod, make_launcher
+
+
+class MegatronEnvironment(ParallelStrategy):
+    """Ranks, groups and collectives of one layout.
+
+    Args:
+        layout: Sizes of the parallel axes.
+        start_method: How local ranks are started when no torchrun or Slurm did.
+        process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        timeout_s: Seconds after which a collective that waits for another rank fails.
+    """
+
+    def __init__(
+        self, layout: ParallelLayout, *, start_method: StartMethod, process_group_backend: str | None, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self.layout, self.start_method, self.num_nodes = layout, start_method, 1
+        self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
+        self._context: ParallelContext | None = None
+        self._failure_watch: FailureWatch | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        return (self.parallel_devices or [torch.device("cpu")])[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def _planned_world_size(self) -> int:
+        return self.num_nodes * max(1, self.num_processes)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether batches differ between ranks; decides in Lightning whether ``sync_dist`` has work to do."""
+        return self.layout.data_parallel_size(self._planned_world_size) > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas of the data and which one this rank sees."""
+        if self._context is None:
+            return {"num_replicas": self.layout.data_parallel_size(self._planned_world_size), "rank": 0}
+        return {"num_replicas": self.context.dp.size, "rank": self.context.dp.rank}
+
+    @property
+    def context(self) -> ParallelContext:
+        """Groups of this rank.
+
+        Raises:
+            ConfigError: Before the process groups exist.
+        """
+        if self._context is None:
+            raise ConfigError("the parallel context exists from the Trainer's setup on; use it in or after configure_model.")
+        return self._context
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.layout.num_stages
+
+    @property
+    def failure_watch(self) -> FailureWatch | None:
+        """What ends this rank when another one fails; None outside a run and on one rank."""
+        return self._failure_watch
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self._planned_world_size)
+        # One function under two names in Lightning's packages; loggers and messages of rank 0 ask it.
+        vars(rank_zero_only)["rank"] = vars(utilities_rank_zero_only)["rank"] = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        RankGrid(self.layout, self._planned_world_size)  # a layout that does not fit fails here, before any process starts
+        preflight.check_precision(self.precision_plugin, self._planned_world_size)
+        self._launcher = make_launcher(self)
+
+    def check_before_launch(self) -> None:
+        """Check what is known of the module before any process is started.
+
+        Raises:
+            ConfigError: If the module cannot run under the layout.
+        """
+        if self.lightning_module is not None:
+            preflight.check_config(self.lightning_module, self.layout, self._planned_world_size)
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule.
+
+        Raises:
+            ConfigError: Before the Trainer has connected one.
+        """
+        if self.lightning_module is None:
+            raise ConfigError("no LightningModule is connected yet; pass one to trainer.fit, validate, test or predict.")
+        return self.lightning_module
+
+    def setup_environment(self) -> None:
+        """Create the process groups."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self._planned_world_size > 1 and self.cluster_environment is not None:
+            default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+            _init_dist_connection(self.cluster_environment, self._backend or default, timeout=self._timeout)
+            self._failure_watch = FailureWatch()
+            self._failure_watch.start()
+        if self._context is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
+            self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout)
+        if self.context.world_size > 1:
+            self.module._device_mesh = self.context.device_mesh()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+            dist.barrier(device_ids=device_ids)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object on every rank."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value)."""
+        if not isinstance(tensor, Tensor) or self._context is None:
+            return tensor
+        group = group if group is not None else self.context.dp.process_group
+        return tensor if group is None else _sync_ddp(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data-parallel ranks."""
+        group = group if group is not None else (self.context.dp.process_group if self._context else None)
+        return tensor.unsqueeze(0) if group is None and dist.is_initialized() else super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the world: control flow must be the same on every rank."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
