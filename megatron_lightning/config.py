@@ -7,6 +7,7 @@ Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from megatron_lightning.errors import ConfigError
@@ -15,7 +16,7 @@ Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
-_CHOICES = {
+_CHOICES: Mapping[str, tuple[str, ...]] = {
     "normalization": get_args(Normalization),
     "position_embedding_type": get_args(PositionEmbedding),
     "activation": get_args(Activation),

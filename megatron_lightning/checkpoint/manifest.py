@@ -35,7 +35,7 @@ FORMAT, VERSION = "megatron_lightning", 1
 BLOCK_BYTES = 1 << 20
 
 # torch dtype name -> code in the header of a safetensors file
-DTYPE_CODES = {
+DTYPE_CODES: Mapping[str, str] = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",

@@ -6,7 +6,7 @@ A gradient counts once: not on the holder of a tied copy, and of the ranks that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megatron_lightning.parallel.grid import GridName
 from megatron_lightning.parallel.sharding import ShardSpec
 
 # Axes of each grid that lie inside one model replica, and the name of the group over all of them.
-_MODEL_AXES: dict[GridName, tuple[tuple[str, ...], str]] = {
+_MODEL_AXES: Mapping[GridName, tuple[tuple[str, ...], str]] = {
     "dense": (("tp",), "tp-pp"),
     "expert": (("tp", "ep"), "tp-ep-pp"),
 }

@@ -24,18 +24,18 @@ def run_job(start_method: str, fault: str, rank: int) -> tuple[int, str, float]:
     output, _ = process.communicate(timeout=100)  # returns when the last process has closed its end of the pipe
     fault_at = re.search(r"FAULT (\S+)", output)
     elapsed_s = time.time() - float(fault_at[1]) if fault_at else 0.0
-    left = [other for other in psutil.process_iter() if other.pid != process.pid and _session(other.pid) == process.pid]
+    left = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]
     for other in left:
         other.kill()
     assert not left, f"the job left {left}\n{output}"
     return process.returncode, output, elapsed_s
 
 
-def _session(pid: int) -> int | None:
+def _belongs(process: psutil.Process, session: int) -> bool:
     try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:

@@ -1,0 +1,173 @@
+"""The command line: ``megatron-lightning fit|validate|test|predict|preprocess|generate|checkpoint``.
+
+Signatures and their docstrings are the options; jsonargparse reads them. The Trainer's commands are LightningCLI's. A value
+that cannot work ends in one line on stderr and exit code 2; any other error keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_lightning.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+_TRACEBACK_VARIABLE = "MEGATRON_LIGHTNING_TRACEBACK"
+_USAGE = """usage: megatron-lightning COMMAND [options]
+
+  fit         train a model
+  validate    run the validation loop
+  test        run the test loop
+  predict     run the prediction loop
+  preprocess  tokenize text into indexed files
+  generate    continue prompts with a trained model
+  checkpoint  consolidate SOURCE TARGET: make one plain .ckpt file of a checkpoint directory
+
+megatron-lightning COMMAND --help lists the options of a command.
+"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one command.
+
+    Args:
+        args: The command and its options; None: those of this process.
+
+    Raises:
+        SystemExit: With code 2 for a wrong setting, input or checkpoint. The traceback is shown if the environment variable
+            ``MEGATRON_LIGHTNING_TRACEBACK`` is set.
+    """
+    from jsonargparse import ArgumentError, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    arguments = list(sys.argv[1:] if args is None else args)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        raise SystemExit(0 if arguments else 2)
+    try:
+        if arguments[0] in ("fit", "validate", "test", "predict"):
+            trainer_cli(args)
+        else:
+            _run(arguments[0], arguments[1:])
+    except (ArgumentError, ConfigError, DataError, CheckpointError) as error:
+        if os.environ.get(_TRACEBACK_VARIABLE):
+            raise
+        if _is_first_rank():
+            print(f"megatron-lightning: error: {_one_line(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
+    """Run ``fit``, ``validate``, ``test`` or ``predict`` with any LightningModule and LightningDataModule.
+
+    Models and data that are not named by a ``class_path`` are :class:`GPTLightningModule` and :class:`PretrainDataModule`.
+
+    Args:
+        args: The command and its options; None: those of this process.
+        run: Whether to run; otherwise the objects are made only, and ``args`` has no command.
+
+    Raises:
+        ConfigError: If the values cannot work together.
+    """
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    import_module("megatron_lightning.strategies.megatron")  # registers the name "megatron"
+    import_module("megatron_lightning.modules.gpt")
+    import_module("megatron_lightning.modules.pretrain_data")
+    defaults = {
+        "model": {"class_path": "megatron_lightning.modules.GPTLightningModule"},
+        "data": {"class_path": "megatron_lightning.modules.PretrainDataModule"},
+    }
+
+    class MegatronCLI(LightningCLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.set_defaults(defaults)
+
+    return MegatronCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        seed_everything_default=1234,
+        save_config_kwargs={"overwrite": True},  # a resumed run writes to the same folder
+        parser_kwargs={"exit_on_error": False, "prog": "megatron-lightning"},
+        args=None if args is None else list(args),
+        run=run,
+    )
+
+
+def _run(command: str, options: list[str]) -> None:
+    if command == "preprocess":
+        from megatron_lightning.data.preprocess import preprocess
+
+        _call(preprocess, options)
+    elif command == "generate":
+        from megatron_lightning.inference.generate import generate
+
+        for text in _call(generate, options):
+            print(text)
+    elif command == "checkpoint":
+        from megatron_lightning.checkpoint.consolidation import consolidate
+
+        _parse({"consolidate": consolidate}, options, as_positional=True)
+    else:
+        raise ConfigError(f"there is no command {command!r}. `megatron-lightning --help` lists the commands.")
+
+
+def _call(function: Callable[..., Any], options: list[str]) -> Any:
+    return _parse(function, list(_spelled_out(options, function)), as_positional=False)
+
+
+def _parse(components: Any, options: list[str], *, as_positional: bool) -> Any:
+    from jsonargparse import auto_cli
+
+    return auto_cli(components, args=options, as_positional=as_positional, exit_on_error=False, prog="megatron-lightning")
+
+
+def _spelled_out(options: Sequence[str], function: Callable[..., Any]) -> Iterator[str]:
+    """Yield ``options`` as jsonargparse wants them, so that Megatron's spelling works too.
+
+    ``--append-eod`` becomes ``--append_eod=true``, and ``--json-keys text title`` becomes ``--json_keys=["text", "title"]``.
+    """
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    position = 0
+    while position < len(options):
+        option, equals, value = options[position].partition("=")
+        position += 1
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or name not in parameters:
+            yield option + equals + value
+            continue
+        values = [value] if equals else []
+        while not equals and position < len(options) and not options[position].startswith("--"):
+            values.append(options[position])
+            position += 1
+        yield f"--{name}={_value(values, hints[name])}"
+
+
+def _value(values: list[str], hint: Any) -> str:
+    if hint is bool:
+        return values[0] if values else "true"
+    takes_text = hint is str or str in typing.get_args(hint)
+    is_list = any(word in str(hint) for word in ("list[", "Sequence["))
+    if len(values) > 1 or (is_list and not takes_text and not values[0].startswith("[")):
+        return json.dumps(values)
+    return values[0] if values else ""
+
+
+def _is_first_rank() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,131 @@
+"""No test may leave anything behind: variables, threads, processes, process groups or files in the working directory."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the fork server's ranks inherit it
+
+import psutil
+import pytest
+
+# Set by libraries on import or by Lightning for the life of the process; each is restored after the test.
+LIBRARY_VARIABLES = frozenset(
+    {
+        "CUDA_DEVICE_ORDER",
+        "CUDA_MODULE_LOADING",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+        "PYTEST_CURRENT_TEST",
+        "TOKENIZERS_PARALLELISM",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TRITON_CACHE_DIR",
+        "WORLD_SIZE",
+    }
+)
+# Helpers of libraries that live as long as the process.
+LIBRARY_THREADS = ("asyncio", "pytest_timeout", "QueueFeederThread", "ThreadPoolExecutor", "Dummy", "pydevd", "tqdm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_tests:
+                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_variables() -> Iterator[None]:
+    """Fail a test that leaves environment variables behind, and restore all of them."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    leaked = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)} - LIBRARY_VARIABLES
+    assert not leaked, f"the test left environment variables changed: {sorted(leaked)}; use monkeypatch.setenv"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fail a test that leaves threads running."""
+    before = set(threading.enumerate())
+    yield
+    leaked = _remaining(
+        lambda: [
+            thread
+            for thread in threading.enumerate()
+            if thread not in before and not thread.name.startswith(LIBRARY_THREADS) and type(thread).__name__ != "TMonitor"
+        ]
+    )
+    assert not leaked, f"the test left threads running: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_processes() -> Iterator[None]:
+    """Fail a test that leaves child processes running, and end them."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    leaked = _remaining(lambda: [child for child in psutil.Process().children(recursive=True) if _is_leak(child, before)])
+    for child in leaked:
+        child.kill()
+    assert not leaked, f"the test left processes running: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_process_group() -> Iterator[None]:
+    """Fail a test that leaves a process group, and destroy it."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    initialized = dist is not None and dist.is_available() and dist.is_initialized()
+    if dist is not None and initialized:
+        dist.destroy_process_group()
+    assert not initialized, "the test left a process group; run it with tests.helpers.ranks.run_ranks"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_files() -> Iterator[None]:
+    """Fail a test that writes into the working directory."""
+    folder = Path.cwd()
+    before = set(os.listdir(folder))
+    yield
+    assert Path.cwd() == folder, f"the test changed the working directory to {Path.cwd()}; use monkeypatch.chdir"
+    leaked = {name for name in set(os.listdir(folder)) - before if not name.startswith((".", "__pycache__"))}
+    assert not leaked, f"the test left files in {folder}: {sorted(leaked)}; use tmp_path"
+
+
+def _is_leak(child: psutil.Process, before: set[psutil.Process]) -> bool:
+    servers = (
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    )
+    try:
+        return child not in before and child.pid not in servers and child.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _remaining(look: Callable[[], list[object]], patience_s: float = 2.0) -> list[object]:
+    """Return what ``look`` still finds after giving it time to end."""
+    deadline = time.monotonic() + patience_s
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found

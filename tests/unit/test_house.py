@@ -1,0 +1,118 @@
+"""What the design demands of the files themselves."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_lightning"
+PURE = (
+    "megatron_lightning.errors",
+    "megatron_lightning.config",
+    "megatron_lightning.rules",
+    "megatron_lightning.parallel.layout",
+    "megatron_lightning.parallel.grid",
+    "megatron_lightning.pipeline.actions",
+    "megatron_lightning.pipeline.schedules",
+    "megatron_lightning.pipeline.simulate",
+    "megatron_lightning.pipeline.partition",
+)
+MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray", "ContextVar", "local"}
+READ_ONLY_TYPES = {"Mapping", "Sequence", "Set", "Collection"}  # mypy refuses to change such a name
+
+
+def _setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in (
+        sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "strategies").rglob("*.py")) + sorted((ROOT / "callbacks").rglob("*.py"))
+    ):
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def test_setup_lists_every_package() -> None:
+    listed = set(_setup()["options"]["packages"].split())
+    folders = [
+        path.parent for top in (PACKAGE, PACKAGE / "strategies", PACKAGE / "callbacks") for path in top.rglob("__init__.py")
+    ]
+    found = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert listed == found, f"setup.cfg [options] packages: missing {found - listed}, too many {listed - found}"
+
+
+def test_the_two_folders_are_linked() -> None:
+    for name in ("strategies", "callbacks"):
+        assert (PACKAGE / name).is_symlink() and (PACKAGE / name).resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", ["strategies", "callbacks"])
+def test_importing_a_folder_by_its_short_name_is_refused(name: str) -> None:
+    result = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"import megatron_lightning.{name}, not {name}" in result.stderr
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    pinned = {_normalised(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    options, extras = _setup()["options"], _setup()["options.extras_require"]
+    required = {
+        _normalised(re.split(r"[\[><=;]", line)[0]) for line in (options["install_requires"] + extras["test"]).split("\n")
+    }
+    assert not (required - {""}) - pinned, "pin these in constraints.txt"
+
+
+def _normalised(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+def test_pure_modules_import_neither_torch_nor_lightning() -> None:
+    program = f"""
+import importlib, sys
+for name in {PURE!r}:
+    importlib.import_module(name)
+    loaded = {{"torch", "lightning", "numpy"}} & set(sys.modules)
+    assert not loaded, f"{{name}} imports {{loaded}}"
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_mutable_module_state() -> None:
+    found = []
+    for path, tree in _sources():
+        found += [f"{path}:{node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_mutable(node):
+                found.append(f"{path}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert not found, "use a tuple, frozenset or MappingProxyType, or annotate a table as Mapping:\n" + "\n".join(found)
+
+
+def _is_mutable(node: ast.Assign | ast.AnnAssign) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+        return False
+    if isinstance(node, ast.AnnAssign) and READ_ONLY_TYPES & {
+        part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)
+    }:
+        return False
+    value = node.value
+    if isinstance(value, ast.Call):
+        name = value.func.id if isinstance(value.func, ast.Name) else getattr(value.func, "attr", "")
+        return name in MUTABLE_CALLS
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def test_make_lists_the_commands_that_the_documents_name() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"install", "lint", "format", "test", "test-all", "demo", "gpu", "gpu-bench"} <= targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
