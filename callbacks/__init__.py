@@ -2,3 +2,7 @@
 
 if __name__ != "megatron_lightning.callbacks":  # a second copy of these classes would fail isinstance checks
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
+
+from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
+
+__all__ = ["GradientNormMonitor"]

@@ -4,6 +4,7 @@ if __name__ != "megatron_lightning.strategies":  # a second copy of these classe
     raise ImportError("import megatron_lightning.strategies, not strategies")
 
 # Not lazily: importing this package is what makes Trainer(strategy="megatron") known.
+from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
-__all__ = ["MegatronStrategy"]
+__all__ = ["MegatronStrategy", "ShardedCheckpointIO"]

@@ -24,6 +24,7 @@ from megatron_lightning.checkpoint import (
     remove_checkpoint,
     save_sharded,
 )
+from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
@@ -32,9 +33,6 @@ from megatron_lightning.parallel.sharding import ShardSpec
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
     from megatron_lightning.strategies.sampling import ResumableSampler
-
-_OWN = "megatron_lightning"
-"""Key of what this package adds to Lightning's checkpoint."""
 
 
 class CheckpointGlue:
@@ -62,7 +60,7 @@ class CheckpointGlue:
             tensors += [_state_shards(f"optimizer_states.{index}.state", state) for state in optimizer.state_tensors()]
         if optimizers:
             rest["optimizer_states"] = [{"state": {}, "param_groups": groups} for groups in self._merged_groups(optimizers)]
-        rest[_OWN] = self._own_state(rest)
+        rest[OWN] = self._own_state(rest)
         info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
         info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
         save_sharded(path, tensors, rest, info=info, group=context.axis("world"))
@@ -217,7 +215,7 @@ class CheckpointGlue:
         return fresh
 
     def _restore_own(self, checkpoint: dict[str, Any], fitting: bool) -> None:
-        own = checkpoint.get(_OWN)
+        own = checkpoint.get(OWN)
         if own is None or not fitting:
             return
         strategy = self._strategy

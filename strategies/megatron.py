@@ -41,7 +41,7 @@ from megatron_lightning.strategies.steps import Step, StepRunner
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 ScheduleName = Literal["auto", "gpipe", "1f1b"]
 
-_STEP_CONTEXTS = {
+_STEP_CONTEXTS: Mapping[str, str] = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
     "test_step": "test_step_context",
@@ -132,6 +132,10 @@ class MegatronStrategy(MegatronEnvironment):
     def last_grad_norm(self) -> Tensor | None:
         """Global gradient norm before clipping, of the last step that clipped by norm."""
         return self._gradients.last_norm if self._gradients else None
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients over every axis, as they are now; a collective."""
+        return self.gradient_flow.norm()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""

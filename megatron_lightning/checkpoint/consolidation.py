@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.checkpoint.naming import join_tensors, number_optimizer_state
+from megatron_lightning.checkpoint.naming import OWN, join_tensors, number_optimizer_state
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.checkpoint.storage import sync_directory
@@ -31,6 +31,10 @@ def read_full(path: str | os.PathLike[str]) -> dict[str, Any]:
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors().items()}
     source.read([Piece(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items() if tensor.numel()])
     checkpoint = join_tensors(tensors, source.state())
+    for copy, owner in checkpoint.get(OWN, {}).get("tied", {}).items():  # stored once, under the owner's name
+        for values in checkpoint.values():
+            if isinstance(values, dict) and isinstance(values.get(owner), torch.Tensor):
+                values.setdefault(copy, values[owner])
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [number_optimizer_state(entry) for entry in checkpoint["optimizer_states"]]
     return checkpoint

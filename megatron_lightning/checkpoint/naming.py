@@ -17,6 +17,9 @@ from torch import Tensor
 
 from megatron_lightning.errors import CheckpointError
 
+OWN = "megatron_lightning"
+"""Key of what this package adds to a Lightning checkpoint; its entry ``tied`` maps copies of parameters to their owners."""
+
 _OPTIMIZERS = "optimizer_states"
 
 
