@@ -114,7 +114,7 @@ class MegatronStrategy(MegatronEnvironment):
         self._gradients: GradientFlow | None = None
         self._checkpoints = CheckpointGlue(self)
         self._configure_model: Callable[[], None] | None = None
-        self._injects_samplers = True
+        self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
 
     # ------------------------------------------------------------------------------------------------- environment
 
@@ -183,7 +183,8 @@ class MegatronStrategy(MegatronEnvironment):
         fitting = trainer.state.fn == TrainerFn.FITTING
         preflight.check_module(module, self.layout, self.micro_batch_size, self.context.world_size, fitting=fitting)
         connector = trainer._accelerator_connector
-        self._injects_samplers = self._injects_samplers and connector.use_distributed_sampler
+        if self._injects_samplers is None:
+            self._injects_samplers = connector.use_distributed_sampler
         connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
