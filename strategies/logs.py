@@ -58,7 +58,7 @@ class LogRecorder:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Take the calls of ``module.log`` (and ``log_dict``, which goes through it) instead of Lightning."""
-        names = list(inspect.signature(type(self._module).log).parameters)[1:]
+        names = list(inspect.signature(pl.LightningModule.log).parameters)[1:]  # an override may name them otherwise
 
         def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
             arguments = {**dict(zip(names, args, strict=False)), **options}
