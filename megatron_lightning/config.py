@@ -6,8 +6,8 @@ Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from megatron_lightning.errors import ConfigError

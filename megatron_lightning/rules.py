@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from megatron_lightning.parallel.layout import ParallelLayout
 
 
 def check_model_layout(

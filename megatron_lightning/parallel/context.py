@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.grid import GridName, RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.rng import RngStreams
@@ -113,7 +114,8 @@ class ParallelContext:
             dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
             return None
         group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
-        assert isinstance(group, dist.ProcessGroup)
+        if not isinstance(group, dist.ProcessGroup):
+            raise ShardingError(f"torch.distributed gave rank {self.rank} no communicator for the {name} group of {ranks}")
         return group
 
     def axis(self, axes: str, grid: GridName = "dense") -> AxisGroup:
