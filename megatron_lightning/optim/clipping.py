@@ -26,7 +26,7 @@ _MODEL_AXES: Mapping[GridName, tuple[tuple[str, ...], str]] = {
 
 def counts_once(spec: ShardSpec, context: ParallelContext) -> bool:
     """Return whether this rank stands for the parameter among the ranks of its model replica that hold the same values."""
-    axes, _ = _MODEL_AXES[spec.grid]
+    axes = {*_MODEL_AXES[spec.grid][0], *spec.partial_over}
     return spec.tied_to is None and all(axis in spec.sharded_over or context.axis(axis, spec.grid).rank == 0 for axis in axes)
 
 
