@@ -39,6 +39,8 @@ class _Mark(NamedTuple):
     """Unit paths of every stage; empty without a pipeline."""
     names: tuple[str, ...]
     """Keys of the whole module's state dict, in order."""
+    num_parameters: int
+    """Elements of the whole module's parameters."""
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Assembly:
     """Name of a tied copy -> name of its owner."""
     names: tuple[str, ...]
     """Keys of the whole module's state dict, in order."""
+    num_parameters: int
+    """Elements of the whole module's parameters."""
     path: str | None = None
     """Path of the module that is cut into stages; None with one stage."""
     partition: StagePartition | None = None
@@ -82,6 +86,7 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
             f"{_describe(context.layout)}. Create a new module, and load a checkpoint into it."
         )
     partition, names = None, mark.names if mark else tuple(module.state_dict())
+    num_parameters = mark.num_parameters if mark else sum(parameter.numel() for parameter in module.parameters())
     if mark is None and context.world_size > 1:
         _equalize(module, context.axis("world"))
     if context.layout.num_stages > 1:
@@ -94,8 +99,8 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         if context.layout.tp > 1:
             _parallelize(module, context, plan)
         materialize(module, context.device)
-        module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else (), names)
-    assembly = Assembly(named_shard_specs(module), tied_names(module), names)
+        module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else (), names, num_parameters)
+    assembly = Assembly(named_shard_specs(module), tied_names(module), names, num_parameters)
     if partition is not None:
         assembly.path, assembly.partition = path, partition
         prefix = f"{path}." if path else ""

@@ -65,8 +65,8 @@ class MegatronEnvironment(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether batches differ between ranks; decides in Lightning whether ``sync_dist`` has work to do."""
-        return self.layout.data_parallel_size(self._planned_world_size) > 1
+        """Whether there are several ranks, so that Lightning hands ``sync_dist`` values to :meth:`reduce`."""
+        return self._planned_world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -189,6 +190,7 @@ class MegatronStrategy(MegatronEnvironment):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         check_replicas(dict(module.named_parameters()), self.assembly.specs, self.context)
+        self._describe_share()
         self._runner = StepRunner(module, self.context, self.assembly, self.pipeline_schedule)
         self.barrier()
         if fitting:
@@ -196,6 +198,16 @@ class MegatronStrategy(MegatronEnvironment):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _describe_share(self) -> None:
+        """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""
+        if self.context.world_size > 1:
+            layout, share = self.layout, sum(parameter.numel() for parameter in self.module.parameters())
+            rank_zero_info(
+                f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data {self.context.dp.size}, sequence parallel "
+                f"{'on' if layout.sp else 'off'}, {self.data_parallel}, schedule {self.pipeline_schedule}. The model has "
+                f"{self.assembly.num_parameters:,} parameters; this rank holds {share:,} of them, which is what summaries show."
+            )
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
         if self._gradients is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -40,7 +40,7 @@ class StageBroadcast:
 
     def __init__(self, pipeline: AxisGroup, device: torch.device) -> None:
         self._pipeline, self._device = pipeline, device
-        self._structures: dict[int, tuple[list[Any], Any]] = {}
+        self._structures: dict[int, bytes] = {}
 
     def __call__(self, value: Any) -> Any:
         """Return the last stage's ``value`` (there unchanged); other stages pass anything."""
@@ -52,15 +52,13 @@ class StageBroadcast:
         return self._receive()
 
     def _send(self, value: Any) -> None:
-        leaves, spec = tree_flatten(value)
-        numbers = [leaf for leaf in leaves if _is_number(leaf)]
-        rest = [_Number(x) if _is_number(x) else None if isinstance(x, Tensor) else x for x in leaves]
-        packed = pickle.dumps((rest, spec))
+        numbers = [leaf for leaf in tree_leaves(value) if _is_number(leaf)]
+        packed = pickle.dumps(tree_map(lambda x: _Number(x) if _is_number(x) else None if isinstance(x, Tensor) else x, value))
         key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
         new = key not in self._structures
         self._broadcast(torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device))
         if new:
-            self._structures[key] = (rest, spec)
+            self._structures[key] = packed
             self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
         if numbers:
             on_device = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
@@ -70,10 +68,9 @@ class StageBroadcast:
         key, count, packed_bytes = self._broadcast(torch.empty(3, dtype=torch.int64, device=self._device)).tolist()
         if packed_bytes:
             packed = self._broadcast(torch.empty(packed_bytes, dtype=torch.uint8, device=self._device))
-            self._structures[key] = pickle.loads(packed.cpu().numpy().tobytes())
-        rest, spec = self._structures[key]
+            self._structures[key] = packed.cpu().numpy().tobytes()
         numbers = iter(self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device)) if count else ())
-        return tree_unflatten([leaf.restore(next(numbers)) if isinstance(leaf, _Number) else leaf for leaf in rest], spec)
+        return tree_map_only(_Number, lambda number: number.restore(next(numbers)), pickle.loads(self._structures[key]))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=self._pipeline.ranks[0], group=self._pipeline.process_group)
