@@ -1,0 +1,1 @@
+"""Programs that measure; their results, with machine, date and versions, are kept in ``results``."""

@@ -1,0 +1,60 @@
+"""The benchmark's arithmetic, and a run of it that is too small to measure anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
+from benchmarks.statistics import ratio_of_medians
+from benchmarks.teams import StepTime
+from benchmarks.variants import Goal
+
+
+def _steps(wall: list[float], loss: float = 1.0) -> list[list[StepTime]]:
+    return [[StepTime(seconds / 2, seconds, loss, 0), StepTime(seconds, 9.0, loss, 0)] for seconds in wall]
+
+
+def test_noise_that_hits_both_of_a_pair_leaves_the_ratio_alone():
+    noise = [1.0, 5.0, 2.0, 9.0, 3.0]
+    ratio = ratio_of_medians([2.0 * x for x in noise], noise)
+    assert (ratio.value, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
+    assert ratio.meets(2.05)
+    assert not ratio.meets(2.06)
+
+
+def test_the_interval_covers_a_ratio_that_varies():
+    ratio = ratio_of_medians([1.0, 2.0, 3.0, 2.0, 2.0, 1.5], [1.0] * 6)
+    assert 1.0 <= ratio.low < ratio.value == 2.0 < ratio.high <= 3.0
+
+
+def test_a_series_without_its_pair_is_refused():
+    with pytest.raises(ValueError, match="2 and 1 measurements are no pairs"):
+        ratio_of_medians([1.0, 2.0], [1.0])
+
+
+def test_the_slowest_rank_and_rank_zero_count_and_the_bubble_is_wall_time_only():
+    steps = {"pp2": _steps([1.25] * 3), "dp2": _steps([1.0] * 3)}
+    comparison = compare(steps, Goal(ours="pp2", peer="dp2", ratio=0.95, ideal=0.8))
+    assert comparison.wall.value == pytest.approx(1.0)  # 1.25 times slower is all bubble
+    assert comparison.cpu.value == pytest.approx(0.8)
+    assert verdict(comparison) == "wall met"
+
+
+def test_losses_that_differ_are_noticed():
+    assert largest_loss_difference({"a": _steps([1.0], loss=2.0), "b": _steps([1.0], loss=2.2)}) == pytest.approx(0.1)
+
+
+def test_a_quick_run_compares_layouts_and_keeps_every_step(tmp_path):
+    page = run(["single", "lightning-single", "tp2"], QUICK, 2, with_host=False, folder=tmp_path)
+    assert "| single | lightning-single | 0.98 |" in page
+    (kept,) = tmp_path.glob("*.json")
+    result = json.loads(kept.read_text())
+    assert {name: (len(steps), len(steps[0])) for name, steps in result["steps"].items()} == {
+        "single": (2, 1),
+        "lightning-single": (2, 1),
+        "tp2": (2, 2),
+    }
+    assert result["facts"]["loss_difference"] < 1e-5  # fp32, two steps
+    assert kept.with_suffix(".md").read_text() == page
