@@ -131,10 +131,10 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler) or group.size == 1:
         return loader
     share: dict[str, Any] = {"num_replicas": group.size, "rank": group.rank, "shuffle": False}
-    sampler: Sampler[int]
     if stage == RunningStage.PREDICTING:
-        sampler = UnrepeatedDistributedSamplerWrapper(loader.sampler, **share)
-    elif isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        return _sharded_for_prediction(loader, share)
+    sampler: Sampler[int]
+    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         sampler = DistributedSampler(loader.dataset, **share)
     else:
         sampler = DistributedSamplerWrapper(loader.sampler, **share)
