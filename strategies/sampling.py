@@ -139,3 +139,13 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
     else:
         sampler = DistributedSamplerWrapper(loader.sampler, **share)
     return _update_dataloader(loader, sampler, mode=stage)
+
+
+def _sharded_for_prediction(loader: DataLoader[Any], share: dict[str, Any]) -> DataLoader[Any]:
+    """Put the share inside the batch sampler: Lightning has wrapped that already, to note the indices of every batch."""
+    batches: Any = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
+    if batches is None:
+        return _update_dataloader(loader, UnrepeatedDistributedSamplerWrapper(loader.sampler, **share))
+    if isinstance(getattr(batches, "sampler", None), Sampler) and not isinstance(batches.sampler, DistributedSampler):
+        batches.sampler = UnrepeatedDistributedSamplerWrapper(batches.sampler, **share)
+    return loader
