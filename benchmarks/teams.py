@@ -41,7 +41,7 @@ class StepTime(NamedTuple):
     """Processor seconds of all threads of the process."""
     loss: float
     peak_bytes: int
-    """Most memory of the process so far that is its own: above what the imports took; 0: not known on this platform."""
+    """Most memory so far: of the GPU if there is one, else of the process above what the imports took; 0: not known."""
 
 
 class TeamError(RuntimeError):
@@ -59,6 +59,8 @@ class _Turns(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self._report()
         self._pipe.recv()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self._start = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -71,9 +73,16 @@ class _Turns(pl.Callback):
         if self._start is None or self._loss is None:
             self._pipe.send(None)  # ready
             return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         wall, cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
         loss = self._loss.full_tensor() if hasattr(self._loss, "full_tensor") else self._loss
-        self._pipe.send(StepTime(wall, cpu, float(loss), max(0, _resident("VmHWM") - self._imported)))
+        self._pipe.send(StepTime(wall, cpu, float(loss), self._peak_bytes()))
+
+    def _peak_bytes(self) -> int:
+        if torch.cuda.is_initialized():
+            return torch.cuda.max_memory_allocated()
+        return max(0, _resident("VmHWM") - self._imported)
 
 
 def _resident(field: str) -> int:
@@ -99,8 +108,9 @@ def train(pipe: Connection, variant: Variant, shape: Shape, rank: int, num_steps
     imported = _resident("VmRSS")
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=shape.accelerator,
         devices=variant.size,
+        precision=shape.precision,  # type: ignore[arg-type]
         strategy=variant.strategy(shape),
         max_steps=num_steps,
         gradient_clip_val=1.0,

@@ -34,7 +34,7 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of the model and of a batch."""
+    """Sizes of the model and of a batch, and what they are trained on."""
 
     num_layers: int = 8
     hidden_size: int = 256
@@ -45,11 +45,24 @@ class Shape:
     sequence: int = 512
     batch: int = 8
     """Samples of a global batch."""
+    accelerator: str = "cpu"
+    """Lightning's name of the device, ``"cpu"`` or ``"gpu"``."""
+    precision: str = "32-true"
+    """Lightning's name of the precision."""
 
     @property
     def tokens(self) -> int:
         """Tokens of a global batch."""
         return self.batch * self.sequence
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the model in a training step: 6 a weight and token, and causal attention's products."""
+        head_dim = self.hidden_size // self.num_heads
+        attention = self.hidden_size * (self.hidden_size + (self.num_heads + 2 * self.num_groups) * head_dim)
+        layer = attention + 3 * self.hidden_size * self.ffn_size
+        weights = self.num_layers * layer + self.hidden_size * self.vocab_size
+        return self.tokens * (6 * weights + 6 * self.num_layers * self.hidden_size * self.sequence)
 
     @property
     def config(self) -> TransformerConfig:
@@ -172,13 +185,17 @@ def _sharded(data: int, tensor: int) -> Callable[[Shape], Strategy]:
     return lambda shape: ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
 
 
+def _single_device(shape: Shape) -> Strategy:
+    return SingleDeviceStrategy(torch.device("cuda:0" if shape.accelerator == "gpu" else "cpu"))
+
+
 NUM_MICROBATCHES = 4
 
 VARIANTS = {
     variant.name: variant
     for variant in (
         _ours("single"),
-        Variant(name="lightning-single", size=1, strategy=lambda shape: SingleDeviceStrategy(torch.device("cpu"))),
+        Variant(name="lightning-single", size=1, strategy=_single_device),
         _ours("dp2", dp=2),
         Variant(name="lightning-ddp2", size=2, strategy=lambda shape: DDPStrategy(), data_size=2),
         _ours("pp2", pp=2, num_microbatches=NUM_MICROBATCHES),

@@ -1,0 +1,169 @@
+"""What only a GPU can show; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers import vocab_parallel_cross_entropy
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.optim import DistributedOptimizer, GradientReducer
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
+from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.strategies.megatron import MegatronStrategy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CUDA = "cuda:0"
+NUM_STEPS = 5
+
+
+def _config() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        vocab_size=96,
+        max_sequence_length=32,
+    )
+
+
+class _Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def _losses(accelerator: str, precision: str = "32-true", *, num_microbatches: int = 1) -> list[float]:
+    """Train from weights drawn on the CPU, whose generator differs from a GPU's."""
+    module = GPTLightningModule(_config(), learning_rate=1e-3)
+    module.configure_model()
+    tokens = torch.randint(0, 96, (8 * NUM_STEPS, 33), generator=torch.Generator().manual_seed(0))
+    rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    recorder = _Losses()
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        precision=precision,  # type: ignore[arg-type]
+        strategy=MegatronStrategy(micro_batch_size=8 // num_microbatches),
+        gradient_clip_val=1.0,
+        max_epochs=1,
+        callbacks=[recorder],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=8))
+    assert len(recorder.losses) == NUM_STEPS
+    return recorder.losses
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_training_steps_equal_the_cpus(num_microbatches: int) -> None:
+    # fp32 without TF32 (torch's default); kernels add up in another order, and five Adam steps amplify it
+    assert _losses("gpu", num_microbatches=num_microbatches) == pytest.approx(_losses("cpu"), rel=1e-4)
+
+
+def test_bf16_mixed_follows_fp32() -> None:
+    # bf16 has 8 bits of mantissa: 4e-3 a rounding, averaged over 256 tokens
+    assert _losses("gpu", "bf16-mixed") == pytest.approx(_losses("cpu"), rel=1e-2)
+
+
+def test_bf16_parameters_with_fp32_masters_follow_fp32() -> None:
+    # as above; the weights are rounded as well
+    assert _losses("gpu", "bf16-true", num_microbatches=2) == pytest.approx(_losses("cpu"), rel=2e-2)
+
+
+@pytest.fixture
+def nccl(tmp_path: Any) -> Any:
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_one_nccl_rank_has_a_context_and_its_collectives_run() -> None:
+    context = ParallelContext(ParallelLayout(), device=CUDA)
+    group = context.axis("world").process_group
+    assert group is not None
+    value = torch.full((4,), 3.0, device=CUDA)
+    dist.all_reduce(value, group=group)
+    gathered = torch.empty(4, device=CUDA)
+    dist.all_gather([gathered], value, group=group)
+    dist.barrier(device_ids=[0])
+    assert gathered.tolist() == [3.0] * 4
+    on_cpu = torch.ones(1)
+    dist.all_reduce(on_cpu, group=group)
+    assert on_cpu.item() == 1.0
+
+
+def test_rng_streams_leave_the_default_generator_alone() -> None:
+    streams = RngStreams(7, device=torch.device(CUDA))
+    torch.manual_seed(0)
+    undisturbed = [torch.rand(3, device=CUDA) for _ in range(2)]
+    torch.manual_seed(0)
+    first = torch.rand(3, device=CUDA)
+    with streams.fork("model-parallel-rng"):
+        inside = torch.rand(3, device=CUDA)
+    second = torch.rand(3, device=CUDA)
+    assert torch.equal(torch.stack([first, second]), torch.stack(undisturbed))
+    saved = streams.state_dict()
+    with streams.fork("model-parallel-rng"):
+        continued = torch.rand(3, device=CUDA)
+    streams.load_state_dict(saved)
+    with streams.fork("model-parallel-rng"):
+        assert torch.equal(continued, torch.rand(3, device=CUDA))
+    assert not torch.equal(inside, continued)
+
+
+def _reduced(device: str) -> tuple[Tensor, Tensor]:
+    """Accumulate two bf16 gradients that bf16 cannot add, and step once."""
+    weight = nn.Parameter(torch.arange(6, dtype=torch.bfloat16, device=device).view(2, 3))
+    specs = {"weight": ShardSpec.replicated((2, 3))}
+    reducer = GradientReducer({"weight": weight}, specs, ParallelContext(ParallelLayout(), device=device), sharded=False)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    DistributedOptimizer(optimizer, reducer)
+    reducer.start_window()
+    for factor in (256.0, 1.0):  # 257 needs 9 bits
+        reducer.sync = factor == 1.0
+        (weight * factor).sum().backward()
+    reducer.finish()
+    gradient = reducer.gradients()["weight"].clone()
+    optimizer.step()
+    return gradient.cpu(), weight.detach().cpu()
+
+
+def test_the_reducer_adds_up_in_fp32_and_masters_are_stepped() -> None:
+    gradient, weight = _reduced(CUDA)
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, torch.full((2, 3), 257.0))
+    assert torch.equal(weight, _reduced("cpu")[1])
+
+
+def test_cross_entropy_of_one_rank_equals_torchs() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 4, 96, device=CUDA, requires_grad=True)
+    plain = copy.deepcopy(logits.detach()).requires_grad_()
+    targets = torch.randint(0, 96, (5, 4), device=CUDA)
+    group = ParallelContext(ParallelLayout(), device=CUDA).tp
+    losses = vocab_parallel_cross_entropy(logits, targets, group)
+    expected = nn.functional.cross_entropy(plain.flatten(0, 1), targets.flatten(), reduction="none").view(5, 4)
+    losses.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(logits.grad, plain.grad)
