@@ -25,7 +25,7 @@ from megatron_lightning.checkpoint import (
     save_sharded,
 )
 from megatron_lightning.checkpoint.naming import OWN
-from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
@@ -41,6 +41,7 @@ class CheckpointGlue:
     def __init__(self, strategy: MegatronStrategy) -> None:
         self._strategy = strategy
         self._source: CheckpointSource | None = None
+        self._path = ""
         self._random_state: list[Tensor] | None = None
         self._positions: list[dict[str, Any]] = []
 
@@ -143,24 +144,14 @@ class CheckpointGlue:
         Raises:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
         """
-        strategy = self._strategy
-        module, world = strategy.module, strategy.context.axis("world")
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        order: list[list[str]] = []
-        if fitting:
-            views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
-            order = [[name for group in groups for name in group["params"]] for groups in self._merged_groups(views)]
-        self._source = open_checkpoint(path, optimizer_parameters=order, group=world)
+        module = self._strategy.module
+        self._source, self._path = open_checkpoint(path, group=self._strategy.context.axis("world")), path
         checkpoint = self._source.state()
         checkpoint["state_dict"] = {**checkpoint.get("state_dict", {}), **self._load_module(module.strict_loading)}
         for key, names in self._tensor_dicts().items():
             checkpoint[key] = {**checkpoint.get(key, {}), **self._load_copies(key, names)}
-        checkpoint.setdefault("optimizer_states", [{}] * len(order)) if self._has_optimizers(checkpoint) else None
-        self._restore_own(checkpoint, fitting)
+        self._restore_own(checkpoint, fitting=module.trainer.state.fn == TrainerFn.FITTING)
         return checkpoint
-
-    def _has_optimizers(self, checkpoint: Mapping[str, Any]) -> bool:
-        return "optimizer_states" in checkpoint
 
     @property
     def source(self) -> CheckpointSource:
@@ -214,7 +205,7 @@ class CheckpointGlue:
                 fresh.setdefault(copy, fresh[owner])
         return fresh
 
-    def _restore_own(self, checkpoint: dict[str, Any], fitting: bool) -> None:
+    def _restore_own(self, checkpoint: dict[str, Any], *, fitting: bool) -> None:
         own = checkpoint.get(OWN)
         if own is None or not fitting:
             return
@@ -232,7 +223,6 @@ class CheckpointGlue:
                 )
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][replica]
         self._random_state = own["random_states"].get(replica)
-        self.restore_random_state()
         streams = own["layer_streams"].get(f"tp{context.tp.rank}-pp{context.pp.rank}")
         if streams is not None and own["layout"] == asdict(context.layout):
             context.rng.load_state_dict(streams)
@@ -261,6 +251,7 @@ class CheckpointGlue:
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the optimizer states into the optimizers' tensors; all ranks call this."""
         strategy = self._strategy
+        checkpoint = self._with_named_parameters(checkpoint)
         for index, (optimizer, saved) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=False)):
             view, prefix = strategy.gradient_flow.view(optimizer), f"optimizer_states.{index}.state."
             described = {}
@@ -273,6 +264,17 @@ class CheckpointGlue:
             load_sharded(self.source, shards, prefix=prefix, strict=True, group=strategy.context.axis("world"))
             view.finish_restore()
         self._source = None
+        self.restore_random_state()
+
+    def _with_named_parameters(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Open a plain file once more, now that the optimizers exist whose parameters it numbers."""
+        strategy = self._strategy
+        if not isinstance(self.source, PlainSource):
+            return checkpoint
+        views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
+        order = [[name for group in groups for name in group["params"]] for groups in self._merged_groups(views)]
+        self._source = open_checkpoint(self._path, optimizer_parameters=order, group=strategy.context.axis("world"))
+        return self._source.state()
 
     def remove(self, path: str) -> None:
         """Delete a checkpoint directory, a plain file or a link."""

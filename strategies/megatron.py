@@ -120,11 +120,6 @@ class MegatronStrategy(MegatronEnvironment):
     # ------------------------------------------------------------------------------------------------- environment
 
     @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded into the sharded module."""
-        return True
-
-    @property
     def lightning_restore_optimizer(self) -> bool:
         """Lightning asks for the optimizer state after the module's."""
         return True
@@ -412,7 +407,7 @@ class MegatronStrategy(MegatronEnvironment):
 
     def __getstate__(self) -> dict[str, Any]:
         unpicklable = ("_context", "_assembly", "_runner", "_gradients", "_failure_watch", "_launcher")
-        return {**self.__dict__, **dict.fromkeys(unpicklable)}
+        return {**super().__getstate__(), **dict.fromkeys(unpicklable)}
 
 
 StrategyRegistry.register("megatron", MegatronStrategy, description="Megatron-style parallelism", override=True)

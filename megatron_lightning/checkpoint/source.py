@@ -98,7 +98,7 @@ class PlainSource:
     Args:
         path: The file.
         optimizer_parameters: For each optimizer the names of its parameters, in the order of the concatenated parameter
-            groups on one device; without them the optimizer states are not served.
+            groups on one device; without them nothing of the optimizers is served but how many there are.
 
     Raises:
         CheckpointError: If the file cannot be read as plain data, or its optimizers have other parameters.
@@ -115,6 +115,8 @@ class PlainSource:
                 )
             pairs = zip(optimizers, optimizer_parameters, strict=True)
             checkpoint["optimizer_states"] = [name_optimizer_state(entry, names) for entry, names in pairs]
+        elif optimizers:
+            checkpoint["optimizer_states"] = [{"state": {}, "param_groups": []} for _ in optimizers]
         self._tensors, self._state = split_tensors(checkpoint)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
