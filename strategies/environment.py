@@ -8,6 +8,7 @@ are taken by the whole world.
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 
+from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.grid import RankGrid
@@ -48,6 +50,7 @@ class MegatronEnvironment(ParallelStrategy):
         self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
         self._context: ParallelContext | None = None
         self._failure_watch: FailureWatch | None = None
+        self._alone = False  # an exception took this rank out of step with the others
 
     @property
     def root_device(self) -> torch.device:
@@ -145,9 +148,25 @@ class MegatronEnvironment(ParallelStrategy):
         if self.context.world_size > 1:
             self.module._device_mesh = self.context.device_mesh()
 
+    def all_ranks_interrupted(self, within_s: float = 10.0) -> bool:
+        """Return whether every rank calls this within ``within_s`` seconds; no collective, so that none can hang.
+
+        An exception on one rank leaves it alone with what callbacks do about exceptions; Ctrl-C reaches all ranks. From a
+        negative answer on :meth:`barrier` does not wait.
+        """
+        store = compat.default_store()
+        attempt = store.add(f"megatron_lightning/interrupted/{self.global_rank}", 1)
+        key = f"megatron_lightning/interrupted/attempt/{attempt}"
+        arrived, deadline = store.add(key, 1), time.monotonic() + within_s
+        while arrived < self.context.world_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+            arrived = store.add(key, 0)
+        self._alone = arrived < self.context.world_size
+        return not self._alone
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._alone:
             device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
             dist.barrier(device_ids=device_ids)
 

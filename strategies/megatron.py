@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -362,7 +363,17 @@ class MegatronStrategy(MegatronEnvironment):
         return self._checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a sharded checkpoint directory; committed by one rename when every rank has written its part."""
+        """Write a sharded checkpoint directory; committed by one rename when every rank has written its part.
+
+        After an exception on some ranks only, nothing is saved: the others are not here to write their parts.
+        """
+        interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if interrupted and self.context.world_size > 1 and not self.all_ranks_interrupted():
+            warnings.warn(
+                f"{filepath} is not saved: the exception reached only some of the {self.context.world_size} ranks.",
+                stacklevel=2,
+            )
+            return
         self._checkpoints.save(checkpoint, str(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
