@@ -2,7 +2,7 @@
 
 import rich.progress  # noqa: F401
 import torch
-import torch.utils.tensorboard  # noqa: F401
+import torch.utils.tensorboard
 
 import megatron_lightning.strategies.megatron  # noqa: F401
 import tests.helpers.toy  # noqa: F401

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -69,9 +71,15 @@ def layouts(*usual: Layout, slow: Sequence[Layout] = ()) -> Any:
     return pytest.mark.parametrize("layout", params)
 
 
+def _body_main(body: Callable[..., Any], *args: Any) -> Any:
+    """Tensors would travel as shared memory, which ends with the rank's process: return arrays."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().numpy(), body(*args))
+
+
 def run(layout: Layout, body: Callable[..., Any], folder: Path | str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Return what ``body`` gives on every rank of ``layout``."""
-    return run_ranks(layout.ranks, body, layout, str(folder), *args, timeout_s=timeout_s)
+    ranks = run_ranks(layout.ranks, _body_main, body, layout, str(folder), *args, timeout_s=timeout_s)
+    return tree_map_only(np.ndarray, torch.from_numpy, ranks)
 
 
 @lru_cache(maxsize=64)
