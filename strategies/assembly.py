@@ -67,6 +67,11 @@ class Assembly:
         return any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.unit_prefixes)
 
 
+def can_be_cut(module: pl.LightningModule) -> bool:
+    """Return whether the model exists and says how it is cut."""
+    return any(hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan") for child in module.modules())
+
+
 def assemble(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None) -> Assembly:
     """Reduce ``module`` to this rank's part, in place; a module that already is, is only described.
 

@@ -31,7 +31,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, check_replicas
+from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.environment import MegatronEnvironment
@@ -147,7 +147,8 @@ class MegatronStrategy(MegatronEnvironment):
         super().setup_environment()
         module = self.module
         if not is_overridden("configure_model", module):
-            self._assemble()
+            if can_be_cut(module):  # else it is built in a setup hook, and cut after it
+                self._assemble()
             return
         original, self._configure_model = module.configure_model, module.__dict__.get("configure_model")
 
@@ -378,6 +379,8 @@ class MegatronStrategy(MegatronEnvironment):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
+        if self._assembly is None:
+            self._assemble()
         return self._checkpoints.load(str(self.broadcast(str(checkpoint_path))))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
