@@ -145,7 +145,7 @@ class MegatronStrategy(MegatronEnvironment):
         when that call returns, or here if it exists already.
         """
         super().setup_environment()
-        module = self.module
+        module, self._assembly = self.module, None
         if not is_overridden("configure_model", module):
             if can_be_cut(module):  # else it is built in a setup hook, and cut after it
                 self._assemble()
