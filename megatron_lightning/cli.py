@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -57,11 +59,12 @@ def main(args: Sequence[str] | None = None) -> None:
             trainer_cli(args)
         else:
             _run(arguments[0], arguments[1:])
-    except (ArgumentError, ConfigError, DataError, CheckpointError) as error:
-        if os.environ.get(_TRACEBACK_VARIABLE):
+    except (ArgumentError, ValueError, CheckpointError) as error:
+        reason = _reason(error)
+        if reason is None or os.environ.get(_TRACEBACK_VARIABLE):
             raise
         if _is_first_rank():
-            print(f"megatron-lightning: error: {_one_line(error)}", file=sys.stderr, flush=True)
+            print(f"megatron-lightning: error: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
@@ -158,9 +161,7 @@ def _spelled_out(options: Sequence[str], function: Callable[..., Any]) -> Iterat
 def _value(values: list[str], hint: Any) -> str:
     if hint is bool:
         return values[0] if values else "true"
-    takes_text = hint is str or str in typing.get_args(hint)
-    is_list = any(word in str(hint) for word in ("list[", "Sequence["))
-    if len(values) > 1 or (is_list and not takes_text and not values[0].startswith("[")):
+    if len(values) > 1 or (values and typing.get_origin(hint) in (list, Sequence) and not values[0].startswith("[")):
         return json.dumps(values)
     return values[0] if values else ""
 
@@ -169,5 +170,15 @@ def _is_first_rank() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _reason(error: Exception) -> str | None:
+    """Return what the user can mend, as one line; None for any other error."""
+    if isinstance(error, (ConfigError, DataError, CheckpointError)):
+        return " ".join(str(error).split())
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames[-1][0].f_globals["__name__"].startswith("jsonargparse"):
+        return None
+    # jsonargparse tries the members of a Union in turn and lists what each says; the words of a constructor are the ones to show.
+    text, *said = " ".join(str(error).split()).partition(" Given value")[0].split(" - ")
+    specific = [words for words in said if not words.startswith("Expected a")]
+    key = re.match(r'Parser key "[^"]*": ', text)
+    return (key[0] if key else "") + specific[-1] if specific else " - ".join([text, *said])

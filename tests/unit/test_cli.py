@@ -1,0 +1,155 @@
+"""The command line: every command is found, values reach the objects, and a wrong value is one line and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from megatron_lightning.cli import _spelled_out, main, trainer_cli
+from megatron_lightning.data.preprocess import preprocess
+from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
+from megatron_lightning.strategies import MegatronStrategy
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: megatron_lightning.strategies.MegatronStrategy
+    init_args:
+      micro_batch_size: 2
+"""
+TOY = """
+model:
+  class_path: tests.helpers.toy.ToyModule
+data:
+  class_path: tests.helpers.toy.ToyData
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "toy.yaml"
+    path.write_text(CONFIG + TOY)
+    yield str(path)
+    monkeypatch.undo()
+
+
+def _fails(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a wrong command; return the one line it prints."""
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron-lightning: error:")]
+    assert exit_.value.code == 2 and len(lines) == 1
+    return lines[0]
+
+
+def _made(args: list[str]) -> LightningCLI:
+    return trainer_cli(args, run=False)
+
+
+def test_help_lists_the_commands() -> None:
+    result = subprocess.run([sys.executable, "-m", "megatron_lightning", "--help"], capture_output=True, text=True, check=True)
+    for command in ("fit", "validate", "test", "predict", "preprocess", "generate", "checkpoint"):
+        assert f"\n  {command} " in result.stdout
+
+
+def test_no_command_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2 and "preprocess" in capsys.readouterr().out
+
+
+def test_a_value_of_the_strategy_is_set_over_the_file(config: str) -> None:
+    strategy = _made(["--config", config, "--trainer.strategy.data_parallel=ddp"]).trainer.strategy
+    assert isinstance(strategy, MegatronStrategy)
+    assert strategy.data_parallel == "ddp" and strategy.micro_batch_size == 2
+
+
+def test_the_strategy_is_known_by_name(config: str) -> None:
+    assert isinstance(_made(["--config", config, "--trainer.strategy", "megatron"]).trainer.strategy, MegatronStrategy)
+
+
+def test_our_model_and_data_need_no_class_path(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "gpt.yaml"
+    sizes = "{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32, max_sequence_length: 8}"
+    path.write_text(
+        f"{CONFIG}model: {{init_args: {{config: {sizes}}}}}\n"
+        "data: {init_args: {data_prefix: nowhere, sequence_length: 8, batch_size: 2}}\n"
+    )
+    cli = _made(["--config", str(path), "--model.config.num_layers=3"])
+    assert isinstance(cli.model, GPTLightningModule) and isinstance(cli.datamodule, PretrainDataModule)
+    assert cli.model.config.num_layers == 3 and cli.model.config.hidden_size == 16
+
+
+def test_fit_runs(config: str) -> None:
+    main(["fit", "--config", config, "--trainer.max_steps=1", "--trainer.num_sanity_val_steps=0"])
+
+
+def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", config, "--trainer.strategy.tensor_model_parallel_size=2", "--print_config"])
+    assert exit_.value.code == 0 and "tensor_model_parallel_size: 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--trainer.strategy.pipeline_model_parallel_size=3", "cannot be divided into model replicas of 3"),
+        ("--trainer.strategy.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
+        ("--trainer.strategy.tensor_paralel=2", "tensor_paralel"),
+        ("--trainer.max_steps=many", "many"),
+    ],
+)
+def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in _fails(["fit", "--config", config, option], capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train"], "there is no command 'train'"),
+        (["checkpoint", "consolidate", "/no/such/checkpoint", "/tmp/x.ckpt"], "/no/such/checkpoint"),
+        (["preprocess", "--output-prefix", "x", "--input", "/no/such/file.jsonl", "--vocab-size", "64"], "/no/such/file.jsonl"),
+        (["preprocess", "--output-prefix", "x", "--workers", "few"], "few"),
+        (["preprocess", "--input", "x"], "output_prefix"),
+    ],
+)
+def test_a_wrong_command_is_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in _fails(args, capsys)
+
+
+def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--append-eod"], ["--append_eod=true"]),
+        (["--append-eod", "--workers", "2"], ["--append_eod=true", "--workers=2"]),
+        (["--append_eod=false"], ["--append_eod=false"]),
+        (["--json-keys", "text", "title"], ['--json_keys=["text", "title"]']),
+        (["--json-keys", "text"], ['--json_keys=["text"]']),
+        (["--json-keys=[text]"], ["--json_keys=[text]"]),
+        (["--input", "a.txt"], ["--input=a.txt"]),
+        (["--input", "a.txt", "b.txt"], ['--input=["a.txt", "b.txt"]']),
+        (["--config", "c.yaml", "--help"], ["--config", "c.yaml", "--help"]),
+    ],
+)
+def test_megatron_spelling(given: list[str], expected: list[str]) -> None:
+    assert list(_spelled_out(given, preprocess)) == expected
