@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+import torch
 
+from benchmarks import gpu
 from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
+from benchmarks.gpu_cases import Item
 from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import StepTime
 from benchmarks.variants import Goal
@@ -58,3 +62,32 @@ def test_a_quick_run_compares_layouts_and_keeps_every_step(tmp_path):
     }
     assert result["facts"]["loss_difference"] < 1e-5  # fp32, two steps
     assert kept.with_suffix(".md").read_text() == page
+
+
+def _raise() -> dict[str, float]:
+    raise RuntimeError("out of memory")
+
+
+def test_a_gpu_case_continues_with_what_is_missing_and_survives_a_failure(tmp_path, capsys):
+    path, deadline = tmp_path / "case.json", time.monotonic() + 60.0
+    items = {"fast": Item(1.0, lambda: {"ms": 2.0}), "broken": Item(1.0, _raise), "long": Item(100.0, lambda: {"ms": 3.0})}
+    assert gpu.run_items(items, gpu.Record(path, resume=True), deadline) == 2
+    assert "long: left for the next run" in capsys.readouterr().out
+    items |= {"fast": Item(1.0, _raise), "broken": Item(1.0, lambda: {"ms": 4.0})}
+    record = gpu.Record(path, resume=True)
+    assert gpu.run_items(items, record, time.monotonic() + 200.0) == 0
+    assert "fast: measured before" in capsys.readouterr().out
+    assert {name: entry["numbers"]["ms"] for name, entry in json.loads(path.read_text()).items()} == {
+        "fast": 2.0,
+        "broken": 4.0,
+        "long": 3.0,
+    }
+    assert "| ms | 4.0 |" in gpu.markdown(record)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [[], ["--case", "step"], ["--case", ""]])
+def test_without_a_gpu_the_programs_say_so(monkeypatch, capsys, arguments):
+    monkeypatch.setattr("sys.argv", ["gpu", *arguments])
+    gpu.main()
+    assert "no GPU" in capsys.readouterr().out
