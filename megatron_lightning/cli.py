@@ -177,7 +177,7 @@ def _reason(error: Exception) -> str | None:
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames[-1][0].f_globals["__name__"].startswith("jsonargparse"):
         return None
-    # jsonargparse tries the members of a Union in turn and lists what each says; the words of a constructor are the ones to show.
+    # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.
     text, *said = " ".join(str(error).split()).partition(" Given value")[0].split(" - ")
     specific = [words for words in said if not words.startswith("Expected a")]
     key = re.match(r'Parser key "[^"]*": ', text)

@@ -286,6 +286,7 @@ def make_launcher(strategy: MegatronEnvironment) -> ScriptLauncher | WorkerLaunc
     """Return the launcher for ``strategy.start_method``; the processes of torchrun and Slurm are taken as they are."""
     environment = strategy.cluster_environment
     external = environment is not None and environment.creates_processes_externally
-    if strategy.start_method == "popen" or external:
+    alone = max(1, strategy.num_processes) * strategy.num_nodes == 1
+    if strategy.start_method == "popen" or external or alone:
         return ScriptLauncher(strategy)
     return WorkerLauncher(strategy, strategy.start_method)

@@ -1,4 +1,4 @@
-"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES]``."""
+"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES [NODES]]``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class Fault(pl.Callback):
 
 def main() -> None:
     start_method, kind, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    devices = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+    devices, num_nodes = (*map(int, sys.argv[4:]), *(2, 1)[len(sys.argv) - 4 :])
     strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2, start_method=start_method)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
+        num_nodes=num_nodes,
         max_epochs=2,
         callbacks=[Fault(kind, rank)],
         logger=False,

@@ -1,0 +1,109 @@
+"""Every way in which the ranks of a job come to life: our own launchers, torchrun on two nodes, and Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.launchers import ScriptLauncher, WorkerLauncher
+
+ROOT = Path(__file__).parents[2]
+JOB = ["-m", "tests.faults.job"]
+
+
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def _run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
+    """Run one process a node or task; return their joint output."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    return "\n".join(outputs)
+
+
+def _trainer(strategy: MegatronStrategy, devices: int, **options: int) -> pl.Trainer:
+    return pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False, **options
+    )
+
+
+def test_the_start_method_chooses_the_launcher() -> None:
+    popen = _trainer(MegatronStrategy(), 2).strategy.launcher
+    spawn = _trainer(MegatronStrategy(start_method="spawn"), 2).strategy.launcher
+    fork = _trainer(MegatronStrategy(start_method="fork"), 2).strategy.launcher
+    assert isinstance(popen, ScriptLauncher) and not popen.is_interactive_compatible
+    assert isinstance(spawn, WorkerLauncher) and not spawn.is_interactive_compatible
+    assert isinstance(fork, WorkerLauncher) and fork.is_interactive_compatible
+
+
+def test_one_rank_needs_no_processes_and_works_in_a_notebook() -> None:
+    launcher = _trainer(MegatronStrategy(), 1).strategy.launcher
+    assert isinstance(launcher, ScriptLauncher) and launcher.is_interactive_compatible
+
+
+def test_one_rank_of_spawn_stays_in_this_process() -> None:
+    launcher = _trainer(MegatronStrategy(start_method="spawn"), 1).strategy.launcher
+    assert launcher is not None and launcher.launch(os.getpid) == os.getpid()
+
+
+def test_popen_refuses_what_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    launcher = _trainer(MegatronStrategy(), 2).strategy.launcher
+    assert isinstance(launcher, ScriptLauncher)
+    with pytest.raises(ConfigError, match=r"'-c' is not a script file. Set start_method to 'fork'"):
+        launcher.launch(os.getpid)
+
+
+def test_torchrun_with_two_agents_as_two_nodes() -> None:
+    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
+    output = _run_all([[*command, *JOB, "popen", "none", "0", "1", "2"]] * 2, [{}] * 2)
+    assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
+
+
+def test_slurm_variables() -> None:
+    port = _free_port()
+    common = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    tasks = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)} for rank in (0, 1)]
+    output = _run_all([[*JOB, "popen", "none", "0", "1", "2"]] * 2, tasks)
+    assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_workers_train(start_method: str) -> None:
+    output = _run_all([[*JOB, start_method, "none", "0"]], [{}])
+    assert re.search("DONE 0 16", output), output

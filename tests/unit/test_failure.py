@@ -1,0 +1,112 @@
+"""Reports of a failing rank, and the watches that end a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_lightning.strategies.failure import Failure, FailureWatch
+from megatron_lightning.strategies.launchers import Child, ChildWatch, kill, wait_for
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> dist.Store:
+    return dist.FileStore(str(tmp_path / "store"), 2)
+
+
+def _error(message: str) -> ValueError:
+    try:
+        raise ValueError(message)
+    except ValueError as error:
+        return error
+
+
+def test_a_failure_names_rank_position_and_reason() -> None:
+    error = _error("the reason\nsecond line")
+    error.pipeline_position = "stage 1, action 1F0"  # type: ignore[attr-defined]
+    failure = Failure.of(3, error)
+    assert failure.headline == f"rank 3 on {failure.host} failed at stage 1, action 1F0: ValueError: the reason"
+    assert "_error" in failure.details
+
+
+def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
+    first.report(_error("the cause"))
+    assert capsys.readouterr().err == ""  # its own error is on its way out
+    second.report(_error("a consequence"))
+    printed = capsys.readouterr().err
+    assert "rank 1 on" in printed and "the cause" in printed and "a consequence" not in printed
+    second.report(_error("again"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_that_was_survived_does_not_end_the_next_run(store: dist.Store) -> None:
+    for number in (1, 2):
+        watches = [FailureWatch(store, rank=rank, poll_s=0.01, grace_s=0.01) for rank in (0, 1)]
+        for watch in watches:
+            watch.start()
+        time.sleep(0.1)  # a report of the last run would be found here, and end this process
+        for watch in watches if number == 1 else ():
+            watch.report(_error("on every rank"))
+        for watch in watches:
+            watch.stop()
+
+
+PROGRAM = """
+import sys, time
+import torch.distributed as dist
+from megatron_lightning.strategies.failure import FailureWatch
+watch = FailureWatch(dist.FileStore(sys.argv[1], 2), rank=0, poll_s=0.05, grace_s=0.2)
+watch.start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_ranks_report_ends_a_blocked_process(store: dist.Store, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    FailureWatch(store, rank=1).report(_error("the reason"))
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "rank 1 on" in err and "ValueError: the reason" in err and "Traceback" in err and "rank 0 ends" in err
+
+
+def _child(rank: int, program: str) -> Child:
+    process = subprocess.Popen([sys.executable, "-S", "-c", program])
+    return Child(rank, process.pid, process.poll)
+
+
+def test_a_child_that_fails_takes_the_others_along(capsys: pytest.CaptureFixture[str]) -> None:
+    children = [_child(1, "import time; time.sleep(60)"), _child(2, "raise SystemExit(3)")]
+    failures: list[tuple[int, str]] = []
+    watch = ChildWatch(lambda: children, lambda rank, how: failures.append((rank, how)), ends_self=False)
+    watch.start()
+    watch.join(timeout=10)
+    assert failures == [(2, f"its process {children[1].pid} ended with exit code 3")]
+    assert children[0].exit_code() == -9
+    assert "rank 2 failed" in capsys.readouterr().err
+
+
+def test_children_that_end_well_are_left_alone() -> None:
+    children = [_child(1, "pass")]
+    watch = ChildWatch(lambda: children, lambda rank, how: pytest.fail("no child failed"), ends_self=False)
+    watch.start()
+    watch.join(timeout=10)
+    assert not watch.is_alive() and children[0].exit_code() == 0
+
+
+def test_waiting_has_a_limit() -> None:
+    children = [_child(1, "import time; time.sleep(60)")]
+    wait_for(children, 0.1)
+    assert children[0].exit_code() is None
+    kill(children)
+    assert children[0].exit_code() == -9
+    assert children[0].describe_end(-9).endswith("was killed by SIGKILL")
