@@ -18,7 +18,7 @@ megatron-lightning fit --config configs/tiny_cpu.yaml
 step "resume the checkpoint on 2 processes: data parallel 2, the same global batch"
 megatron-lightning fit --config configs/tiny_cpu.yaml --trainer.devices=2 \
   --trainer.strategy.tensor_model_parallel_size=1 --trainer.strategy.pipeline_model_parallel_size=1 \
-  --data.batch_size=8 --trainer.max_steps=280 --ckpt_path=demo/checkpoints/last.ckpt
+  --data.batch_size=8 --trainer.max_steps=240 --ckpt_path=demo/checkpoints/last.ckpt
 
 step "generate on one process"
 megatron-lightning generate --checkpoint demo/checkpoints/last.ckpt --tokenizer-model demo/stdlib_tokenizer.model \

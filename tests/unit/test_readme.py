@@ -1,0 +1,184 @@
+"""What the README and the docs show is run, or at least parsed by the program that would run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lightning.checkpoint import TensorShards, save_sharded
+from megatron_lightning.cli import main
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.models import GPTModel, llama_hf_plan
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks(README, "bash") for line in block.splitlines()]
+
+
+def commands(*programs: str) -> list[str]:
+    return [command for command in COMMANDS if command.startswith(programs)]
+
+
+def test_every_command_is_checked_here() -> None:
+    checked = commands("make", "pip", "python", "megatron-lightning", "torchrun", "srun")
+    assert checked == COMMANDS
+    assert len(COMMANDS) >= 12
+
+
+def test_make_and_pip() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {command.split()[1] for command in commands("make")} <= set(targets)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    for command in commands("pip"):
+        assert command == "pip install -c constraints.txt ."
+        assert (ROOT / "constraints.txt").is_file()
+
+
+def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
+    [command] = commands("python")
+    script = ROOT / command.split()[1]
+    lines = {line.strip() for line in script.read_text().splitlines()}
+    for block in blocks(README, "python"):
+        assert {line.strip() for line in block.splitlines()} <= lines
+    run = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout.split("loss ")[-1]) < 0.1  # ln 2 = 0.69 before training
+
+
+def fit_options() -> list[list[str]]:
+    """Return what follows ``fit`` in every command that trains, under whatever starter."""
+    found = [shlex.split(command.split(" fit ")[1]) for command in COMMANDS if " fit " in command]
+    assert len(found) == len(commands("megatron-lightning fit", "torchrun", "srun"))
+    return found
+
+
+@pytest.mark.parametrize("options", fit_options(), ids=" ".join)
+def test_fit_takes_the_options(options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *[option for option in options if option != "--print_config"], "--print_config"])
+    assert not exit_.value.code, capsys.readouterr().err
+    assert "class_path: megatron_lightning.strategies.MegatronStrategy" in capsys.readouterr().out
+
+
+def test_torchrun_takes_the_options() -> None:
+    from torch.distributed.run import get_args_parser
+
+    [command] = commands("torchrun")
+    parsed = get_args_parser().parse_args(shlex.split(command)[1:])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.module) == ("4", "8", True)
+    assert (parsed.training_script, parsed.training_script_args[0]) == ("megatron_lightning", "fit")
+
+
+def save(path: Path, vocab_size: int, *, layers: int = 2) -> GPTModel:
+    config = TransformerConfig(num_layers=layers, hidden_size=16, num_attention_heads=2, vocab_size=vocab_size)
+    model = GPTModel(config)
+    shards = [TensorShards.whole(f"state_dict.model.{name}", tensor) for name, tensor in model.named_parameters()]
+    shards.append(TensorShards.whole("half", torch.arange(-4.0, 4.0).to(torch.bfloat16)))
+    save_sharded(path, shards, {"hyper_parameters": {"config": asdict(config)}, "state_dict": {}})
+    return model
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the text and the checkpoint that the commands name."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "stdlib").write_text((ROOT / "README.md").read_text())
+    save(folder / "demo" / "checkpoints" / "last.ckpt", 400)
+    return folder
+
+
+def run_here(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command of the README on little text: other sizes, the same options."""
+    monkeypatch.chdir(folder)
+    small = {"2048": "400", "stdlib": "./stdlib"}
+    main(
+        [
+            *(small.get(word, word) for word in shlex.split(command)[1:]),
+            *(["--max-new-tokens=4"] if "generate" in command else []),
+        ]
+    )
+
+
+def test_preprocess_generate_and_consolidate(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in commands("megatron-lightning preprocess", "megatron-lightning generate", "megatron-lightning checkpoint"):
+        if "parallel" not in command:
+            run_here(command, workplace, monkeypatch)
+    assert "def __init__(self" in capsys.readouterr().out
+    assert "state_dict" in torch.load(workplace / "demo" / "plain.ckpt", weights_only=True)
+
+
+@pytest.mark.slow  # four processes import torch
+def test_generate_on_a_layout(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands("megatron-lightning preprocess", "megatron-lightning generate"):
+        run_here(command, workplace, monkeypatch)
+    assert "import " in capsys.readouterr().out
+
+
+def test_the_reader_of_the_docs_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [program] = blocks((ROOT / "docs" / "checkpoints.md").read_text(), "python")
+    assert len(program.splitlines()) <= 51
+    reader: dict[str, Any] = {"__name__": "reader"}
+    exec(program, reader)
+    folder = tmp_path / "checkpoint"
+    model = save(folder, 50)
+    reader["main"](folder)
+    assert "state_dict.model.output_layer.weight (50, 16) float32" in capsys.readouterr().out
+    manifest = reader["read_manifest"](folder)
+    for name, parameter in model.named_parameters():
+        read = reader["read_tensor"](folder, manifest, f"state_dict.model.{name}")
+        assert np.array_equal(read, parameter.detach().numpy())
+    assert reader["read_tensor"](folder, manifest, "half").tolist() == list(range(-4, 4))
+    [shards] = folder.glob("tensors.*")
+    shards.write_bytes(shards.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(ValueError, match="damaged"):
+        reader["main"](folder)
+
+
+def test_the_schedule_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    [program] = blocks((ROOT / "docs" / "pipeline.md").read_text(), "python")
+    exec(program, {})
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_table_of_the_docs_is_the_one_of_the_package() -> None:
+    [program] = blocks((ROOT / "docs" / "parallelism.md").read_text(), "python")
+    config = SimpleNamespace(num_key_value_heads=2)
+    names: dict[str, Any] = {"config": config}
+    exec(program, names)
+    assert repr(names["plan"]) == repr(llama_hf_plan(config))
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    for path in re.findall(r"`((?:configs|examples|docs)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
