@@ -113,6 +113,10 @@ class CheckpointGlue:
             "layer_streams": dict(rank["layers"] for rank in ranks if "layers" in rank),
         }
 
+    def with_progress(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return ``checkpoint`` with what only we know of the run, for a checkpoint plugin of the user's own."""
+        return {**checkpoint, OWN: self._own_state(checkpoint)}
+
     def _view(self, optimizer: Any) -> DistributedOptimizer:
         """Return the optimizer as checkpoints see it."""
         if not isinstance(optimizer, _OptimizerHandle):
@@ -151,6 +155,11 @@ class CheckpointGlue:
         for key, names in self._tensor_dicts().items():
             checkpoint[key] = {**checkpoint.get(key, {}), **self._load_copies(key, names)}
         self._restore_own(checkpoint, fitting=module.trainer.state.fn == TrainerFn.FITTING)
+        return checkpoint
+
+    def progress_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return ``checkpoint``, which a plugin of the user's own has read, after taking over the progress in it."""
+        self._restore_own(checkpoint, fitting=self._strategy.module.trainer.state.fn == TrainerFn.FITTING)
         return checkpoint
 
     @property
@@ -269,7 +278,7 @@ class CheckpointGlue:
     def _with_named_parameters(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open a plain file once more, now that the optimizers exist whose parameters it numbers."""
         strategy = self._strategy
-        if not isinstance(self.source, PlainSource):
+        if not isinstance(self.source, PlainSource) or not checkpoint["optimizer_states"]:
             return checkpoint
         views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
         order = [[name for group in groups for name in group["params"]] for groups in self._merged_groups(views)]

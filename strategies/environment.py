@@ -15,9 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
@@ -95,6 +97,11 @@ class MegatronEnvironment(ParallelStrategy):
         return self.layout.num_stages
 
     @property
+    def user_checkpoint_io(self) -> CheckpointIO | None:
+        """A checkpoint plugin of the user's own; None: checkpoints are sharded directories."""
+        return None if type(self._checkpoint_io) is TorchCheckpointIO else self._checkpoint_io
+
+    @property
     def failure_watch(self) -> FailureWatch | None:
         """What ends this rank when another one fails; None outside a run and on one rank."""
         return self._failure_watch
@@ -110,6 +117,7 @@ class MegatronEnvironment(ParallelStrategy):
     def _configure_launcher(self) -> None:
         RankGrid(self.layout, self._planned_world_size)  # a layout that does not fit fails here, before any process starts
         preflight.check_precision(self.precision_plugin, self._planned_world_size)
+        preflight.check_checkpoint_io(self.user_checkpoint_io, self._planned_world_size)
         self._launcher = make_launcher(self)
 
     def check_before_launch(self) -> None:

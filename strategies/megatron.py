@@ -33,6 +33,7 @@ from megatron_lightning.pipeline import schedules
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas
 from megatron_lightning.strategies.batches import batch_size_of
+from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.environment import MegatronEnvironment
 from megatron_lightning.strategies.gradients import GradientFlow
@@ -361,13 +362,26 @@ class MegatronStrategy(MegatronEnvironment):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
+        if self.user_checkpoint_io is not None:
+            return super().optimizer_state(optimizer)
         return self._checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded checkpoint directory; committed by one rename when every rank has written its part.
 
-        After an exception on some ranks only, nothing is saved: the others are not here to write their parts.
+        After an exception on some ranks only, nothing is saved: the others are not here to write their parts. A checkpoint
+        plugin of the user's own gets Lightning's dict instead, with our progress in it.
+
+        Raises:
+            ConfigError: If there are ``storage_options`` and no plugin that understands them.
         """
+        if self._context is None:  # asked before the Trainer's setup: the module is whole
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self.user_checkpoint_io is not None:
+            super().save_checkpoint(self._checkpoints.with_progress(checkpoint), filepath, storage_options)
+            return
+        preflight.check_storage(str(filepath), storage_options)
         interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
         if interrupted and self.context.world_size > 1 and not self.all_ranks_interrupted():
             warnings.warn(
@@ -379,6 +393,11 @@ class MegatronStrategy(MegatronEnvironment):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
+        if self._context is None:  # asked before the Trainer's setup: there are no parts yet
+            whole: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return whole
+        if self.user_checkpoint_io is not None:
+            return self._checkpoints.progress_of(super().load_checkpoint(checkpoint_path, weights_only))
         if self._assembly is None:
             self._assemble()
         return self._checkpoints.load(str(self.broadcast(str(checkpoint_path))))
@@ -389,11 +408,17 @@ class MegatronStrategy(MegatronEnvironment):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
+        if self.user_checkpoint_io is not None:
+            super().load_optimizer_state_dict(checkpoint)
+            self._checkpoints.restore_random_state()
+            return
         self._checkpoints.load_optimizers(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint."""
-        if self.is_global_zero:
+        if self.user_checkpoint_io is not None:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
             self._checkpoints.remove(str(filepath))
 
     # ---------------------------------------------------------------------------------------------------- teardown
@@ -414,6 +439,8 @@ class MegatronStrategy(MegatronEnvironment):
             self._failure_watch.stop()
             self._failure_watch = None
         self.precision_plugin.teardown()
+        if self.user_checkpoint_io is not None:
+            self.checkpoint_io.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         if self.accelerator is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -50,6 +51,38 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
         raise ConfigError(
             f"precision={precision!r} is not supported on {world_size} ranks: its loss scale would differ between them. "
             f"Set it to one of {', '.join(SUPPORTED_PRECISION)}."
+        )
+
+
+def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
+    """Check the user's checkpoint plugin.
+
+    Raises:
+        ConfigError: If there are several ranks, each of which has a part of the checkpoint.
+    """
+    if plugin is not None and world_size > 1:
+        raise ConfigError(
+            f"plugins has a {type(plugin).__name__}, which saves one dict from one process, and here {world_size} ranks hold a "
+            "part each. Remove it (checkpoints are sharded directories; `megatron-lightning checkpoint consolidate` makes one "
+            "file of them), or use one device."
+        )
+
+
+def check_storage(path: str, storage_options: object) -> None:
+    """Check where a checkpoint is to be saved.
+
+    Raises:
+        ConfigError: If it is not a local path, or there are options that nobody reads.
+    """
+    if storage_options is not None:
+        raise ConfigError(
+            f"storage_options={storage_options!r} has no meaning for a checkpoint directory. Leave it out, or, on one device, "
+            "pass a CheckpointIO plugin that understands it: Trainer(plugins=[...])."
+        )
+    if "://" in path:
+        raise ConfigError(
+            f"{path} is not a path of this machine's file system, and checkpoint directories are written there alone. Set "
+            "dirpath or default_root_dir to a directory that all ranks see, or, on one device, pass a CheckpointIO plugin."
         )
 
 

@@ -106,8 +106,9 @@ class PlainSource:
 
     def __init__(self, path: Path, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
         checkpoint = load_plain_file(str(path))
-        optimizers = checkpoint.pop("optimizer_states", [])
+        optimizers = checkpoint.pop("optimizer_states", None)
         if optimizer_parameters:
+            optimizers = optimizers or []
             if len(optimizers) != len(optimizer_parameters):
                 raise CheckpointError(
                     f"{path} holds the states of {len(optimizers)} optimizers, and the model has {len(optimizer_parameters)}. "
@@ -115,7 +116,7 @@ class PlainSource:
                 )
             pairs = zip(optimizers, optimizer_parameters, strict=True)
             checkpoint["optimizer_states"] = [name_optimizer_state(entry, names) for entry, names in pairs]
-        elif optimizers:
+        elif optimizers is not None:
             checkpoint["optimizer_states"] = [{"state": {}, "param_groups": []} for _ in optimizers]
         self._tensors, self._state = split_tensors(checkpoint)
 

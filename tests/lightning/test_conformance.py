@@ -1,0 +1,128 @@
+"""What Lightning's own tests expect of a strategy and ours once missed: order of restoring, pickling, checkpoint plugins."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.trainers import Losses, trainer
+
+
+class _Remembering(pl.Callback):
+    """Keeps what it had restored when fit started."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value, self.at_fit_start = value, -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at_fit_start = self.value
+
+
+class _CountingIO(TorchCheckpointIO):
+    """A user's own plugin: plain files, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.saved: list[dict[str, Any]] = []
+        self.options: list[Any] = []
+        self.loaded = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.saved.append(checkpoint)
+        self.options.append(storage_options)
+        super().save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        self.loaded += 1
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def _fit(steps: int, *, ckpt_path: Any = None, **options: Any) -> tuple[pl.Trainer, list[float]]:
+    pl.seed_everything(3)
+    losses = Losses()
+    callbacks = [losses, *options.pop("callbacks", [])]
+    fitted = trainer(MegatronStrategy(), max_steps=steps, callbacks=callbacks, **options)
+    fitted.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=ckpt_path)
+    return fitted, losses.losses
+
+
+def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> int:
+    path = Path(folder) / "a.ckpt"
+    for value, ckpt_path in ((7, None), (0, path)):
+        callback = _Remembering(value)
+        fitted = trainer(MegatronStrategy(**options), max_steps=2 if ckpt_path is None else 3, callbacks=[callback])
+        fitted.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            fitted.save_checkpoint(path)
+    return callback.at_fit_start
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2})])
+def test_callbacks_are_restored_before_fit_starts(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    """A Timer, for one, decides in on_fit_start whether its time is over."""
+    assert run_ranks(ranks, _restored_before_fit_start, str(tmp_path), options) == [7] * ranks
+
+
+def test_a_trainer_can_be_pickled_after_fit() -> None:
+    fitted = trainer(MegatronStrategy(), max_steps=1)
+    fitted.fit(BoringModel())
+    assert pickle.loads(pickle.dumps(fitted)).global_step == 1
+
+
+def test_a_checkpoint_can_be_saved_and_read_before_setup(tmp_path: Path) -> None:
+    module, path = ToyModule(), tmp_path / "whole.ckpt"
+    fresh = trainer(MegatronStrategy())
+    fresh.strategy.connect(module)
+    fresh.save_checkpoint(path, weights_only=True)
+    loaded = trainer(MegatronStrategy()).strategy.load_checkpoint(path)
+    assert all(torch.equal(loaded["state_dict"][name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_the_users_checkpoint_plugin_saves_and_resumes(tmp_path: Path) -> None:
+    _, whole = _fit(4)
+    plugin, path = _CountingIO(), tmp_path / "a.ckpt"
+    stopped, first = _fit(2, plugins=[plugin])
+    stopped.save_checkpoint(path, storage_options={"key": 1})
+    assert path.is_file()
+    assert plugin.options == [{"key": 1}]
+    assert plugin.saved[0]["optimizer_states"][0]["state"]
+    _, rest = _fit(4, plugins=[plugin], ckpt_path=path)
+    assert plugin.loaded == 1
+    assert first + rest == whole  # bit-equal
+
+
+def test_asynchronous_checkpoint_plugin(tmp_path: Path) -> None:
+    stopped, _ = _fit(2, plugins=[AsyncCheckpointIO()])
+    stopped.save_checkpoint(tmp_path / "a.ckpt")
+    stopped.strategy.teardown()  # waits for the thread
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_a_checkpoint_plugin_is_refused_on_several_ranks() -> None:
+    with pytest.raises(ConfigError, match="2 ranks hold a part each"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(), plugins=[_CountingIO()], logger=False)
+
+
+def test_where_directories_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    fitted, _ = _fit(1)
+    with pytest.raises(ConfigError, match="storage_options"):
+        fitted.save_checkpoint(tmp_path / "a.ckpt", storage_options={"key": 1})
+    with pytest.raises(ConfigError, match="is not a path of this machine"):
+        fitted.save_checkpoint("memory://somewhere/a.ckpt")
