@@ -212,6 +212,7 @@ class MegatronStrategy(MegatronEnvironment):
             self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
+        preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, self.context.world_size)
         self._gradients = GradientFlow(
             self.module, self.assembly.specs, self.context, self.optimizers, sharded=self.data_parallel == "zero1"
         )
