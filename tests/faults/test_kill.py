@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,7 +22,7 @@ def run_job(start_method: str, fault: str, rank: int) -> tuple[int, str, float]:
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    output, _ = process.communicate(timeout=100)  # returns when the last process has closed its end of the pipe
+    output, _ = process.communicate(timeout=200)  # returns when the last process has closed its end of the pipe
     fault_at = re.search(r"FAULT (\S+)", output)
     elapsed_s = time.time() - float(fault_at[1]) if fault_at else 0.0
     left = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]

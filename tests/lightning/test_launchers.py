@@ -17,6 +17,7 @@ from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launchers import ScriptLauncher, WorkerLauncher
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
 JOB = ["-m", "tests.faults.job"]
 
 
@@ -39,7 +40,11 @@ def _run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> s
         )
         for command, environment in zip(commands, environments, strict=True)
     ]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
     return "\n".join(outputs)
 
