@@ -9,7 +9,6 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from torch.optim import LBFGS
 
 from megatron_lightning.config import TransformerConfig
@@ -101,7 +100,9 @@ def check_config(module: pl.LightningModule, layout: ParallelLayout, world_size:
         check_model_layout(config, layout, world_size)
 
 
-def check_optimizers(optimizers: Sequence[object], layout: ParallelLayout, micro_batch_size: int | None, world_size: int) -> None:
+def check_optimizers(
+    optimizers: Sequence[object], layout: ParallelLayout, micro_batch_size: int | None, world_size: int
+) -> None:
     """Check what ``configure_optimizers`` returned.
 
     Raises:
@@ -110,9 +111,9 @@ def check_optimizers(optimizers: Sequence[object], layout: ParallelLayout, micro
     searching = [optimizer for optimizer in optimizers if isinstance(optimizer, LBFGS)]
     if searching and (world_size > 1 or micro_batch_size is not None):
         raise ConfigError(
-            f"configure_optimizers returned {type(searching[0]).__name__}, which runs the step several times and decides by this "
-            f"rank's part of the model and of the data (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} "
-            "ranks). Use a first-order optimizer such as AdamW, or one device and micro_batch_size=None."
+            f"configure_optimizers returned {type(searching[0]).__name__}, which runs the step several times and decides by "
+            f"this rank's part of model and data (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks). "
+            "Use a first-order optimizer such as AdamW, or one device and micro_batch_size=None."
         )
 
 
