@@ -30,6 +30,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas
 from megatron_lightning.strategies.batches import batch_size_of
@@ -113,6 +115,7 @@ class MegatronStrategy(MegatronEnvironment):
         self.consumed_samples = 0
         """Samples that all data-parallel ranks together have trained on."""
         self._assembly: Assembly | None = None
+        self._executor: PipelineExecutor | None = None
         self._runner: StepRunner | None = None
         self._gradients: GradientFlow | None = None
         self._checkpoints = CheckpointGlue(self)
@@ -189,7 +192,10 @@ class MegatronStrategy(MegatronEnvironment):
         self.model_to_device()
         check_replicas(dict(module.named_parameters()), self.assembly.specs, self.context)
         self._describe_share()
-        self._runner = StepRunner(module, self.context, self.assembly, self.pipeline_schedule)
+        if self._executor is None:
+            self._executor = PipelineExecutor(self.context, Placement.loop(self.layout.pp, self.layout.vpp))
+            self._executor.warm_up()
+        self._runner = StepRunner(module, self.context, self.assembly, executor=self._executor, schedule=self.pipeline_schedule)
         self.barrier()
         if fitting:
             self._setup_training(trainer)
@@ -448,7 +454,7 @@ class MegatronStrategy(MegatronEnvironment):
             self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = ("_context", "_assembly", "_runner", "_gradients", "_failure_watch", "_launcher")
+        unpicklable = ("_context", "_assembly", "_executor", "_runner", "_gradients", "_failure_watch", "_launcher")
         return {**super().__getstate__(), **dict.fromkeys(unpicklable)}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.actions import Placement, Schedule
+from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import make_schedule
 from megatron_lightning.pipeline.simulate import validate
@@ -73,16 +73,25 @@ class StepRunner:
         module: The LightningModule.
         context: Groups of this rank.
         assembly: What this rank holds of the module.
+        executor: Runs the action tables.
         schedule: Name of the pipeline schedule.
     """
 
-    def __init__(self, module: pl.LightningModule, context: ParallelContext, assembly: Assembly, schedule: str) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        context: ParallelContext,
+        assembly: Assembly,
+        *,
+        executor: PipelineExecutor,
+        schedule: str,
+    ) -> None:
         self.module, self.context, self.assembly = module, context, assembly
         self.rng, self.metrics = ReplicaRng(context.device), MetricSync(module, context)
         self.num_stages = context.layout.num_stages
         self._schedule_name, self._schedules = schedule, dict[int, Schedule]()
-        self._executor = PipelineExecutor(context, Placement.loop(context.layout.pp, context.layout.vpp))
-        self._executor.warm_up()
+        self._executor = executor
+        self._executor.forget_boundaries()
         self._epoch = 0
         self._broadcast = StageBroadcast(context.pp, context.device)
 
