@@ -76,7 +76,7 @@ def _body_main(body: Callable[..., Any], *args: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().numpy(), body(*args))
 
 
-def run(layout: Layout, body: Callable[..., Any], folder: Path | str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run(layout: Layout, body: Callable[..., Any], folder: Path | str, *args: Any, timeout_s: float = 110.0) -> list[Any]:
     """Return what ``body`` gives on every rank of ``layout``."""
     ranks = run_ranks(layout.ranks, _body_main, body, layout, str(folder), *args, timeout_s=timeout_s)
     return tree_map_only(np.ndarray, torch.from_numpy, ranks)

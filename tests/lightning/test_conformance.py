@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from megatron_lightning.errors import ConfigError
@@ -126,3 +127,12 @@ def test_where_directories_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         fitted.save_checkpoint(tmp_path / "a.ckpt", storage_options={"key": 1})
     with pytest.raises(ConfigError, match="is not a path of this machine"):
         fitted.save_checkpoint("memory://somewhere/a.ckpt")
+
+
+def test_one_device_needs_no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm environment that was given by hand, outside of a job, as on a single device."""
+    for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    fitted = trainer(MegatronStrategy(), max_steps=1, plugins=[SLURMEnvironment(auto_requeue=False)])
+    fitted.fit(BoringModel())
+    assert fitted.global_rank == 0

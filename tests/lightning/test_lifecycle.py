@@ -1,0 +1,89 @@
+"""Trainers after one another, stages of one Trainer after one another, and what validate, test and predict return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.toy import ToyModule
+from tests.helpers.trainers import Losses, trainer
+from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, metrics_of, run, single
+
+
+def _in_turn(layout: Layout, folder: str) -> dict[str, Any]:
+    """fit, validate, fit, test, predict with one Trainer, then everything again with a second one and the same module."""
+    module, record = ToyModule(), Losses()
+    first = layout.trainer(folder, max_epochs=1, callbacks=[record])
+    results: dict[str, Any] = {}
+    first.fit(module, datamodule=layout.data_module())
+    results["validate"] = first.validate(module, datamodule=layout.data_module(), verbose=False)
+    first.fit_loop.max_epochs = 2
+    first.fit(module, datamodule=layout.data_module())
+    results["fit"] = metrics_of(first)
+    results["test"] = first.test(module, datamodule=layout.data_module(), verbose=False)
+    results["predict"] = first.predict(module, datamodule=layout.data_module()) if layout.data == 1 else None
+    second = layout.trainer(folder, max_epochs=1, callbacks=[record], gradient_clip_val=0.1)
+    results["validate again"] = second.validate(module, datamodule=layout.data_module(), verbose=False)
+    second.fit(module, datamodule=layout.data_module())
+    results["second"] = metrics_of(second)
+    return {**results, "norms": record.norms}
+
+
+@layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2])
+def test_one_module_in_several_trainers(layout: Layout, tmp_path: Path) -> None:
+    expected = single(_in_turn)
+    for rank in run(layout, _in_turn, tmp_path):
+        if layout.data > 1:
+            rank["predict"] = expected["predict"]
+        assert_close(rank, expected)
+
+
+def _evaluate_only(layout: Layout, folder: str) -> dict[str, Any]:
+    """Without any fit before: the module is cut for evaluation alone."""
+    return {
+        name: getattr(layout.trainer(folder), name)(ToyModule(), datamodule=layout.data_module(), verbose=False)
+        for name in ("validate", "test")
+    }
+
+
+@layouts(PP2, slow=[MICRO, DP2, PP2_DP2])
+def test_return_values_of_validate_and_test(layout: Layout, tmp_path: Path) -> None:
+    expected = single(_evaluate_only)
+    assert expected["test"][0].keys() == {"test_loss"}
+    for rank in run(layout, _evaluate_only, tmp_path):
+        assert_close(rank, expected)
+
+
+def _by_name(layout: Layout, folder: str) -> dict[str, Any]:
+    record = Losses()
+    named = trainer("megatron", default_root_dir=folder, max_epochs=1, callbacks=[record])
+    assert isinstance(named.strategy, MegatronStrategy)
+    named.fit(ToyModule(), datamodule=layout.data_module())
+    return {"norms": record.norms, "metrics": metrics_of(named)}
+
+
+def _plain(layout: Layout, folder: str) -> dict[str, Any]:
+    record = Losses()
+    plain = layout.trainer(folder, max_epochs=1, callbacks=[record])
+    plain.fit(ToyModule(), datamodule=layout.data_module())
+    return {"norms": record.norms, "metrics": metrics_of(plain)}
+
+
+def test_strategy_by_name(tmp_path: Path) -> None:
+    for rank in run(DP2, _by_name, tmp_path):
+        assert_close(rank, single(_plain))
+
+
+def _another_layout(layout: Layout, folder: str) -> None:
+    module = ToyModule()
+    layout.trainer(folder, max_epochs=1, limit_train_batches=1).fit(module, datamodule=layout.data_module())
+    with pytest.raises(ConfigError, match=r"sharded for tensor 1 x pipeline 2 .* Create a new module"):
+        DP2.trainer(folder, max_epochs=1).fit(module, datamodule=DP2.data_module())
+
+
+def test_a_module_cannot_change_its_layout(tmp_path: Path) -> None:
+    run(PP2, _another_layout, tmp_path)

@@ -1,0 +1,158 @@
+"""What cannot work is refused with the values found, why, and what to set; nobody hangs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.toy import ToyModule
+from tests.helpers.trainers import trainer
+from tests.lightning.support import DP2, MICRO, PP2, Layout, run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_parallel_size": 2}, r"context_parallel_size=2 is not available .* Set it to 1"),
+        ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2 is not available .* Set it to 1"),
+        ({"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size=2 differs .* Leave it unset"),
+        ({"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, r"virtual_pipeline.*2.* Set it to 1"),
+        ({"data_parallel": "fsdp"}, r"'fsdp'.* Set it to \"zero1\" or \"ddp\""),
+        ({"micro_batch_size": 0}, r"micro_batch_size is 0; set it to 1 or more"),
+        ({"start_method": "thread"}, r"'thread'. Set it to"),
+        ({"pipeline_schedule": "zigzag"}, r"zigzag"),
+        ({"pipeline_model_parallel_size": 0}, r"pipeline.*0"),
+        ({"tensor_model_parallel_size": -1}, r"tensor.*-1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MegatronStrategy(**options)
+
+
+def test_a_world_that_the_layout_does_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"3"):
+        trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=3)
+
+
+def test_a_loss_scale_on_several_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"precision='16-true' is not supported on 2 ranks.* Set it to one of 32-true"):
+        trainer(MegatronStrategy(), devices=2, precision="16-true")  # on a CPU Lightning replaces 16-mixed itself
+
+
+class _Manual(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Backward(ToyModule):
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        loss.backward()
+
+
+class _Twice(ToyModule):
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        super()._loss(batch)
+        return super()._loss(batch)
+
+
+class _Never(ToyModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return batch["ids"].float().mean().requires_grad_()
+
+
+class _Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+
+class _NoUnits(ToyModule):
+    def configure_model(self) -> None:
+        self.model = _Whole()
+
+
+class _TwoPipelines(ToyModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        other = ToyModule()
+        other.configure_model()
+        self.second = other.model
+
+
+class _Lbfgs(ToyModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+class _TooFewUnits(ToyModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.pipeline_units = lambda: ["embed"]
+
+
+class _NotATensor(ToyModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        original = self.model.forward
+        self.model.forward = lambda x: {"h": original(x)}
+
+
+class _ForeignMetric(ToyModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        from torchmetrics import MeanMetric
+
+        loss, _ = self._loss(batch)
+        metric = MeanMetric()
+        metric.update(loss)
+        self.log("foreign", metric)
+        return loss
+
+
+CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
+    "manual": (PP2, _Manual, ConfigError, r"_Manual optimizes manually.*pipeline 2.* Set automatic_optimization=True"),
+    "manual-data": (DP2, _Manual, ConfigError, r"_Manual optimizes manually.*2 ranks"),
+    "backward": (PP2, _Backward, ConfigError, r"_Backward overrides backward\(\).* Remove the override"),
+    "backward-micro": (MICRO, _Backward, ConfigError, r"overrides backward\(\)"),
+    "twice": (PP2, _Twice, PipelineError, r"training_step called the pipelined module twice on stage .* micro-batch 0"),
+    "never": (PP2, _Never, PipelineError, r"without calling the pipelined module \(model\). Call it exactly once"),
+    "no-units": (PP2, _NoUnits, MegatronLightningError, r"pipeline_units"),
+    "two-pipelines": (PP2, _TwoPipelines, MegatronLightningError, r"pipeline_units"),
+    "too-few-units": (PP2, _TooFewUnits, MegatronLightningError, r"at least 2 layers.*lists 1"),
+    "not-a-tensor": (PP2, _NotATensor, PipelineError, r"returned \(dict\); only tensors travel between stages"),
+    "foreign-metric": (PP2, _ForeignMetric, ConfigError, r"MeanMetric that is not an attribute .* Assign it to self"),
+    "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS.* Set|LBFGS.* Use"),
+    "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
+}
+
+
+def _refused(layout: Layout, folder: str, case: str) -> str | None:
+    """Return the error of this rank; one rank may see only that its peer is gone."""
+    _, module, kind, _ = CASES[case]
+    try:
+        layout.trainer(folder, max_epochs=1).fit(module(), datamodule=layout.data_module())
+    except kind as error:
+        return str(error)
+    except RuntimeError as error:
+        return f"peer: {error}"
+    return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modules(case: str, tmp_path: Path) -> None:
+    layout, _, _, message = CASES[case]
+    errors = run(layout, _refused, tmp_path, case)
+    assert None not in errors
+    said = [error for error in errors if not error.startswith("peer: ")]
+    assert said
+    for error in said:
+        assert re.search(message, error, re.DOTALL), error

@@ -1,0 +1,179 @@
+"""Steps of every form: random masks, own ways to cut a batch, several tensors between stages, the module itself pipelined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers.toy import HIDDEN, SEQUENCE, VOCABULARY, ToyData, ToyModule
+from tests.helpers.trainers import Losses
+from tests.lightning.support import (
+    DP2,
+    MICRO,
+    PP2,
+    PP2_DP2,
+    PP2_WHOLE,
+    Layout,
+    assert_close,
+    layouts,
+    mean_over_ranks,
+    metrics_of,
+    run,
+    single,
+)
+
+
+def _fit(layout: Layout, folder: str, module: pl.LightningModule, data: pl.LightningDataModule | None = None) -> dict[str, Any]:
+    record = Losses()
+    trainer = layout.trainer(folder, max_epochs=2, callbacks=[record], gradient_clip_val=0.5)
+    trainer.fit(module, datamodule=data or layout.data_module())
+    return {"losses": record.losses, "norms": record.norms, "metrics": metrics_of(trainer)}
+
+
+def _compare(layout: Layout, folder: Path, body: Any, *args: Any) -> None:
+    expected, ranks = single(body, *args), run(layout, body, folder, *args)
+    assert_close(mean_over_ranks([rank["losses"] for rank in ranks]), expected["losses"])
+    for rank in ranks:
+        assert_close(rank["norms"], expected["norms"])
+        assert_close(rank["metrics"], expected["metrics"])
+
+
+def _masked(layout: Layout, folder: str) -> dict[str, Any]:
+    pl.seed_everything(5, verbose=False)
+    return _fit(layout, folder, ToyModule(mask=True))
+
+
+@layouts(PP2, PP2_WHOLE, slow=[MICRO])
+def test_random_mask_before_the_call(layout: Layout, tmp_path: Path) -> None:
+    """Drawn for every micro-batch on every stage, in training and validation: the numbers of one device."""
+    _compare(layout, tmp_path, _masked)
+
+
+class _Cut(ToyModule):
+    """``shift`` has as many entries as the batch, but by position in the sequence: only its owner can know."""
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        assert batch["shift"].shape == (SEQUENCE,)
+        return super()._loss({**batch, "ids": (batch["ids"] + batch["shift"]) % VOCABULARY})
+
+
+def split_batch(batch: dict[str, Any], micro_batch_size: int) -> list[dict[str, Any]]:
+    starts = range(0, len(batch["ids"]), micro_batch_size)
+    return [{**batch, **{key: batch[key][start : start + micro_batch_size] for key in ("ids", "tgt")}} for start in starts]
+
+
+class _CutBySelf(_Cut):
+    def split_batch(self, batch: dict[str, Any], micro_batch_size: int) -> list[dict[str, Any]]:
+        return split_batch(batch, micro_batch_size)
+
+
+class _ShiftData(ToyData):
+    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        return {**batch, "shift": torch.arange(SEQUENCE)}
+
+
+class _ShiftDataCuts(_ShiftData):
+    def split_batch(self, batch: dict[str, Any], micro_batch_size: int) -> list[dict[str, Any]]:
+        return split_batch(batch, micro_batch_size)
+
+
+def _cut(layout: Layout, folder: str, owner: str) -> dict[str, Any]:
+    data = (_ShiftDataCuts if owner == "data" else _ShiftData)(8 // layout.data, 32)
+    return _fit(layout, folder, _Cut() if owner == "data" else _CutBySelf(), data)
+
+
+@pytest.mark.parametrize("owner", ["module", pytest.param("data", marks=pytest.mark.slow)])
+@layouts(PP2, slow=[MICRO, PP2_DP2])
+def test_split_batch_of_the_users_own(layout: Layout, owner: str, tmp_path: Path) -> None:
+    _compare(layout, tmp_path, _cut, owner)
+
+
+class _Wide(nn.Module):
+    """Two tensors cross each boundary, one of them without a gradient; positions reach every stage as a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(HIDDEN, HIDDEN) for i in range(4)})
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def pipeline_units(self) -> list[str]:
+        return ["embed", *(f"layers.{key}" for key in self.layers), "head"]
+
+    def forward(self, x: Any, *, positions: Tensor) -> Any:
+        if self.embed is not None:
+            h, first = self.embed(x), x.float().unsqueeze(-1)
+        else:
+            h, first = x
+        for layer in self.layers.values():
+            h = h + torch.tanh(layer(h) + first * 0.01 + positions.unsqueeze(-1) * 0.1)
+        return (h, first) if self.head is None else self.head(h)
+
+
+class _WideModule(ToyModule):
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = _Wide()
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(SEQUENCE, dtype=torch.float32).expand(batch["ids"].shape)
+        logits = self.model(x=batch["ids"], positions=positions)
+        return F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten()), logits
+
+
+def _wide(layout: Layout, folder: str) -> dict[str, Any]:
+    return _fit(layout, folder, _WideModule())
+
+
+@layouts(PP2, slow=[MICRO, PP2_DP2, PP2_WHOLE])
+def test_several_tensors_between_stages(layout: Layout, tmp_path: Path) -> None:
+    _compare(layout, tmp_path, _wide)
+
+
+class _Itself(pl.LightningModule):
+    """The LightningModule is the pipelined module; it is built in ``__init__``; the step returns a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Embedding(VOCABULARY, HIDDEN)
+        self.second = nn.Linear(HIDDEN, HIDDEN)
+        self.third = nn.Linear(HIDDEN, VOCABULARY)
+
+    def pipeline_units(self) -> list[str]:
+        return ["first", "second", "third"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in (self.first, self.second, self.third):
+            x = unit(x) if unit is not None else x
+        return x
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = F.cross_entropy(self(batch["ids"]).flatten(0, 1), batch["tgt"].flatten())
+        self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=self.trainer.world_size > 1)
+        self.log_dict({"a": loss * 2, "b": 3}, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch["ids"]).flatten(0, 1), batch["tgt"].flatten()), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _itself(layout: Layout, folder: str) -> dict[str, Any]:
+    result = _fit(layout, folder, _Itself())
+    del result["metrics"]["largest"]  # the largest of micro-batches, or of batches: the module's own definition
+    return result
+
+
+@layouts(PP2, slow=[MICRO, DP2, PP2_DP2, PP2_WHOLE])
+def test_the_lightning_module_itself_is_pipelined(layout: Layout, tmp_path: Path) -> None:
+    _compare(layout, tmp_path, _itself)
