@@ -68,6 +68,28 @@ class MegatronEnvironment(ParallelStrategy):
     def _planned_world_size(self) -> int:
         return self.num_nodes * max(1, self.num_processes)
 
+    # A world of one asks no cluster environment: it may have been given by hand, outside of the job it describes.
+
+    @property
+    def global_rank(self) -> int:
+        """Rank in the world."""
+        return super().global_rank if self._planned_world_size > 1 else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Rank on this node."""
+        return super().local_rank if self._planned_world_size > 1 else 0
+
+    @property
+    def node_rank(self) -> int:
+        """Which node this is."""
+        return super().node_rank if self._planned_world_size > 1 else 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return super().world_size if self._planned_world_size > 1 else 1
+
     @property
     def is_distributed(self) -> bool:
         """Whether there are several ranks, so that Lightning hands ``sync_dist`` values to :meth:`reduce`."""
@@ -108,7 +130,7 @@ class MegatronEnvironment(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
-        if self.cluster_environment is not None:
+        if self.cluster_environment is not None and self._planned_world_size > 1:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self._planned_world_size)
         # One function under two names in Lightning's packages; loggers and messages of rank 0 ask it.
