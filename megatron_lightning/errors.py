@@ -19,6 +19,10 @@ class CheckpointError(MegatronLightningError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged, or does not fit the model."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """A path at which no checkpoint stands."""
+
+
 class ShardingError(MegatronLightningError, RuntimeError):
     """A parameter or module whose declared sharding does not hold."""
 

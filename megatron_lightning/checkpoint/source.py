@@ -19,10 +19,12 @@ from megatron_lightning.checkpoint.naming import name_optimizer_state, split_ten
 from megatron_lightning.checkpoint.shard_file import Piece, read_box
 from megatron_lightning.checkpoint.state import load_plain_file, load_state
 from megatron_lightning.checkpoint.storage import RangeReader
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import AxisGroup
+
+_MISSING = (b"", b"")
 
 
 class TensorInfo(NamedTuple):
@@ -148,10 +150,13 @@ def open_checkpoint(
         group: The ranks that call this together.
 
     Raises:
-        CheckpointError: On every rank, if there is no complete checkpoint or it cannot be read safely.
+        MissingCheckpointError: On every rank, if nothing stands at ``path``.
+        CheckpointError: On every rank, if what stands there is not complete or cannot be read safely.
     """
     folder = Path(path)
     content = on_first_rank(group, lambda: _read_directory(folder))
+    if content == _MISSING:
+        raise MissingCheckpointError(f"there is no checkpoint at {folder}. Check the path.")
 
     def build() -> CheckpointSource:
         if content is None:
@@ -162,11 +167,11 @@ def open_checkpoint(
 
 
 def _read_directory(path: Path) -> tuple[bytes, bytes] | None:
-    """Return manifest and state of a directory, None for a plain file."""
+    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing."""
     if path.is_file():
         return None
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.")
+        return _MISSING
     if not is_committed(path):
         raise CheckpointError(
             f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of this package. "
