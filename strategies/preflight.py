@@ -112,7 +112,7 @@ def check_optimizers(
     if searching and (world_size > 1 or micro_batch_size is not None):
         raise ConfigError(
             f"configure_optimizers returned {type(searching[0]).__name__}, which runs the step several times and decides by "
-            f"this rank's part of model and data (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks)."
+            f"this rank's part of the run (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks)."
             " Use a first-order optimizer such as AdamW, or one device and micro_batch_size=None."
         )
 
