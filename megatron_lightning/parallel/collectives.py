@@ -5,9 +5,10 @@ and their sequence-parallel forms (https://arxiv.org/abs/2205.05198).
     reduce_from_axis    all-reduce      / identity           gather       all-gather     / own part
     gather_sequence     all-gather      / reduce-scatter     reduce_scatter  reduce-scatter / all-gather
 
-All go through torch's functional collectives, which ``torch.compile`` traces and activation checkpointing may save or
-recompute. None works in place on its argument, and over an axis of one rank each returns its argument. The functions that
-end in ``_start`` and ``_finish`` have no gradient: between the two, other work overlaps the communication.
+All go through torch's functional collectives (for large tensors on CPUs, the operators of ``cpu_exchange``, which have
+finished when they return); ``torch.compile`` traces both, and activation checkpointing may save or recompute them. None
+works in place on its argument, and over an axis of one rank each returns its argument. The functions that end in ``_start``
+and ``_finish`` have no gradient: between the two, other work overlaps the communication.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel import cpu_exchange
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import part_of
 
@@ -41,7 +43,11 @@ def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
 
 def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """Begin to concatenate the ranks' ``x`` along ``dim``."""
-    return x if group.size == 1 else _ops.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), group.size, _name(group))
+    if group.size == 1:
+        return x
+    gather = torch.ops.megatron_lightning.all_gather if cpu_exchange.pays(x) else _ops.all_gather_into_tensor
+    started: Tensor = gather(x.movedim(dim, 0).contiguous(), group.size, _name(group))
+    return started
 
 
 def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -51,7 +57,14 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
         ShardingError: If the extent does not divide over the ranks.
     """
     _part(x, group, dim)
-    return x if group.size == 1 else _ops.reduce_scatter_tensor(x.movedim(dim, 0).contiguous(), "sum", group.size, _name(group))
+    if group.size == 1:
+        return x
+    x = x.movedim(dim, 0).contiguous()
+    if cpu_exchange.pays(x):
+        started: Tensor = torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group))
+    else:
+        started = _ops.reduce_scatter_tensor(x, "sum", group.size, _name(group))
+    return started
 
 
 def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
