@@ -215,7 +215,7 @@ class CheckpointGlue:
         return fresh
 
     def _restore_own(self, checkpoint: dict[str, Any], *, fitting: bool) -> None:
-        own = checkpoint.get(OWN)
+        own = checkpoint.pop(OWN, None)  # hooks see the dict that they know from one device
         if own is None or not fitting:
             return
         strategy = self._strategy

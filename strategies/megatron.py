@@ -432,6 +432,7 @@ class MegatronStrategy(MegatronEnvironment):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one stops, so that nobody waits for it."""
+        super().on_exception(exception)
         if self._failure_watch is not None:
             self._failure_watch.report(exception)
 

@@ -22,16 +22,20 @@ from tests.helpers.trainers import Losses, trainer
 
 
 class _Remembering(pl.Callback):
-    """Keeps what it had restored when fit started."""
+    """Keeps what it had restored when fit started, and the keys of the checkpoint that hooks were shown."""
 
     def __init__(self, value: int = 0) -> None:
         self.value, self.at_fit_start = value, -1
+        self.keys: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value = state_dict["value"]
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.keys = sorted(checkpoint)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.at_fit_start = self.value
@@ -64,7 +68,7 @@ def _fit(steps: int, *, ckpt_path: Any = None, **options: Any) -> tuple[pl.Train
     return fitted, losses.losses
 
 
-def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> int:
+def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> tuple[int, list[str]]:
     path = Path(folder) / "a.ckpt"
     for value, ckpt_path in ((7, None), (0, path)):
         callback = _Remembering(value)
@@ -72,13 +76,15 @@ def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> int:
         fitted.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=ckpt_path)
         if ckpt_path is None:
             fitted.save_checkpoint(path)
-    return callback.at_fit_start
+    return callback.at_fit_start, callback.keys
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2})])
 def test_callbacks_are_restored_before_fit_starts(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
     """A Timer, for one, decides in on_fit_start whether its time is over."""
-    assert run_ranks(ranks, _restored_before_fit_start, str(tmp_path), options) == [7] * ranks
+    results = run_ranks(ranks, _restored_before_fit_start, str(tmp_path), options)
+    assert [restored for restored, _ in results] == [7] * ranks
+    assert all("state_dict" in keys and "megatron_lightning" not in keys for _, keys in results)
 
 
 def test_a_trainer_can_be_pickled_after_fit() -> None:
