@@ -59,14 +59,14 @@ def _data(layout: Layout, shuffle: bool, num_workers: int = 0, num_samples: int 
     return _Data(8 // layout.data, num_samples, shuffle, num_workers)
 
 
-def _stopped(layout: Layout, folder: str, shuffle: bool, num_workers: int, stop: int, epochs: int) -> dict[str, Any]:
+def _stopped(layout: Layout, folder: str, shuffle: bool, num_workers: int, stop: int) -> dict[str, Any]:
     """Train twice: in one go (saving on the way), and from the checkpoint of step ``stop`` on."""
     whole, seen = Losses(), _Seen()
     # After an epoch's last step Lightning saves before validation and does not validate when it resumes; what validation draws
     # would be missing. So the epoch's end is saved as ModelCheckpoint does it by default: after validation.
     often = {"every_n_epochs": 1} if stop == STEPS_PER_EPOCH else {"every_n_train_steps": stop}
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, **often)
-    options: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": True, "gradient_clip_val": 0.5}
+    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "gradient_clip_val": 0.5}
     pl.seed_everything(7, verbose=False)
     module = _Dropping()
     layout.trainer(folder, callbacks=[whole, seen, keep], **options).fit(module, datamodule=_data(layout, shuffle, num_workers))
@@ -91,19 +91,19 @@ ALL_STOPS = [(shuffle, workers, stop) for shuffle in (True, False) for workers i
 
 @pytest.mark.parametrize(
     ("layout", "shuffle", "num_workers", "stop"),
-    [pytest.param(layout, *case, id=f"{layout.name}-{case}") for layout, case in zip((PP2, PP2_DP2, DP2), STOPS, strict=True)]
+    [pytest.param(layout, *case, id=f"{layout.name}-{case}") for layout, case in zip((PP2, DP2, PP2_DP2), STOPS, strict=True)]
     + [
         pytest.param(layout, *case, id=f"{layout.name}-{case}", marks=pytest.mark.slow)
         for layout in (MEGATRON1, MICRO, PP2, DP2, DDP2, PP2_DP2)
         for case in ALL_STOPS
-        if (layout, case) not in list(zip((PP2, PP2_DP2, DP2), STOPS, strict=True))
+        if (layout, case) not in list(zip((PP2, DP2, PP2_DP2), STOPS, strict=True))
     ],
 )
 def test_resume_is_bit_equal(layout: Layout, shuffle: bool, num_workers: int, stop: int, tmp_path: Path) -> None:
-    for rank in run(layout, _stopped, tmp_path, shuffle, num_workers, stop, 3):
+    for rank in run(layout, _stopped, tmp_path, shuffle, num_workers, stop):
         assert rank["resumed"] == rank["whole"]
         assert rank["same"]
-        assert (rank["steps"], rank["consumed"]) == (15, 120)
+        assert (rank["steps"], rank["consumed"]) == (10, 80)
 
 
 def _first_part(layout: Layout, folder: str, shuffle: bool) -> Any:
