@@ -363,13 +363,20 @@ class MegatronStrategy(MegatronEnvironment):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
+    @property
+    def _checkpoints_are_whole(self) -> bool:
+        """Whether they are Lightning's own: with a plugin of the user's, and in a process that has no ranks yet (or had none:
+        the one that spawned them).
+        """
+        return self.user_checkpoint_io is not None or self._context is None
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the module's state."""
         return self.module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
-        if self.user_checkpoint_io is not None:
+        if self._checkpoints_are_whole:
             return super().optimizer_state(optimizer)
         return self._checkpoints.optimizer_state(optimizer)
 
@@ -415,9 +422,10 @@ class MegatronStrategy(MegatronEnvironment):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
-        if self.user_checkpoint_io is not None:
+        if self._checkpoints_are_whole:
             super().load_optimizer_state_dict(checkpoint)
-            self._checkpoints.restore_random_state()
+            if self._runner is not None:
+                self._checkpoints.restore_random_state()
             return
         self._checkpoints.load_optimizers(checkpoint)
 

@@ -142,3 +142,14 @@ def test_one_device_needs_no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> 
     fitted = trainer(MegatronStrategy(), max_steps=1, plugins=[SLURMEnvironment(auto_requeue=False)])
     fitted.fit(BoringModel())
     assert fitted.global_rank == 0
+
+
+def test_the_process_that_started_the_ranks_can_save_and_restore(tmp_path: Path) -> None:
+    """The ranks are forked; this process was none of them."""
+    fitted = trainer(MegatronStrategy(start_method="fork"), devices=2, max_steps=1)
+    module = BoringModel()
+    fitted.fit(module)
+    fitted.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(saved["layer.weight"], module.layer.weight)
+    fitted._checkpoint_connector.restore(tmp_path / "a.ckpt")
