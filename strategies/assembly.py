@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -193,3 +194,20 @@ def check_replicas(parameters: Mapping[str, Tensor], specs: Mapping[str, ShardSp
                 f"{len(differing)} parameter(s) differ between the {axis} ranks {list(group.ranks)}, and their spec says they "
                 f"are replicated: {', '.join(differing[:5])}. Initialise them from one seed, or declare how they are sharded."
             )
+
+
+def check_same_batch(batch: object, context: ParallelContext) -> None:
+    """Check that the ranks of a model replica read the same batch; a collective of the replica.
+
+    Raises:
+        ShardingError: If they do not, so that stages and tensor ranks would work on different samples.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    marks = [fingerprint(tensor).to(context.device) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]
+    replica = context.axis("tp-pp")
+    if disagreeing(torch.stack(marks).sum().view(1).to(context.device), replica):
+        raise ShardingError(
+            f"ranks {list(replica.ranks)} hold parts of one model replica and read different first batches. Draw random "
+            "transforms from torch's generators (seed_everything(..., workers=True) seeds those of workers), and give these "
+            "ranks one shard of an iterable dataset."
+        )

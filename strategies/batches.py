@@ -54,18 +54,22 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> 
     Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors are concatenated on dim 0,
     lists of plain values are joined; nested structures are followed.
     """
+    present = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if output is not None]
+    if not present:
+        return None
+    outputs, weights = [output for output, _ in present], [weight for _, weight in present]
     first = outputs[0]
-    if len(outputs) == 1 or first is None:
+    if len(outputs) == 1:
         return first
     if isinstance(first, Tensor):
-        return _weighted_mean(outputs, weights) if first.ndim == 0 else torch.cat(list(outputs))
+        return weighted_mean(outputs, weights) if first.ndim == 0 else torch.cat(list(outputs))
     if isinstance(first, Mapping):
         merged = {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
         if "num_items" in first:
             merged["num_items"] = sum(output["num_items"] for output in outputs)
         return merged
     if isinstance(first, bool | int | float):
-        return float(_weighted_mean([torch.tensor(float(output)) for output in outputs], weights))
+        return float(weighted_mean([torch.tensor(float(output)) for output in outputs], weights))
     if isinstance(first, list) and not any(isinstance(item, Tensor) for item in first):
         return [item for output in outputs for item in output]
     if isinstance(first, list | tuple):
@@ -74,12 +78,14 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> 
     return list(outputs)
 
 
-def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """Return the mean of scalars, weighted; zero where nothing weighs anything."""
     stacked = torch.stack(list(values))
-    if len({weight if isinstance(weight, float) else None for weight in weights}) == 1 and isinstance(weights[0], float):
-        return stacked.mean()
-    weight = torch.stack([torch.as_tensor(w, dtype=torch.float32, device=stacked.device) for w in weights])
-    return (stacked * weight).sum() / weight.sum().clamp(min=1e-38)
+    stacked = stacked if stacked.is_floating_point() else stacked.float()
+    if all(isinstance(weight, int | float) for weight in weights) and len(set(weights)) == 1:
+        return stacked.mean() if weights[0] else stacked.new_zeros(())
+    weight = torch.stack([torch.as_tensor(w, dtype=stacked.dtype, device=stacked.device) for w in weights])
+    return (stacked * weight).sum() / weight.sum().clamp(min=torch.finfo(stacked.dtype).tiny)
 
 
 def _is_list_of(leaf: Any, size: int) -> bool:

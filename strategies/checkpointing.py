@@ -72,15 +72,25 @@ class CheckpointGlue:
             if key != "state_dict" and not _is_tensor_dict(key, value):
                 continue
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
-            rest[key] = {name: other for name, other in value.items() if not isinstance(other, Tensor)}
+            rest[key] = self._merged_over_stages({name: x for name, x in value.items() if not isinstance(x, Tensor)})
             for name, tensor in tensors.items():
                 if name not in self._strategy.assembly.tied:
                     yield TensorShards.local(
                         f"{key}.{name}", self._spec(name, tensor), tensor, writes=self._writes(name, tensor)
                     )
 
+    def _merged_over_stages(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """Return what the pipeline ranks have beside tensors (extra states of their layers), put together."""
+        pipeline = self._strategy.context.pp
+        ranks: list[Any] = [entries]
+        if pipeline.process_group is not None:
+            ranks = [None] * pipeline.size
+            dist.all_gather_object(ranks, entries, group=pipeline.process_group)
+        return {name: value for rank in reversed(ranks) for name, value in rank.items()}
+
     def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
-        return self._strategy.assembly.specs.get(name) or ShardSpec.replicated(tensor.shape)
+        spec = self._strategy.assembly.specs.get(name)
+        return spec if spec is not None and spec.local_shape == tuple(tensor.shape) else ShardSpec.replicated(tensor.shape)
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
         replicated = () if self._strategy.assembly.in_unit(name) else ("pp",)
@@ -151,7 +161,9 @@ class CheckpointGlue:
         module = self._strategy.module
         self._source, self._path = open_checkpoint(path, group=self._strategy.context.axis("world")), path
         checkpoint = self._source.state()
-        checkpoint["state_dict"] = {**checkpoint.get("state_dict", {}), **self._load_module(module.strict_loading)}
+        local = module.state_dict()
+        others = {name: value for name, value in checkpoint.get("state_dict", {}).items() if name in local}
+        checkpoint["state_dict"] = {**others, **self._load_module(module.strict_loading)}
         for key, names in self._tensor_dicts().items():
             checkpoint[key] = {**checkpoint.get(key, {}), **self._load_copies(key, names)}
         self._restore_own(checkpoint, fitting=module.trainer.state.fn == TrainerFn.FITTING)
@@ -299,7 +311,12 @@ class _OptimizerHandle(dict[str, Any]):
 
 
 def _is_tensor_dict(key: str, value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and "." not in key and all(isinstance(t, Tensor) for t in value.values())
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and "." not in key
+        and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
+    )
 
 
 def _state_shards(prefix: str, state: StateTensor) -> TensorShards:

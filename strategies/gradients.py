@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.reducer import GradientReducer
@@ -49,25 +50,47 @@ class GradientFlow:
         *,
         sharded: bool,
     ) -> None:
-        self._context, self._specs = context, specs
+        self._module, self._context, self._specs, self._optimizers = module, context, specs, optimizers
         self._sharded = sharded and context.dp_cp.size > 1
-        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.reducer = GradientReducer(parameters, specs, context, sharded=self._sharded)
-        self._names = dict(module.named_parameters())
-        self._views = [
-            DistributedOptimizer(optimizer, self.reducer, self._names) if isinstance(optimizer, Optimizer) else None
-            for optimizer in optimizers
-        ]
+        self._attach()
         self.last_norm: Tensor | None = None
         """Global norm before the last clipping by norm."""
         self.computed = False
         """Whether the gradients of the current flush exist already."""
         self._is_last_flush = True
-        self._window_open = False
+        self._window_open = self._window_was_open = False
         self._num_items: Tensor | None = None
         self._native_weight: Tensor | None = None
         self._clipped: Precision | None = None
         self._released = False
+
+    def _attach(self) -> None:
+        """Build the reduction of the parameters that are trainable now, and let the optimizers step its results."""
+        self._names = dict(self._module.named_parameters())
+        trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
+        self.reducer = GradientReducer(trainable, self._specs, self._context, sharded=self._sharded)
+        self._views = [
+            DistributedOptimizer(optimizer, self.reducer, self._names) if isinstance(optimizer, Optimizer) else None
+            for optimizer in self._optimizers
+        ]
+
+    def _follow_unfreezing(self) -> None:
+        """Reduce parameters as well that a callback has made trainable since.
+
+        Raises:
+            ConfigError: If this cannot be done while other ranks have other parameters, or parts of the optimizer's state.
+        """
+        trainable = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        if len(trainable) == len(self.reducer.parameters) or self._context.world_size == 1:
+            return
+        if self._sharded or self._context.pp.size > 1:
+            raise ConfigError(
+                f"{len(trainable)} parameters are trainable, and {len(self.reducer.parameters)} were when training began. "
+                'Layers are frozen or unfrozen during fit only with data_parallel="ddp" and pipeline_model_parallel_size=1. '
+                "Set these, or choose what is trained before fit."
+            )
+        self.reducer.detach()
+        self._attach()
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizers read, by parameter name."""
@@ -94,12 +117,19 @@ class GradientFlow:
 
     def begin_flush(self) -> None:
         """Prepare for the backward passes of a flush."""
+        self._follow_unfreezing()
+        self._window_was_open = self._window_open
         if self._window_open:
             self.reducer.expose()
         else:
             self._num_items, self._window_open = None, True
             self.reducer.start_window()
         self.reducer.sync = False
+
+    def after_backwards(self) -> None:
+        """Launch what is left to reduce, before logs are reduced over the same ranks."""
+        if self._is_last_flush:
+            self.reducer.launch()
 
     def before_last_backward(self, stage: int) -> None:
         """Let the reduction start with the stage's last backward of the window."""
@@ -110,6 +140,12 @@ class GradientFlow:
         self._add_items(num_items)
         self.reducer.hide()
         self.computed = True
+
+    def drop_flush(self) -> None:
+        """Forget a flush whose step returned nothing, as Lightning skips it."""
+        self.computed = False
+        self._window_open = self._window_was_open
+        self.reducer.hide()
 
     def expose(self) -> None:
         """Bring the gradients back."""
@@ -139,6 +175,7 @@ class GradientFlow:
     @contextmanager
     def native_backward(self) -> Generator[None, None, None]:
         """Around one backward pass that produces all gradients of a flush."""
+        self._follow_unfreezing()
         if self.reducer.buckets:
             if self._window_open:
                 self.reducer.expose()
@@ -155,6 +192,7 @@ class GradientFlow:
         self.computed = False
         if not self._is_last_flush:
             return
+        self.reducer.launch()
         scale = self._scale()
         if self.reducer.buckets or isinstance(scale, Tensor) or scale != 1.0:
             self.reducer.finish(scale)

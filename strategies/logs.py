@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.batches import weighted_mean
 
 
 @dataclass
@@ -111,7 +112,7 @@ class LogRecorder:
 def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
     key = (reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")).lower()
     if key in ("mean", "avg"):
-        return lambda values, weights: (values * weights).sum() / weights.sum()
+        return lambda values, weights: weighted_mean(values.unbind(), weights.unbind())
     reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
     if key in reductions:
         return lambda values, weights: reductions[key](values)

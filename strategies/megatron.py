@@ -33,7 +33,7 @@ from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas
+from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas, check_same_batch
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
@@ -119,6 +119,7 @@ class MegatronStrategy(MegatronEnvironment):
         self._runner: StepRunner | None = None
         self._gradients: GradientFlow | None = None
         self._checkpoints = CheckpointGlue(self)
+        self._batch_checked = False
         self._configure_model: Callable[[], None] | None = None
         self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
 
@@ -184,6 +185,9 @@ class MegatronStrategy(MegatronEnvironment):
         self._assemble()
         fitting = trainer.state.fn == TrainerFn.FITTING
         preflight.check_module(module, self.layout, self.micro_batch_size, self.context.world_size, fitting=fitting)
+        preflight.check_callbacks(trainer, sharded=self.data_parallel == "zero1" and self.context.dp.size > 1)
+        length = getattr(getattr(trainer, "datamodule", None), "sequence_length", None)
+        preflight.check_config(module, self.layout, self.context.world_size, length if isinstance(length, int) else None)
         connector = trainer._accelerator_connector
         if self._injects_samplers is None:
             self._injects_samplers = connector.use_distributed_sampler
@@ -214,6 +218,7 @@ class MegatronStrategy(MegatronEnvironment):
             )
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
+        self._batch_checked = False
         if self._gradients is None:
             self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()
@@ -272,10 +277,13 @@ class MegatronStrategy(MegatronEnvironment):
         runner, gradients = self.runner, self.gradient_flow
         microbatches = runner.split(batch, self.micro_batch_size)
         trainer = self.module.trainer
+        if not self._batch_checked:
+            check_same_batch(batch, self.context)
+            self._batch_checked = True
         self.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
         for sampler in self.train_samplers():
             sampler.advance()
-        if self._is_native(microbatches):
+        if self._is_native:
             output = super().training_step(batch, *args, **kwargs)
             gradients.note_native_output(output, trainer.accumulate_grad_batches)
             return output
@@ -288,9 +296,12 @@ class MegatronStrategy(MegatronEnvironment):
             context=self.precision_plugin.train_step_context,
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             before_last_backward=gradients.before_last_backward,
+            after_backwards=gradients.after_backwards,
         )
         result = runner.run(step)
         gradients.end_flush(result.num_items)
+        if result.output is None:
+            gradients.drop_flush()
         return result.output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -329,15 +340,16 @@ class MegatronStrategy(MegatronEnvironment):
 
     def _evaluate(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         microbatches = self.runner.split(batch, self.micro_batch_size)
-        if self._is_native(microbatches):
+        if self._is_native:
             return getattr(super(), hook)(batch, *args, **kwargs)
         context = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])
         step = Step(hook=hook, microbatches=microbatches, args=(*args, *kwargs.values()), context=context)
         return self.runner.run(step).output
 
-    def _is_native(self, microbatches: list[Any]) -> bool:
-        """Whether Lightning's own step does the work: one stage and one micro-batch."""
-        return self.num_stages == 1 and len(microbatches) == 1
+    @property
+    def _is_native(self) -> bool:
+        """Whether Lightning's own steps do the work: one stage, whole batches; the same for every batch and rank."""
+        return self.num_stages == 1 and self.micro_batch_size is None
 
     @property
     def runner(self) -> StepRunner:

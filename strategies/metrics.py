@@ -19,10 +19,15 @@ class MetricSync:
 
     def __init__(self, module: nn.Module, context: ParallelContext) -> None:
         self._context = context
+        self.in_step = False
+        """Whether a pipelined step runs, in which only the last stage reaches the metrics."""
         self._metrics = {path: metric for path, metric in module.named_modules() if isinstance(metric, Metric)}
         for metric in self._metrics.values():
             if metric.dist_sync_fn is None and context.world_size > 1:
                 metric.dist_sync_fn = self.gather
+
+    def __deepcopy__(self, memo: object) -> MetricSync:
+        return self  # a copied metric synchronises over the same ranks
 
     def release(self) -> None:
         """Give the metrics their own synchronisation back."""
@@ -41,7 +46,7 @@ class MetricSync:
         states: list[Tensor] = [state]
         if context.pp.rank == 0 and context.dp_cp.size > 1:
             states = gather_all_tensors(state, context.dp_cp.process_group)
-        if context.pp.size > 1:
+        if context.pp.size > 1 and not self.in_step:
             box = [[s.cpu() for s in states] if context.pp.rank == 0 else None]
             dist.broadcast_object_list(box, src=context.pp.ranks[0], group=context.pp.process_group)
             states = [s.to(state.device) for s in box[0] or []]
@@ -58,7 +63,7 @@ class MetricSync:
         get an empty entry, so that torchmetrics gathers them here as well.
         """
         for path, metric in self._metrics.items():
-            if metric._update_count == counts[path]:
+            if metric._update_count == counts.get(path, metric._update_count):
                 continue
             metric._update_count, metric._computed = counts[path], None
             for name, default in metric._defaults.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -89,7 +90,24 @@ def check_storage(path: str, storage_options: object) -> None:
         )
 
 
-def check_config(module: pl.LightningModule, layout: ParallelLayout, world_size: int) -> None:
+def check_callbacks(trainer: pl.Trainer, *, sharded: bool) -> None:
+    """Check what callbacks do to the optimizer.
+
+    Raises:
+        ConfigError: If one looks for whole parameters in an optimizer that has parts of them.
+    """
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    finetuning = next((callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None)
+    if sharded and finetuning is not None:
+        raise ConfigError(
+            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state is sharded over the "
+            'data-parallel ranks with data_parallel="zero1". Set data_parallel="ddp".'
+        )
+
+
+def check_config(
+    module: pl.LightningModule, layout: ParallelLayout, world_size: int, sequence_length: int | None = None
+) -> None:
     """Check the model's sizes against the layout, where the module says them in ``config``.
 
     Raises:
@@ -97,7 +115,7 @@ def check_config(module: pl.LightningModule, layout: ParallelLayout, world_size:
     """
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
-        check_model_layout(config, layout, world_size)
+        check_model_layout(config, layout, world_size, sequence_length=sequence_length)
 
 
 def check_optimizers(

@@ -55,6 +55,8 @@ class Step:
     """Factor of the losses, 1 / accumulated flushes; None: no backward."""
     before_last_backward: Callable[[int], None] | None = None
     """Called with the stage before its last backward, from when on gradients may be reduced."""
+    after_backwards: Callable[[], None] | None = None
+    """Called when all backwards have run, before anything else is communicated."""
 
 
 @dataclass
@@ -126,9 +128,15 @@ class StepRunner:
             self._epoch = self.module.trainer.current_epoch
             self._executor.forget_boundaries()
         self.rng.begin_step()
-        with program.intercepted():
-            schedule = self._schedule(len(step.microbatches))
-            self._executor.run(schedule, program, backward=step.backward_scale is not None)
+        schedule = self._schedule(len(step.microbatches))
+        self.metrics.in_step = True
+        try:
+            with program.intercepted():
+                self._executor.run(schedule, program, backward=step.backward_scale is not None)
+        finally:
+            self.metrics.in_step = False
+        if step.after_backwards is not None:
+            step.after_backwards()
         if self.num_stages > 1:
             self.rng.end_step()
         return self._share(program, sharing_tensors=step.hook == "predict_step")
@@ -200,6 +208,11 @@ class _StepProgram:
             self._items[microbatch] = items.detach()
         if self._step.backward_scale is None or output is None:
             return None
+        if isinstance(output, Mapping) and "loss" not in output:
+            raise PipelineError(
+                f"{self._step.hook} returned a dict with {', '.join(map(repr, output)) or 'no entries'}; the loss is missing. "
+                'Return {"loss": loss, ...}, or the loss itself.'
+            )
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         if counted:
             return loss * self._items[microbatch]
@@ -219,7 +232,7 @@ class _StepProgram:
         """Return shapes and dtypes of the micro-batch: equal ones give equal stage boundaries."""
         leaves = torch.utils._pytree.tree_leaves(self._step.microbatches[microbatch])
         shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, Tensor))
-        return (self._step.hook, torch.is_autocast_enabled(), shapes)
+        return (self._step.hook, shapes)
 
     def before_last_backward(self, stage: int) -> None:
         """Let gradient reduction start."""

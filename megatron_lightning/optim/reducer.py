@@ -113,6 +113,14 @@ class GradientReducer:
                 gone = self._finished and (bucket.sharded or name in self._unused)
                 parameter.grad = None if gone else view
 
+    def launch(self) -> None:
+        """Launch the reductions that no hook has launched, such as those of buckets with unused parameters.
+
+        To be called before any other collective of the data group, which ranks that used other parameters would otherwise
+        meet in another order.
+        """
+        self._launch_in_order(everything=True)
+
     def finish(self, scale: float | Tensor = 1.0) -> None:
         """Complete the reduction and multiply the gradients by ``scale``.
 
@@ -124,7 +132,7 @@ class GradientReducer:
         """
         if self._finished and self.buckets:
             raise PipelineError("finish() was called twice; the gradients are reduced already. Call start_window() first.")
-        self._launch_in_order(everything=True)
+        self.launch()
         for bucket in self.buckets:
             for group in bucket.sum_groups:
                 self._all_reduce(bucket.gradient, group)
