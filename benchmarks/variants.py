@@ -173,7 +173,7 @@ def _ours(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             data_parallel=data_parallel,  # type: ignore[arg-type]
-            micro_batch_size=shape.batch // dp // num_microbatches,
+            micro_batch_size=shape.batch // dp // num_microbatches if num_microbatches > 1 else None,
         )
 
     return Variant(
