@@ -8,14 +8,16 @@ state of the random generator in which an epoch's order was drawn is kept, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _update_dataloader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -99,7 +101,8 @@ class ResumableSampler(Sampler[int]):
         torch.set_rng_state(self._states["default"])
         if "sampler" in self._states and self._own_generator() is not None:
             self._own_generator().set_state(self._states["sampler"])
-        indices = list(self.order)
+        total = len(self.order)  # type: ignore[arg-type]
+        indices = list(islice(self.order, total))  # not to its end, where RandomSampler draws once more
         if not shared:
             torch.set_rng_state(before)
         return indices
@@ -115,12 +118,35 @@ def resumable(loader: DataLoader[Any], group: AxisGroup) -> DataLoader[Any]:
     length is returned as it is: it shards and resumes itself.
     """
     custom_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
-    if isinstance(loader.dataset, IterableDataset) or custom_batches or not hasattr(loader.sampler, "__len__"):
+    if isinstance(loader.dataset, IterableDataset) or custom_batches or not hasattr(_order(loader), "__len__"):
         return loader
-    if isinstance(loader.sampler, ResumableSampler | DistributedSampler):
+    if isinstance(_order(loader), ResumableSampler | DistributedSampler):
         return loader
-    sampler = ResumableSampler(loader.sampler, group, batch_size=loader.batch_size or 1, drop_last=bool(loader.drop_last))
-    return _update_dataloader(loader, sampler)
+    given = _given_batches(loader)
+    batch_size, drop_last = (given.batch_size, given.drop_last) if given else (loader.batch_size or 1, bool(loader.drop_last))
+    return _with_sampler(loader, ResumableSampler(_order(loader), group, batch_size=batch_size, drop_last=drop_last))
+
+
+def _given_batches(loader: DataLoader[Any]) -> BatchSampler | None:
+    """Return the plain BatchSampler that the user made the DataLoader with; the loader itself then knows no batch size."""
+    batches = loader.batch_sampler
+    return batches if type(batches) is BatchSampler and loader.batch_size is None else None
+
+
+def _order(loader: DataLoader[Any]) -> Iterable[int]:
+    """Return the user's sampler; beside a given BatchSampler, torch puts a sequential one that nobody asks."""
+    given = _given_batches(loader)
+    return given.sampler if given else loader.sampler
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None) -> DataLoader[Any]:
+    """Return a DataLoader like ``loader`` that reads in another order."""
+    args, options = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
+    given = _given_batches(loader)
+    if given is not None:
+        options.update(batch_size=given.batch_size, drop_last=given.drop_last)
+    made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **options)
+    return made
 
 
 def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: RunningStage) -> DataLoader[Any]:
@@ -128,17 +154,18 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
 
     For validation and test the first samples are repeated if the ranks cannot have equal shares; predictions never repeat.
     """
-    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler) or group.size == 1:
+    if isinstance(loader.dataset, IterableDataset) or isinstance(_order(loader), DistributedSampler) or group.size == 1:
         return loader
     share: dict[str, Any] = {"num_replicas": group.size, "rank": group.rank, "shuffle": False}
     if stage == RunningStage.PREDICTING:
         return _sharded_for_prediction(loader, share)
     sampler: Sampler[int]
-    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
+    order = _order(loader)
+    if isinstance(order, RandomSampler | SequentialSampler):
         sampler = DistributedSampler(loader.dataset, **share)
     else:
-        sampler = DistributedSamplerWrapper(loader.sampler, **share)
-    return _update_dataloader(loader, sampler, mode=stage)
+        sampler = DistributedSamplerWrapper(order, **share)
+    return _with_sampler(loader, sampler, stage)
 
 
 def _sharded_for_prediction(loader: DataLoader[Any], share: dict[str, Any]) -> DataLoader[Any]:

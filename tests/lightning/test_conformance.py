@@ -13,11 +13,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.toy import ToyData, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
 
 
@@ -153,3 +154,52 @@ def test_the_process_that_started_the_ranks_can_save_and_restore(tmp_path: Path)
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(saved["layer.weight"], module.layer.weight)
     fitted._checkpoint_connector.restore(tmp_path / "a.ckpt")
+
+
+class _Batches(pl.Callback):
+    """Sample ids of the training and validation batches."""
+
+    def __init__(self) -> None:
+        self.training: list[list[int]] = []
+        self.validation: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.training.append(batch["id"].tolist())
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.validation.append(batch["id"].tolist())
+
+
+def _given_batch_sampler(strategy: bool) -> tuple[list[list[int]], list[list[int]]]:
+    pl.seed_everything(3)
+    seen = _Batches()
+    dataset = [{**sample, "id": torch.tensor(i)} for i, sample in enumerate(samples(20, seed=1))]
+    loaders = [
+        DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset, generator=_generator()), 4, drop_last=True))
+        for _ in range(2)
+    ]
+    fitted = trainer(MegatronStrategy() if strategy else "auto", max_epochs=2, callbacks=[seen])
+    fitted.fit(ToyModule(), *loaders)
+    return seen.training, seen.validation
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def test_a_batch_sampler_of_the_users_own_keeps_its_batches() -> None:
+    plain = run_ranks(1, _given_batch_sampler, False)[0]
+    assert run_ranks(1, _given_batch_sampler, True)[0] == plain
+    assert len(plain[0]) == 10
+    assert {len(ids) for ids in plain[0]} == {4}
+    shared = run_ranks(2, _given_batch_sampler, True)
+    assert {len(ids) for training, _ in shared for ids in training} == {4}
+    # Each replica takes every second sample of the user's order, so ten of them: two batches of four an epoch.
+    first = [sample for batch in zip(*(training[:2] for training, _ in shared), strict=True) for sample in _interleave(*batch)]
+    assert first == [sample for batch in plain[0][:5] for sample in batch][:16]
+
+
+def _interleave(left: list[int], right: list[int]) -> list[int]:
+    return [sample for pair in zip(left, right, strict=True) for sample in pair]

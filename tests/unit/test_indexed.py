@@ -166,6 +166,7 @@ def test_ctrl_c_of_preprocess_leaves_nothing(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"text": f"document {i} " * 2000}) + "\n" for i in range(3000))
     (tmp_path / "in.jsonl").write_text(lines)
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
         "from megatron_lightning.data.preprocess import preprocess\n"
         f"preprocess({str(tmp_path / 'out' / 'x')!r}, {str(tmp_path / 'in.jsonl')!r}, vocab_size=400, workers=2)"
     )
