@@ -288,7 +288,8 @@ class MegatronStrategy(MegatronEnvironment):
             gradients.note_native_output(output, trainer.accumulate_grad_batches)
             return output
         skip_backward = trainer.fit_loop._skip_backward
-        gradients.begin_flush()
+        if not skip_backward:
+            gradients.begin_flush()
         step = Step(
             hook="training_step",
             microbatches=microbatches,
@@ -296,9 +297,11 @@ class MegatronStrategy(MegatronEnvironment):
             context=self.precision_plugin.train_step_context,
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             before_last_backward=gradients.before_last_backward,
-            after_backwards=gradients.after_backwards,
+            after_backwards=None if skip_backward else gradients.after_backwards,
         )
         result = runner.run(step)
+        if skip_backward:
+            return result.output
         gradients.end_flush(result.num_items)
         if result.output is None:
             gradients.drop_flush()

@@ -14,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 10.0  # from the fault to the end of the job's last process, as users are promised
 
 
 def run_job(start_method: str, fault: str, rank: int) -> tuple[int, str, float]:
@@ -39,11 +40,6 @@ def _belongs(process: psutil.Process, session: int) -> bool:
         return False
 
 
-def _limit_s() -> float:
-    """Ten seconds, in proportion longer where other work keeps the cores busy."""
-    return 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:
     code, output, _ = run_job("popen", "none", 0)
     assert code == 0, output
@@ -62,7 +58,7 @@ def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:
 )
 def test_a_killed_rank_ends_the_job(start_method: str, rank: int, expected: str) -> None:
     code, output, elapsed_s = run_job(start_method, "kill", rank)
-    assert code != 0 and elapsed_s < _limit_s(), f"{elapsed_s} s\n{output}"
+    assert code != 0 and elapsed_s < LIMIT_S, f"{elapsed_s} s\n{output}"
     assert re.search(f"megatron_lightning: {expected}", output), output
 
 
@@ -72,6 +68,6 @@ def test_a_killed_rank_ends_the_job(start_method: str, rank: int, expected: str)
 )
 def test_an_exception_ends_the_job_with_its_traceback(start_method: str, rank: int) -> None:
     code, output, elapsed_s = run_job(start_method, "raise", rank)
-    assert code != 0 and elapsed_s < _limit_s(), f"{elapsed_s} s\n{output}"
+    assert code != 0 and elapsed_s < LIMIT_S, f"{elapsed_s} s\n{output}"
     assert "ValueError: the injected fault" in output and "job.py" in output, output
     assert f"rank {rank} on" in output, output
