@@ -14,6 +14,7 @@ from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+DataParallel = Literal["ddp", "zero1", "fsdp"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

@@ -1,0 +1,102 @@
+"""The strategy's checkpoint hooks: which of Lightning's calls become sharded directories, and which stay Lightning's own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
+from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.stepping import MegatronSteps
+
+
+class MegatronCheckpoints(MegatronSteps):
+    """Saves and loads directories of any layout through Lightning's hooks."""
+
+    _checkpoints: CheckpointGlue
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning asks for the optimizer state after the module's."""
+        return True
+
+    def on_train_start(self) -> None:
+        """Continue an interrupted epoch: with the data order and the random numbers it would have had."""
+        self._checkpoints.restore_position(self.train_samplers())
+
+    @property
+    def _checkpoints_are_whole(self) -> bool:
+        """Whether they are Lightning's own: with a plugin of the user's, and in a process that has no ranks yet (or had none:
+        the one that spawned them).
+        """
+        return self.user_checkpoint_io is not None or self._context is None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the module's state."""
+        return self.module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
+        if self._checkpoints_are_whole:
+            return super().optimizer_state(optimizer)
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a sharded checkpoint directory; committed by one rename when every rank has written its part.
+
+        After an exception on some ranks only, nothing is saved: the others are not here to write their parts. A checkpoint
+        plugin of the user's own gets Lightning's dict instead, with our progress in it.
+
+        Raises:
+            ConfigError: If there are ``storage_options`` and no plugin that understands them.
+        """
+        if self._context is None:  # asked before the Trainer's setup: the module is whole
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self.user_checkpoint_io is not None:
+            super().save_checkpoint(self._checkpoints.with_progress(checkpoint), filepath, storage_options)
+            return
+        preflight.check_storage(str(filepath), storage_options)
+        interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if interrupted and self.context.world_size > 1 and not self.all_ranks_interrupted():
+            warnings.warn(
+                f"{filepath} is not saved: the exception reached only some of the {self.context.world_size} ranks.",
+                stacklevel=2,
+            )
+            return
+        self._checkpoints.save(checkpoint, str(self.broadcast(str(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
+        if self._context is None:  # asked before the Trainer's setup: there are no parts yet
+            whole: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return whole
+        if self.user_checkpoint_io is not None:
+            return self._checkpoints.progress_of(super().load_checkpoint(checkpoint_path, weights_only))
+        if self._assembly is None:
+            self._assemble()
+        return self._checkpoints.load(str(self.broadcast(str(checkpoint_path))))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of the module."""
+        self._checkpoints.load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizer states."""
+        if self._checkpoints_are_whole:
+            super().load_optimizer_state_dict(checkpoint)
+            if self._runner is not None:
+                self._checkpoints.restore_random_state()
+            return
+        self._checkpoints.load_optimizers(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint."""
+        if self.user_checkpoint_io is not None:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._checkpoints.remove(str(filepath))

@@ -1,0 +1,203 @@
+"""The steps of the strategy: one Lightning batch is one flush of the pipeline, and gradients follow Lightning's own hook order.
+
+:class:`MegatronSteps` knows how a batch is run; how the module was cut comes from ``assembly``, the flush from ``steps``,
+reduction and clipping from ``gradients``, the order of the data from ``sampling``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lightning.config import DataParallel
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch
+from megatron_lightning.strategies.batches import batch_size_of
+from megatron_lightning.strategies.environment import MegatronEnvironment
+from megatron_lightning.strategies.gradients import GradientFlow
+from megatron_lightning.strategies.launchers import StartMethod
+from megatron_lightning.strategies.sampling import ResumableSampler
+from megatron_lightning.strategies.steps import Step, StepRunner
+
+_STEP_CONTEXTS: Mapping[str, str] = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+class MegatronSteps(MegatronEnvironment):
+    """Runs training, validation, test and predict steps on every rank.
+
+    Args:
+        layout: Sizes of the parallel axes.
+        micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
+        data_parallel: What the data-parallel ranks share of gradients and optimizer state.
+        sharding_plan: Tensor-parallel table of a model that has no ``sharding_plan()`` of its own.
+        start_method: See :class:`MegatronEnvironment`.
+        process_group_backend: See :class:`MegatronEnvironment`.
+        timeout_s: See :class:`MegatronEnvironment`.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        *,
+        micro_batch_size: int | None,
+        data_parallel: DataParallel,
+        sharding_plan: ShardingPlan | None,
+        start_method: StartMethod,
+        process_group_backend: str | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
+        self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
+        self.consumed_samples = 0
+        """Samples that all data-parallel ranks together have trained on."""
+        self._assembly: Assembly | None = None
+        self._runner: StepRunner | None = None
+        self._gradients: GradientFlow | None = None
+        self._batch_checked = False
+
+    def _assemble(self) -> None:
+        self._assembly = assemble(self.module, self.context, self.sharding_plan)
+
+    @property
+    def assembly(self) -> Assembly:
+        """How this rank's part of the module was made.
+
+        Raises:
+            ConfigError: Before the module is set up.
+        """
+        if self._assembly is None:
+            raise ConfigError("the module has not been sharded yet; it is in or after configure_model.")
+        return self._assembly
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """Global gradient norm before clipping, of the last step that clipped by norm."""
+        return self._gradients.last_norm if self._gradients else None
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients over every axis, as they are now; a collective."""
+        return self.gradient_flow.norm()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""
+        return self._gradients.by_name() if self._gradients else {}
+
+    def train_samplers(self) -> list[ResumableSampler]:
+        """Return the samplers of the training data that this strategy made."""
+        combined = self.module.trainer.fit_loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
+        return [loader.sampler for loader in loaders if isinstance(getattr(loader, "sampler", None), ResumableSampler)]
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""
+        runner, gradients = self.runner, self.gradient_flow
+        microbatches = runner.split(batch, self.micro_batch_size)
+        trainer = self.module.trainer
+        if not self._batch_checked:
+            check_same_batch(batch, self.context)
+            self._batch_checked = True
+        self.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
+        for sampler in self.train_samplers():
+            sampler.advance()
+        if self._is_native:
+            output = super().training_step(batch, *args, **kwargs)
+            gradients.note_native_output(output, trainer.accumulate_grad_batches)
+            return output
+        skip_backward = trainer.fit_loop._skip_backward
+        if not skip_backward:
+            gradients.begin_flush()
+        step = Step(
+            hook="training_step",
+            microbatches=microbatches,
+            args=(*args, *kwargs.values()),
+            context=self.precision_plugin.train_step_context,
+            backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
+            before_last_backward=gradients.before_last_backward,
+            after_backwards=None if skip_backward else gradients.after_backwards,
+        )
+        result = runner.run(step)
+        if skip_backward:
+            return result.output
+        gradients.end_flush(result.num_items)
+        if result.output is None:
+            gradients.drop_flush()
+        return result.output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Publish the gradients between Lightning's backward hooks; compute them first if no schedule did."""
+        gradients, module = self.gradient_flow, self.module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if gradients.computed:
+            gradients.expose()
+        else:
+            with gradients.native_backward():
+                weighted = gradients.weighted(closure_loss)
+                self.precision_plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        gradients.finish_flush()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients inside the block without reducing them."""
+        with self.gradient_flow.accumulating():
+            yield
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of validation."""
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of testing."""
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of prediction; every stage gets the whole output."""
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        microbatches = self.runner.split(batch, self.micro_batch_size)
+        if self._is_native:
+            return getattr(super(), hook)(batch, *args, **kwargs)
+        context = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])
+        step = Step(hook=hook, microbatches=microbatches, args=(*args, *kwargs.values()), context=context)
+        return self.runner.run(step).output
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether Lightning's own steps do the work: one stage, whole batches; the same for every batch and rank."""
+        return self.num_stages == 1 and self.micro_batch_size is None
+
+    @property
+    def runner(self) -> StepRunner:
+        """Runs steps.
+
+        Raises:
+            ConfigError: Before setup.
+        """
+        if self._runner is None:
+            raise ConfigError("steps can be run after the Trainer has set the strategy up.")
+        return self._runner
+
+    @property
+    def gradient_flow(self) -> GradientFlow:
+        """Reduces and exposes gradients.
+
+        Raises:
+            ConfigError: Outside of fitting.
+        """
+        if self._gradients is None:
+            raise ConfigError("gradients exist while the Trainer fits.")
+        return self._gradients
