@@ -29,6 +29,45 @@ _COUNTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleOptions:
+    """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    initial_scale: float = 2.0**32
+    """Scale of the first step; the first steps find out by overflowing how much of it fits."""
+    growth_interval: int = 1000
+    """Steps without overflow after which the scale is raised."""
+    growth_factor: float = 2.0
+    """By how much it is raised."""
+    backoff_factor: float = 0.5
+    """By how much it is lowered after an overflow."""
+    hysteresis: int = 2
+    """Overflows that are skipped before the scale is lowered; counted anew when the scale is raised."""
+    min_scale: float = 1.0
+    """The scale is never lowered below this."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.min_scale <= self.initial_scale:
+            raise ConfigError(
+                f"loss scale: initial_scale is {self.initial_scale} and min_scale {self.min_scale}; the scale starts at the "
+                "first and never falls below the second. Set 0 < min_scale <= initial_scale."
+            )
+        if self.growth_interval < 1 or self.hysteresis < 1:
+            raise ConfigError(
+                f"loss scale: growth_interval is {self.growth_interval} and hysteresis {self.hysteresis}; both count steps. "
+                "Set them to 1 or more."
+            )
+        if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
+            raise ConfigError(
+                f"loss scale: growth_factor is {self.growth_factor} and backoff_factor {self.backoff_factor}; the first raises "
+                "the scale, the second lowers it. Set growth_factor above 1, and backoff_factor between 0 and 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer.
 

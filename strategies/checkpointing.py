@@ -115,6 +115,7 @@ class CheckpointGlue:
         data = [rank["data"] for rank in ranks if "data" in rank]
         return {
             "consumed_samples": strategy.consumed_samples,
+            "skipped_steps": strategy.skipped_steps,
             "samplers": [sampler.state_dict() for sampler in strategy.train_samplers()],
             "layout": asdict(context.layout),
             "tied": dict(strategy.assembly.tied),
@@ -232,7 +233,7 @@ class CheckpointGlue:
             return
         strategy = self._strategy
         context = strategy.context
-        strategy.consumed_samples = own["consumed_samples"]
+        strategy.consumed_samples, strategy.skipped_steps = own["consumed_samples"], own.get("skipped_steps", 0)
         self._positions = [] if _epoch_finished(checkpoint) else own["samplers"]
         replica = context.dp.rank
         if own["loaders"]:

@@ -197,6 +197,9 @@ class MegatronStrategy(MegatronCheckpoints):
         )
         if self.context.world_size > 1:
             self._gradients.take_over_clipping(self.precision_plugin)
+        if self._loss_scaling is not None:
+            self._loss_scaling.ranks = self.context.axis("world")
+            self._hold_schedulers()
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -228,6 +231,7 @@ class MegatronStrategy(MegatronCheckpoints):
     def teardown(self) -> None:
         """Give back hooks and threads; the module stays where it is."""
         self._restore_configure_model()
+        self._release_schedulers()
         if self._gradients is not None:
             self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
         if self._runner is not None:

@@ -17,7 +17,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 
-SUPPORTED_PRECISION = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+SUPPORTED_PRECISION = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
 
 def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_parallel: str, start_method: str) -> None:
@@ -53,7 +53,7 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
     precision = getattr(plugin, "precision", "32-true")
     if world_size > 1 and precision not in SUPPORTED_PRECISION:
         raise ConfigError(
-            f"precision={precision!r} is not supported on {world_size} ranks: its loss scale would differ between them. "
+            f"precision={precision!r} is not supported on {world_size} ranks: its small gradients would vanish. "
             f"Set it to one of {', '.join(SUPPORTED_PRECISION)}."
         )
 

@@ -6,10 +6,12 @@ reduction and clipping from ``gradients``, the order of the data from ``sampling
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import functools
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from megatron_lightning.config import DataParallel
@@ -21,6 +23,7 @@ from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.environment import MegatronEnvironment
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
+from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
 from megatron_lightning.strategies.sampling import ResumableSampler
 from megatron_lightning.strategies.steps import Step, StepRunner
 
@@ -59,11 +62,29 @@ class MegatronSteps(MegatronEnvironment):
         super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
         self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
         self.consumed_samples = 0
-        """Samples that all data-parallel ranks together have trained on."""
+        """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
+        self.skipped_steps = 0
+        """Optimizer steps that were left out because a gradient was not finite."""
         self._assembly: Assembly | None = None
         self._runner: StepRunner | None = None
         self._gradients: GradientFlow | None = None
         self._batch_checked = False
+        self._step_skipped = False
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """What decides the dtypes: Lightning's plugin, exchanged for its counterpart that is right on several ranks."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else megatron_plugin(plugin)
+
+    @property
+    def _loss_scaling(self) -> MegatronMixedPrecision | None:
+        """The precision plugin, if it scales losses."""
+        plugin = self.precision_plugin
+        return plugin if isinstance(plugin, MegatronMixedPrecision) and plugin.loss_scale is not None else None
 
     def _assemble(self) -> None:
         self._assembly = assemble(self.module, self.context, self.sharding_plan)
@@ -122,6 +143,7 @@ class MegatronSteps(MegatronEnvironment):
             args=(*args, *kwargs.values()),
             context=self.precision_plugin.train_step_context,
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
+            loss_scale=self._loss_scaling.scale if self._loss_scaling else 1.0,
             before_last_backward=gradients.before_last_backward,
             after_backwards=None if skip_backward else gradients.after_backwards,
         )
@@ -148,6 +170,35 @@ class MegatronSteps(MegatronEnvironment):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step unless the gradients overflowed, and count the steps that were skipped."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._step_skipped = self._loss_scaling is not None and self._loss_scaling.step_skipped
+        self.skipped_steps += self._step_skipped
+        return output
+
+    def _hold_schedulers(self) -> None:
+        """Let schedulers that count steps wait where a step was skipped (Lightning steps them after every batch)."""
+        module = self.module
+        counting = [config.scheduler for config in self.lr_scheduler_configs if config.interval == "step"]
+        original: Callable[..., None] = module.lr_scheduler_step
+
+        @functools.wraps(original)
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            if not (self._step_skipped and any(scheduler is held for held in counting)):
+                original(scheduler, metric)
+
+        if counting and not hasattr(module.__dict__.get("lr_scheduler_step"), "__wrapped__"):
+            module.__dict__["lr_scheduler_step"] = lr_scheduler_step
+
+    def _release_schedulers(self) -> None:
+        attributes = self.module.__dict__
+        original = getattr(attributes.get("lr_scheduler_step"), "__wrapped__", None)
+        if original is not None:
+            del attributes["lr_scheduler_step"]
+            if getattr(original, "__self__", None) is not self.module:  # the user had put it on the instance
+                attributes["lr_scheduler_step"] = original
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -53,6 +53,8 @@ class Step:
     """Precision context of one forward."""
     backward_scale: float | None = None
     """Factor of the losses, 1 / accumulated flushes; None: no backward."""
+    loss_scale: float = 1.0
+    """Further factor of the losses, which the precision plugin takes out of the gradients again."""
     before_last_backward: Callable[[int], None] | None = None
     """Called with the stage before its last backward, from when on gradients may be reduced."""
     after_backwards: Callable[[], None] | None = None
@@ -214,9 +216,11 @@ class _StepProgram:
                 'Return {"loss": loss, ...}, or the loss itself.'
             )
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        weight: float | Tensor = self.weights[microbatch] / sum(self.weights) * self._step.backward_scale
         if counted:
-            return loss * self._items[microbatch]
-        return loss * (self.weights[microbatch] / sum(self.weights) * self._step.backward_scale)
+            weight = self._items[microbatch]
+        scale = self._step.loss_scale
+        return loss * weight if scale == 1.0 else loss.float() * (weight * scale)  # fp16 holds no more than 65504
 
     @property
     def num_items(self) -> Tensor | None:

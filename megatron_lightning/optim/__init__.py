@@ -8,11 +8,13 @@ if TYPE_CHECKING:
     from megatron_lightning.optim.buckets import Bucket, Fragment
     from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
     from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
+    from megatron_lightning.optim.loss_scale import DynamicLossScale
     from megatron_lightning.optim.reducer import GradientReducer
 
 __all__ = [
     "Bucket",
     "DistributedOptimizer",
+    "DynamicLossScale",
     "Fragment",
     "GradientReducer",
     "StateTensor",
@@ -26,6 +28,7 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "Bucket": "megatron_lightning.optim.buckets",
         "DistributedOptimizer": "megatron_lightning.optim.distributed",
+        "DynamicLossScale": "megatron_lightning.optim.loss_scale",
         "Fragment": "megatron_lightning.optim.buckets",
         "GradientReducer": "megatron_lightning.optim.reducer",
         "StateTensor": "megatron_lightning.optim.distributed",

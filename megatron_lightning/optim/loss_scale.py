@@ -1,0 +1,81 @@
+"""Dynamic loss scaling for fp16: the rule by which the scale follows overflows, and the unscaling of gradients.
+
+The rule is Megatron-Core's ``DynamicGradScaler``: an overflow takes one from the hysteresis counter, and every overflow that
+finds it used up halves the scale; a run of clean steps doubles the scale and fills the counter up again. An overflow never
+fills it, so a scale that is much too high falls at every step (mixed precision training,
+https://arxiv.org/abs/1710.03740, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.config import LossScaleOptions
+
+
+class DynamicLossScale:
+    """The factor that keeps small fp16 gradients above zero; equal on all ranks, because all see the same overflows.
+
+    Args:
+        options: Where it starts and how it moves.
+    """
+
+    def __init__(self, options: LossScaleOptions | None = None) -> None:
+        self.options = options or LossScaleOptions()
+        self.scale = float(self.options.initial_scale)
+        """What losses are multiplied by."""
+        self._clean_steps = 0
+        self._overflows_left = self.options.hysteresis
+
+    def update(self, overflowed: bool) -> None:
+        """Take note of one step: whether any gradient on any rank was infinite or NaN."""
+        options = self.options
+        if overflowed:
+            self._clean_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale * options.backoff_factor, options.min_scale)
+            return
+        self._clean_steps += 1
+        if self._clean_steps == options.growth_interval:
+            self._clean_steps, self._overflows_left = 0, options.hysteresis
+            self.scale *= options.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state under Megatron-Core's names."""
+        return {"scale": self.scale, "growth_tracker": self._clean_steps, "hysteresis_tracker": self._overflows_left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run that returned ``state`` would have."""
+        self.scale = float(state["scale"])
+        self._clean_steps, self._overflows_left = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
+
+
+@torch.no_grad()
+def unscale_(gradients: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
+    """Divide the gradients by ``scale``, in place and in one pass that also looks for infinities and NaN.
+
+    Args:
+        gradients: Floating-point gradients of any dtypes.
+        scale: What the loss was multiplied by.
+        device: Where the answer is wanted.
+
+    Returns:
+        A float tensor of shape [1]: 1 if a gradient is not finite, else 0.
+    """
+    found = torch.zeros(1, device=device)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_kind[gradient.device, gradient.dtype].append(gradient)
+    for (where, _), tensors in by_kind.items():
+        overflow = found.to(where)
+        # 1 / scale in fp32 is exact: the scale is a power of two with the usual factors.
+        inverse = torch.full((1,), 1.0 / scale, device=where)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, overflow, inverse)
+        found = torch.maximum(found, overflow.to(device))
+    return found
