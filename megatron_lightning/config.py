@@ -204,3 +204,27 @@ class TransformerConfig:
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, as a checkpoint or a log keeps them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions:
+    """How gradients and optimizer state lie on the data-parallel ranks, and how they travel between them.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    bucket_size: int | None = None
+    """Elements at which a gradient bucket closes and its reduction may start; None: Megatron's max(40e6, 1e6 per
+    data-parallel rank), and no more than an eighth of the parameters, so that small models overlap as well."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients as bf16, half the bytes; they are accumulated over micro-batches in fp32 all the same."""
+    num_distributed_optimizer_instances: int = 1
+    """Into how many groups of neighbouring ranks the data-parallel ranks are divided: zero1 shards inside a group (a node)
+    and keeps a replica in each of the others (hybrid sharding)."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_size", "num_distributed_optimizer_instances"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")

@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
@@ -39,6 +40,7 @@ class GradientFlow:
         context: Groups of this rank.
         optimizers: The user's optimizers; sharded in place over the data-parallel ranks if ``sharded``.
         sharded: ZeRO-1.
+        options: Buckets, communication and state of the data-parallel ranks.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class GradientFlow:
         optimizers: Sequence[Optimizer],
         *,
         sharded: bool,
+        options: DataParallelOptions,
     ) -> None:
         self._module, self._context, self._specs, self._optimizers = module, context, specs, optimizers
-        self._sharded = sharded and context.dp_cp.size > 1
+        self._sharded, self._options = sharded and context.dp_cp.size > 1, options
         self._attach()
         self.last_norm: Tensor | None = None
         """Global norm before the last clipping by norm."""
@@ -68,7 +71,7 @@ class GradientFlow:
         """Build the reduction of the parameters that are trainable now, and let the optimizers step its results."""
         self._names = dict(self._module.named_parameters())
         trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
-        self.reducer = GradientReducer(trainable, self._specs, self._context, sharded=self._sharded)
+        self.reducer = GradientReducer(trainable, self._specs, self._context, sharded=self._sharded, options=self._options)
         self._views = [
             DistributedOptimizer(optimizer, self.reducer, self._names) if isinstance(optimizer, Optimizer) else None
             for optimizer in self._optimizers
@@ -221,8 +224,7 @@ class GradientFlow:
 
     def norm(self) -> Tensor:
         """Return the global norm of the gradients; a collective."""
-        items = ((gradient, self._specs[name]) for name, gradient in self.by_name().items())
-        return global_grad_norm(items, self._context, sharded=self._sharded)
+        return global_grad_norm(self.reducer.counted(), self._context, sharded=self.reducer.sharded)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.last_norm = self.norm()

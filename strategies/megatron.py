@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallel
+from megatron_lightning.config import DataParallel, DataParallelOptions
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
@@ -58,6 +58,7 @@ class MegatronStrategy(MegatronCheckpoints):
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
         pipeline_schedule: Order of work in the pipeline; "auto" picks by layout.
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks.
+        data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
             ``sharding_plan()`` of its own.
@@ -82,6 +83,7 @@ class MegatronStrategy(MegatronCheckpoints):
         micro_batch_size: int | None = None,
         pipeline_schedule: ScheduleName = "auto",
         data_parallel: DataParallel = "zero1",
+        data_parallel_options: DataParallelOptions | None = None,
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | None = None,
         process_group_backend: str | None = None,
@@ -101,6 +103,7 @@ class MegatronStrategy(MegatronCheckpoints):
             layout,
             micro_batch_size=micro_batch_size,
             data_parallel=data_parallel,
+            data_parallel_options=data_parallel_options,
             sharding_plan=sharding_plan,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -193,7 +196,12 @@ class MegatronStrategy(MegatronCheckpoints):
         self.setup_optimizers(trainer)
         preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, self.context.world_size)
         self._gradients = GradientFlow(
-            self.module, self.assembly.specs, self.context, self.optimizers, sharded=self.data_parallel == "zero1"
+            self.module,
+            self.assembly.specs,
+            self.context,
+            self.optimizers,
+            sharded=self.data_parallel == "zero1",
+            options=self.data_parallel_options,
         )
         if self.context.world_size > 1:
             self._gradients.take_over_clipping(self.precision_plugin)

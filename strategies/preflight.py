@@ -12,8 +12,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import DataParallelOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 
@@ -42,6 +43,30 @@ def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_par
         raise ConfigError(f'data_parallel is {data_parallel!r}, which is not available. Set it to "zero1" or "ddp".')
     if start_method not in ("popen", "spawn", "fork"):
         raise ConfigError(f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".')
+
+
+def check_data_parallel(layout: ParallelLayout, data_parallel: str, options: DataParallelOptions, world_size: int) -> None:
+    """Check how gradients and optimizer state are to be shared.
+
+    Raises:
+        ConfigError: For options that the mode does not have, or that do not divide the ranks.
+    """
+    instances = options.num_distributed_optimizer_instances
+    if instances > 1 and data_parallel != "zero1":
+        raise ConfigError(
+            f"num_distributed_optimizer_instances={instances} divides the shards of the optimizer among groups of ranks, and "
+            f'data_parallel="{data_parallel}" has none. Set data_parallel="zero1", or num_distributed_optimizer_instances=1.'
+        )
+    grid = RankGrid(layout, world_size)
+    sizes = {"data x context": grid.size("dp-cp")}
+    if layout.ep > 1:
+        sizes["expert data"] = grid.size("dp", "expert")
+    for name, size in sizes.items():
+        if size % instances:
+            raise ConfigError(
+                f"num_distributed_optimizer_instances={instances} does not divide the {size} {name} parallel ranks into equal "
+                f"groups. Set it to a divisor of {size}."
+            )
 
 
 def check_precision(plugin: Precision | None, world_size: int) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from megatron_lightning.config import DataParallel
+from megatron_lightning.config import DataParallel, DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.environment import MegatronEnvironment
@@ -42,6 +43,7 @@ class MegatronSteps(MegatronEnvironment):
         layout: Sizes of the parallel axes.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
         data_parallel: What the data-parallel ranks share of gradients and optimizer state.
+        data_parallel_options: How they lie on those ranks and travel; None: the defaults.
         sharding_plan: Tensor-parallel table of a model that has no ``sharding_plan()`` of its own.
         start_method: See :class:`MegatronEnvironment`.
         process_group_backend: See :class:`MegatronEnvironment`.
@@ -54,6 +56,7 @@ class MegatronSteps(MegatronEnvironment):
         *,
         micro_batch_size: int | None,
         data_parallel: DataParallel,
+        data_parallel_options: DataParallelOptions | None,
         sharding_plan: ShardingPlan | None,
         start_method: StartMethod,
         process_group_backend: str | None,
@@ -61,6 +64,7 @@ class MegatronSteps(MegatronEnvironment):
     ) -> None:
         super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
         self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
+        self.data_parallel_options = data_parallel_options or DataParallelOptions()
         self.consumed_samples = 0
         """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
         self.skipped_steps = 0
@@ -85,6 +89,11 @@ class MegatronSteps(MegatronEnvironment):
         """The precision plugin, if it scales losses."""
         plugin = self.precision_plugin
         return plugin if isinstance(plugin, MegatronMixedPrecision) and plugin.loss_scale is not None else None
+
+    def _configure_launcher(self) -> None:
+        world_size = self._planned_world_size
+        preflight.check_data_parallel(self.layout, self.data_parallel, self.data_parallel_options, world_size)
+        super()._configure_launcher()
 
     def _assemble(self) -> None:
         self._assembly = assemble(self.module, self.context, self.sharding_plan)

@@ -9,19 +9,22 @@ Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.
     | parameter 0 | pad to 64 | parameter 1 | pad to 64 | … | pad to lcm(ranks, 128) |
     |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
 
-Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its :class:`Fragment`.
+Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its :class:`Fragment`. For optimizers that
+need whole matrices the parameters are dealt out to the ranks instead, and every shard ends with padding:
+
+    | parameter 2 | parameter 0 | pad | parameter 1 |     pad     | …
+    |        rank 0's shard           |    rank 1's shard         | …
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.compat import allow_any_grad_dtype
@@ -31,11 +34,34 @@ from megatron_lightning.parallel.sharding import ShardSpec
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
 BUCKET_ALIGNMENT = 128
+_MIN_BUCKET_SIZE = 2**18  # below, a collective costs as much for its start as for its elements
+_MIN_BUCKETS = 8
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of ``dtype`` parameters are summed and their masters kept."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class DataGroups:
+    """The ranks that hold the same parameters and see different data, and which of them keep what."""
+
+    all: AxisGroup
+    """All of them."""
+    shard: AxisGroup
+    """Those among which gradients and optimizer state are sharded."""
+    replicas: AxisGroup
+    """Those that keep the same shard as this rank."""
+    sharded: bool
+    """Whether a rank keeps only its shard of the reduced gradients."""
+
+    @classmethod
+    def of(cls, context: ParallelContext, grid: GridName, *, sharded: bool, num_instances: int = 1) -> DataGroups:
+        """Return the groups of one grid; all ranks call this alike."""
+        group = context.data_group(grid)
+        shard, replicas = context.divide(group, num_instances if sharded else 1)
+        return cls(group, shard, replicas, sharded and shard.size > 1)
 
 
 @dataclass(eq=False)
@@ -64,10 +90,10 @@ class Bucket:
     parameters: list[nn.Parameter]
     sum_groups: tuple[AxisGroup, ...]
     """Groups over which the gradients are partial sums; reduced before the data-parallel reduction."""
-    data_group: AxisGroup
-    """Ranks that hold the same parameters and see different data."""
-    sharded: bool
-    """Whether every rank of the data group keeps only its shard of the reduced gradients."""
+    data: DataGroups
+    """Over whom the gradients are reduced, and who keeps what."""
+    dealt_by: tuple[int, ...] | None = None
+    """Weight of each parameter when they are dealt out whole to the shards; None: shards ignore their edges."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
     value: Tensor | None = field(init=False, default=None)
@@ -75,18 +101,18 @@ class Bucket:
     views: list[Tensor] = field(init=False)
     """The gradient of each parameter, in its shape."""
     touched: list[bool] = field(init=False)
-    """Which parameters received a gradient in this window."""
+    """Which parameters received a gradient in this window; the views of the others hold what was there before."""
     ready: set[int] = field(init=False, default_factory=set)
     """Which parameters have received their last gradient of this window."""
     launched: bool = field(init=False, default=False)
-    works: list[dist.Work] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.offsets, size = [], 0
-        for parameter in self.parameters:
-            self.offsets.append(size)
-            size += _round_up(parameter.numel(), PARAMETER_ALIGNMENT)
-        size = _round_up(size, math.lcm(self.data_group.size, BUCKET_ALIGNMENT)) if self.sharded else size
+        numels = [parameter.numel() for parameter in self.parameters]
+        num_shards = self.data.shard.size if self.sharded else 1
+        if self.dealt_by is None:
+            self.offsets, size = flat_layout(numels, num_shards)
+        else:
+            self.offsets, size = whole_layout(numels, self.dealt_by, num_shards)
         like = self.parameters[0]
         self.gradient = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
         self.views = [self._view(self.gradient, index) for index in range(len(self.parameters))]
@@ -104,19 +130,30 @@ class Bucket:
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
     @property
+    def sharded(self) -> bool:
+        """Whether every rank of the shard group keeps only its shard of the reduced gradients."""
+        return self.data.sharded
+
+    @property
     def shard(self) -> slice:
         """Elements of the buffers that this rank owns after the reduction."""
         if not self.sharded:
             return slice(0, self.gradient.numel())
-        size = self.gradient.numel() // self.data_group.size
-        return slice(self.data_group.rank * size, (self.data_group.rank + 1) * size)
+        group = self.data.shard
+        size = self.gradient.numel() // group.size
+        return slice(group.rank * size, (group.rank + 1) * size)
 
     def reset(self) -> None:
-        """Begin a new window: gradients are zero and nothing was touched."""
-        self.gradient.zero_()
+        """Begin a new window: nothing was touched. The first gradient of a parameter overwrites its view."""
         self.touched = [False] * len(self.parameters)
         self.ready.clear()
         self.launched = False
+
+    def complete(self) -> None:
+        """Make the buffer ready to be reduced: parameters without a gradient have zeros."""
+        untouched = [view for view, touched in zip(self.views, self.touched, strict=True) if not touched]
+        if untouched:
+            torch._foreach_zero_(untouched)
 
     def fragments(self) -> dict[str, Fragment]:
         """Return this rank's part of each parameter, by name; parameters that lie in other ranks' shards are absent."""
@@ -138,6 +175,27 @@ class Bucket:
         return fragments
 
 
+def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Return the offset of each parameter, one after another, and the size of the buffer."""
+    offsets, size = [], 0
+    for numel in numels:
+        offsets.append(size)
+        size += _round_up(numel, PARAMETER_ALIGNMENT)
+    return offsets, _round_up(size, math.lcm(num_shards, BUCKET_ALIGNMENT)) if num_shards > 1 else size
+
+
+def whole_layout(numels: Sequence[int], weights: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Return the same for parameters that each lie in one shard: the heaviest is dealt first, each to the lightest shard."""
+    dealt, filled, places = [0] * num_shards, [0] * num_shards, {}
+    for index in sorted(range(len(numels)), key=lambda i: -weights[i]):
+        shard = dealt.index(min(dealt))
+        places[index] = (shard, filled[shard])
+        dealt[shard] += weights[index]
+        filled[shard] += _round_up(numels[index], PARAMETER_ALIGNMENT)
+    size = _round_up(max(filled), BUCKET_ALIGNMENT)
+    return [places[index][0] * size + places[index][1] for index in range(len(numels))], size * num_shards
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -147,8 +205,9 @@ def build_buckets(
     specs: Mapping[str, ShardSpec],
     context: ParallelContext,
     *,
-    sharded: bool,
+    groups: Mapping[GridName, DataGroups],
     tied: Set[str],
+    whole: Set[str] = frozenset(),
     bucket_size: int | None = None,
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order in which backward completes them.
@@ -159,9 +218,10 @@ def build_buckets(
         parameters: Name -> trainable local parameter, in registration order.
         specs: Name -> spec of each of them.
         context: The groups of this rank.
-        sharded: Whether a rank keeps only its shard of the reduced gradients.
+        groups: The data-parallel ranks of each grid.
         tied: Names of owners that have a copy on another pipeline rank, and of such copies.
-        bucket_size: Elements at which a bucket closes; None: max(40e6, 1e6 per data-parallel rank).
+        whole: Names of the parameters whose optimizer needs all of them on one rank.
+        bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
 
     Returns:
         The buckets: those that need only the data-parallel reduction first, then those that are summed over other axes.
@@ -170,32 +230,40 @@ def build_buckets(
     backward = list(reversed(list(parameters)))
     order = [name for name in backward if name not in tied]
     order += sorted((name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name)
+    # Ranks of one tensor group may hold unequal parts of a table, and must agree on the buckets that they sum or deal alike.
+    share = {name: math.prod(specs[name].global_shape) // context.tp.size for name in order}
     filling: dict[_Key, list[str]] = {}
     sizes: Counter[_Key] = Counter()
-    complete: list[tuple[_Key, list[str]]] = []
+    closed: list[tuple[_Key, list[str]]] = []
     for name in order:
-        key = _key(parameters[name], specs[name], context, tied=name in tied)
-        num_ranks = context.data_group(key.grid).size
+        key = _key(parameters[name], specs[name], context, tied=name in tied, whole=name in whole)
+        num_ranks = groups[key.grid].all.size
         if not key.sum_groups and num_ranks == 1 and main_dtype(key.dtype) == key.dtype:
             continue
         filling.setdefault(key, []).append(name)
-        sizes[key] += parameters[name].numel()
-        if sizes[key] >= (max(40_000_000, 1_000_000 * num_ranks) if bucket_size is None else bucket_size):
-            complete.append((key, filling.pop(key)))
+        sizes[key] += share[name]
+        if sizes[key] >= (bucket_size or _default_bucket_size(sum(share.values()), num_ranks, early=not key.sum_groups)):
+            closed.append((key, filling.pop(key)))
             del sizes[key]
-    complete.extend(filling.items())
+    closed.extend(filling.items())
     place = {name: index for index, name in enumerate(order)}
-    complete.sort(key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]]))
+    closed.sort(key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]]))
     return [
         Bucket(
             names,
             [parameters[name] for name in names],
             key.sum_groups,
-            context.data_group(key.grid),
-            sharded and context.data_group(key.grid).size > 1,
+            groups[key.grid],
+            tuple(share[name] for name in names) if key.whole else None,
         )
-        for key, names in complete
+        for key, names in closed
     ]
+
+
+def _default_bucket_size(num_elements: int, num_ranks: int, *, early: bool) -> int:
+    """Return Megatron's size, or less where the reduction can start early enough for a small model to gain from it."""
+    size = max(40_000_000, 1_000_000 * num_ranks)
+    return min(size, max(num_elements // _MIN_BUCKETS, _MIN_BUCKET_SIZE)) if early else size
 
 
 class _Key(NamedTuple):
@@ -205,10 +273,11 @@ class _Key(NamedTuple):
     device: torch.device
     grid: GridName
     sum_groups: tuple[AxisGroup, ...]
+    whole: bool
 
 
-def _key(parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool) -> _Key:
+def _key(parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool, whole: bool) -> _Key:
     groups = [context.axis(axis, spec.grid) for axis in spec.partial_over]
     if tied:
         groups.append(context.axis("embedding"))
-    return _Key(parameter.dtype, parameter.device, spec.grid, tuple(group for group in groups if group.size > 1))
+    return _Key(parameter.dtype, parameter.device, spec.grid, tuple(group for group in groups if group.size > 1), whole)

@@ -174,10 +174,11 @@ class DistributedOptimizer:
                 work.wait()
 
     def _gather(self, bucket: Bucket) -> dist.Work | None:
-        if bucket.value is None or bucket.data_group.process_group is None:
+        group = bucket.data.shard.process_group
+        if bucket.value is None or group is None:
             return None
         self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
-        return all_gather(bucket.value, bucket.value[bucket.shard], bucket.data_group.process_group, async_op=True)
+        return all_gather(bucket.value, bucket.value[bucket.shard], group, async_op=True)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return every group's hyper-parameters, with the global names of this rank's parameters as ``params``."""
@@ -267,7 +268,8 @@ class DistributedOptimizer:
 
     def _state_tensor(self, entry: _Entry, key: str, value: Any) -> StateTensor:
         spec, context = entry.spec, self._reducer.context
-        here = entry.sharded or context.data_group(spec.grid).rank == 0
+        groups = self._reducer.groups[spec.grid]
+        here = groups.replicas.rank == 0 if entry.sharded else groups.all.rank == 0
         writes = here and counts_once(spec, context)
         if isinstance(value, Tensor) and entry.target is not None and value.shape == entry.target.shape:
             pieces = spec.pieces(value) if entry.whole else spec.flat_pieces(value, entry.start)

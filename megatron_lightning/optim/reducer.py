@@ -3,8 +3,9 @@
 Order of one step, as the strategy drives it (contracts of Megatron-Core's ``finalize_model_grads``, with all partial sums
 before the data-parallel reduction, so that the reduction of one bucket happens once):
 
-    start_window()                     buffers are zero, p.grad are views of them
-    backward of every micro-batch      autograd adds into the views; ``sync`` is set for the last one of each model part
+    start_window()                     no parameter has a gradient
+    backward of every micro-batch      the first gradient is copied into the buffer, p.grad becomes a view of it, and autograd
+                                       adds the next ones to that; ``sync`` is set for the last one of each model part
     hide() … expose()                  p.grad are out of the way while Lightning calls ``zero_grad``
     finish(scale)                      what is left is launched, awaited and scaled
 
@@ -14,18 +15,22 @@ Parameters that need neither a reduction nor an fp32 gradient keep the plain gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lightning.compat import reduce_scatter
+from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError, ShardingError
-from megatron_lightning.optim.buckets import Bucket, Fragment, build_buckets
+from megatron_lightning.optim.buckets import Bucket, DataGroups, Fragment, build_buckets
+from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid import GridName
 from megatron_lightning.parallel.sharding import ShardSpec
+
+_GRIDS: tuple[GridName, ...] = ("dense", "expert")
 
 
 class GradientReducer:
@@ -36,7 +41,8 @@ class GradientReducer:
         specs: Name -> shard spec; further names are ignored.
         context: The groups of this rank. With a pipeline, construction is a collective of the pipeline group.
         sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1); False: all of them on every rank.
-        bucket_size: Elements at which a bucket closes; None: max(40e6, 1e6 per data-parallel rank).
+        whole: Names of the parameters whose optimizer needs all of them on one rank.
+        options: Size of the buckets, and how they travel.
 
     Raises:
         ShardingError: If a tied parameter lies on a pipeline rank outside the embedding group.
@@ -49,15 +55,24 @@ class GradientReducer:
         context: ParallelContext,
         *,
         sharded: bool,
-        bucket_size: int | None = None,
+        whole: Set[str] = frozenset(),
+        options: DataParallelOptions | None = None,
     ) -> None:
+        options = options or DataParallelOptions()
         self.parameters, self.specs, self.context = dict(parameters), dict(specs), context
         self.sync = False
         """Whether the gradients that arrive now are their parameters' last ones of this step."""
         self.bytes_communicated: Counter[str] = Counter()
         """Size of the buffers given to each collective so far, by its name."""
         tied = _tied_names(self.parameters, specs, context)
-        self.buckets = build_buckets(parameters, specs, context, sharded=sharded, tied=tied, bucket_size=bucket_size)
+        instances = options.num_distributed_optimizer_instances
+        self.groups: dict[GridName, DataGroups] = {
+            grid: DataGroups.of(context, grid, sharded=sharded, num_instances=instances) for grid in _GRIDS
+        }
+        """The data-parallel ranks of each grid."""
+        self.buckets = build_buckets(
+            parameters, specs, context, groups=self.groups, tied=tied, whole=whole, bucket_size=options.bucket_size
+        )
         self.fragments: dict[str, Fragment] = {}
         """Name -> this rank's part of a bucketed parameter; the optimizer may set another ``target``."""
         for bucket in self.buckets:
@@ -67,6 +82,8 @@ class GradientReducer:
         self._hidden: list[Tensor | None] = []
         self._overlapped = [bucket for bucket in self.buckets if not bucket.sum_groups]
         self._num_launched = 0
+        self._sent_as = torch.bfloat16 if options.grad_reduce_in_bf16 else None
+        self._reductions: list[Reduction] = []
         self._unused: set[str] = set()
         self._finished = False
         self._flags = self._allocate_flags()
@@ -78,6 +95,11 @@ class GradientReducer:
             for index, parameter in enumerate(bucket.parameters)
         ]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether data-parallel ranks hold different parts of the gradients."""
+        return any(groups.sharded for groups in self.groups.values())
+
     def detach(self) -> None:
         """Let go of the parameters, gradients included; the reducer is not used afterwards."""
         for hook in self._hooks:
@@ -86,7 +108,10 @@ class GradientReducer:
             self.parameters[name].grad = None
 
     def start_window(self) -> None:
-        """Begin the accumulation of one optimizer step: every gradient is zero."""
+        """Begin the accumulation of one optimizer step: there is no gradient yet."""
+        for reduction in self._reductions:  # of a window that was given up
+            reduction.finish()
+        self._reductions.clear()
         for bucket in self.buckets:
             bucket.reset()
         for fragment in self.fragments.values():
@@ -104,14 +129,15 @@ class GradientReducer:
             parameter.grad = None
 
     def expose(self) -> None:
-        """Let every ``p.grad`` be the gradient that is accumulated (before :meth:`finish`) or reduced (after it)."""
+        """Let every ``p.grad`` be the gradient that is accumulated (before :meth:`finish`) or reduced (after it), if any."""
         for parameter, gradient in zip(self._native, self._hidden, strict=False):
             parameter.grad = gradient
         self._hidden = []
         for bucket in self.buckets:
-            for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
-                gone = self._finished and (bucket.sharded or name in self._unused)
-                parameter.grad = None if gone else view
+            rows = zip(bucket.names, bucket.parameters, bucket.views, bucket.touched, strict=True)
+            for name, parameter, view, touched in rows:
+                there = not bucket.sharded and name not in self._unused if self._finished else touched
+                parameter.grad = view if there else None
 
     def launch(self) -> None:
         """Launch the reductions that no hook has launched, such as those of buckets with unused parameters.
@@ -134,15 +160,15 @@ class GradientReducer:
             raise PipelineError("finish() was called twice; the gradients are reduced already. Call start_window() first.")
         self.launch()
         for bucket in self.buckets:
-            for group in bucket.sum_groups:
-                self._all_reduce(bucket.gradient, group)
             if bucket.sum_groups:
+                bucket.complete()
+                for group in bucket.sum_groups:
+                    self._all_reduce(bucket.gradient, group)
                 self._reduce(bucket)
         self._unused = self._agree_on_unused()
-        for bucket in self.buckets:
-            for work in bucket.works:
-                work.wait()
-            bucket.works.clear()
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
         if isinstance(scale, Tensor) or scale != 1.0:
             own = [bucket.gradient[bucket.shard] for bucket in self.buckets]
             gradients = [*own, *(parameter.grad for parameter in self._native if parameter.grad is not None)]
@@ -165,6 +191,13 @@ class GradientReducer:
         }
         return {name: target.grad for name, target in targets.items() if target.grad is not None}
 
+    def counted(self) -> Iterator[tuple[Tensor, ShardSpec]]:
+        """Yield the same gradients with their specs; when some are shards, equal ones of other data-parallel ranks left out."""
+        for name, gradient in self.gradients().items():
+            groups = self.groups[self.specs[name].grid]
+            if not self.sharded or (groups.replicas if groups.sharded else groups.all).rank == 0:
+                yield gradient, self.specs[name]
+
     def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if bucket.launched:
             raise PipelineError(
@@ -172,8 +205,11 @@ class GradientReducer:
                 "lost. Set sync only for the last backward that reaches a parameter in an optimizer step."
             )
         view = bucket.views[index]
-        if parameter.grad is not None and parameter.grad is not view:  # p.grad was cleared, and autograd made a new one
-            view.add_(parameter.grad)
+        if parameter.grad is not None and parameter.grad is not view:
+            if bucket.touched[index]:  # p.grad was cleared in the middle of the window
+                view.add_(parameter.grad)
+            else:
+                view.copy_(parameter.grad)
             parameter.grad = view
         bucket.touched[index] = True
         if self.sync:
@@ -187,23 +223,15 @@ class GradientReducer:
             bucket = self._overlapped[self._num_launched]
             if not everything and len(bucket.ready) < len(bucket.names):
                 return
+            bucket.complete()
             self._reduce(bucket)
             self._num_launched += 1
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launched = True
-        group = bucket.data_group
-        if group.process_group is None:
-            return
-        if bucket.sharded:
-            self.bytes_communicated["reduce_scatter"] += bucket.gradient.nbytes
-            own = bucket.gradient[bucket.shard]
-            work = reduce_scatter(own, bucket.gradient, group.process_group, async_op=True)
-        else:
-            self.bytes_communicated["all_reduce"] += bucket.gradient.nbytes
-            work = dist.all_reduce(bucket.gradient, group=group.process_group, async_op=True)
-        if work is not None:
-            bucket.works.append(work)
+        if self._reductions:
+            self._reductions[-1].spread()
+        self._reductions.append(Reduction(bucket, self._sent_as, self.bytes_communicated))
 
     def _all_reduce(self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         self.bytes_communicated["all_reduce"] += tensor.nbytes
@@ -213,7 +241,7 @@ class GradientReducer:
         """One byte for each bucketed parameter of a data group."""
         sizes: Counter[AxisGroup] = Counter()
         for bucket in self.buckets:
-            sizes[bucket.data_group] += len(bucket.names)
+            sizes[bucket.data.all] += len(bucket.names)
         device = self.context.device
         return {group: torch.zeros(size, dtype=torch.uint8, device=device) for group, size in sizes.items()}
 
@@ -221,7 +249,7 @@ class GradientReducer:
         """Return the names of the parameters that no rank used in this window."""
         unused: set[str] = set()
         for group, flags in self._flags.items():
-            buckets = [bucket for bucket in self.buckets if bucket.data_group is group]
+            buckets = [bucket for bucket in self.buckets if bucket.data.all is group]
             touched = [used for bucket in buckets for used in bucket.touched]
             if all(touched):
                 flags.fill_(1)

@@ -156,6 +156,23 @@ class ParallelContext:
         """Return the ranks that hold the same parameters of ``grid`` and share their gradient reduction."""
         return self.dp_cp if grid == "dense" else self.axis("dp", "expert")
 
+    def divide(self, group: AxisGroup, num_parts: int) -> tuple[AxisGroup, AxisGroup]:
+        """Divide a group into parts of neighbouring ranks; all ranks call this alike.
+
+        Args:
+            group: Any group of this rank.
+            num_parts: A divisor of its size.
+
+        Returns:
+            This rank's part, and the ranks that have the same place in the other parts.
+        """
+        if num_parts == 1:
+            return group, self._axis_group(f"{group.name}-replicas", (self.rank,))
+        size = group.size // num_parts
+        part, place = divmod(group.rank, size)
+        inner, outer = group.ranks[part * size : (part + 1) * size], group.ranks[place::size]
+        return self._axis_group(f"{group.name}-part", inner), self._axis_group(f"{group.name}-replicas", outer)
+
     def device_mesh(self) -> DeviceMesh:
         """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")`` over the same groups."""
         from torch.distributed.device_mesh import DeviceMesh

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, clip_grads_by_norm_, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.sharding import named_shard_specs
@@ -71,13 +72,15 @@ def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
     return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
 
 
-def train(name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.dtype, bucket_size: int) -> dict[str, Any]:
+def train(
+    name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.dtype, options: DataParallelOptions
+) -> dict[str, Any]:
     """Train on this rank's part of every batch; with one rank and fp32 this is ordinary training."""
     context = ParallelContext(ParallelLayout())
     model, group = make(dtype), context.dp_cp
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     specs = named_shard_specs(model)
-    reducer = GradientReducer(trainable, specs, context, sharded=sharded, bucket_size=bucket_size)
+    reducer = GradientReducer(trainable, specs, context, sharded=sharded, options=options)
     optimizer = make_optimizer(model, name)
     DistributedOptimizer(optimizer, reducer, dict(model.named_parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -100,7 +103,7 @@ def train(name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.d
                 reducer.expose()
         reducer.finish(1.0 / group.size)
         gradients = reducer.gradients()
-        norm = global_grad_norm([(g, specs[n]) for n, g in gradients.items()], context, sharded=sharded)
+        norm = global_grad_norm(reducer.counted(), context, sharded=reducer.sharded)
         clip_grads_by_norm_(gradients.values(), 0.7, norm)
         optimizer.step()
         scheduler.step()
@@ -159,8 +162,28 @@ CASES = [
 # fp32: only the order of the summation over samples differs, and Adam divides by the square root of small second moments.
 @pytest.mark.parametrize(("name", "sharded", "ranks", "micro", "flushes", "bucket"), CASES)
 def test_equals_one_process(name: str, sharded: bool, ranks: int, micro: int, flushes: int, bucket: int) -> None:
-    results = run_ranks(ranks, train, name, sharded, micro, flushes, torch.float32, bucket)
+    options = DataParallelOptions(bucket_size=bucket)
+    results = run_ranks(ranks, train, name, sharded, micro, flushes, torch.float32, options)
     check(results, reference(name), 1e-6)
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+def test_hybrid_shards_equal_one_process(instances: int) -> None:
+    """Sharded among 4 / ``instances`` neighbours and replicated over the rest: the same training, the same norm."""
+    options = DataParallelOptions(bucket_size=100, num_distributed_optimizer_instances=instances)
+    results = run_ranks(4, train, "adamw", True, 2, 1, torch.float32, options)
+    check(results, reference("adamw"), 1e-6)
+
+
+# A gradient rounds to bf16 once before it is sent and once in the sum of two: 2^-8 relative; the norm averages that out, and
+# Adam's update, about lr whatever the gradient's size, changes by as much (4 steps of 1e-2 on weights of about 0.3).
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_sent_as_bf16(sharded: bool) -> None:
+    options = DataParallelOptions(bucket_size=100, grad_reduce_in_bf16=True)
+    results = run_ranks(2, train, "adamw", sharded, 4, 1, torch.float32, options)
+    expected = reference("adamw")
+    check(results, expected, 2**-8)
+    assert results[0]["norms"] != pytest.approx(expected["norms"], rel=1e-6)  # else nothing was rounded
 
 
 # bf16: gradients are rounded per sample as in the reference, then summed in fp32; a weight may round to the next bf16 value
@@ -168,7 +191,7 @@ def test_equals_one_process(name: str, sharded: bool, ranks: int, micro: int, fl
 @pytest.mark.parametrize(("sharded", "ranks"), [(True, 4), (False, 2), (True, 1)])
 def test_half_precision_weights_have_fp32_masters_and_gradients(sharded: bool, ranks: int) -> None:
     micro = NUM_SAMPLES // ranks  # one sample a micro-batch, as in the reference
-    results = run_ranks(ranks, train, "adamw", sharded, micro, 1, torch.bfloat16, 100)
+    results = run_ranks(ranks, train, "adamw", sharded, micro, 1, torch.bfloat16, DataParallelOptions(bucket_size=100))
     expected = reference("adamw", torch.bfloat16)
     check(results, expected, 2**-8)
     wrong = sum(int((results[0]["weights"][n] != w).sum()) for n, w in expected["weights"].items())

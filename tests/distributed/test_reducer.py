@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError, ShardingError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
@@ -83,7 +84,7 @@ def global_norm(context: ParallelContext, order: float) -> float:
 def reduce_everything(tp: int, pp: int, sharded: bool, bucket_size: int) -> None:
     context = context_of(tp, pp)
     parameters, specs = parameters_and_specs(context)
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, bucket_size=bucket_size)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=bucket_size))
     for _ in range(2):  # a second window must not see the first
         reducer.start_window()
         for sync in (False, True):  # two micro-batches of half the gradient each
@@ -154,7 +155,7 @@ def count_bytes(sharded: bool, dtype: torch.dtype) -> tuple[list[tuple[str, int]
     model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 50), nn.Linear(50, 10)).to(dtype)
     parameters = dict(model.named_parameters())
     specs = {name: ShardSpec.replicated(p.shape) for name, p in parameters.items()}
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, bucket_size=1500)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1500))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     DistributedOptimizer(optimizer, reducer)
     with CollectiveBytes() as counted:
@@ -187,11 +188,34 @@ def test_bytes_equal_theory(sharded: bool, dtype: torch.dtype) -> None:
     assert sum(counted.values()) == sum(size for _, size in calls)
 
 
+def count_hybrid_bytes() -> tuple[list[tuple[str, int]], dict[str, int]]:
+    context = context_of()
+    parameters = {name: nn.Parameter(torch.ones(1024)) for name in ("a", "b", "c")}
+    specs = {name: ShardSpec.replicated((1024,)) for name in parameters}
+    options = DataParallelOptions(bucket_size=1000, grad_reduce_in_bf16=True, num_distributed_optimizer_instances=2)
+    reducer = GradientReducer(parameters, specs, context, sharded=True, options=options)
+    with CollectiveBytes() as counted:
+        reducer.start_window()
+        reducer.sync = True
+        sum((context.rank + 1) * p.sum() for p in parameters.values()).backward()
+        reducer.finish(0.25)
+    assert all(torch.equal(g, torch.full((512,), 2.5)) for g in reducer.gradients().values())
+    return counted.calls, dict(reducer.bytes_communicated)
+
+
+def test_hybrid_reduction_sends_shards_between_neighbourhoods() -> None:
+    """Each bucket is scattered among 2 neighbours, and its half all-reduced while the next bucket is under way."""
+    scatter, spread, flags = ("_reduce_scatter_base_", 2 * 1024), ("allreduce_", 2 * 512), ("allreduce_", 3)
+    for calls, counted in run_ranks(4, count_hybrid_bytes):
+        assert calls == [scatter, spread, scatter, spread, scatter, flags, spread]
+        assert counted == {"reduce_scatter": 3 * 2048, "all_reduce": 3 * 1024 + 3}
+
+
 def unused_on_some_ranks(sharded: bool) -> dict[str, tuple[bool, float | None]]:
     context = context_of()
     parameters = {name: nn.Parameter(torch.ones(100)) for name in ("always", "rank1", "never")}
     specs = {name: ShardSpec.replicated((100,)) for name in parameters}
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, bucket_size=1)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1))
     reducer.start_window()
     reducer.sync = True
     loss = parameters["always"].sum()

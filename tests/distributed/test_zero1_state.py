@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
@@ -29,7 +30,7 @@ def build(
     specs["fused"] = ShardSpec.split((8, 3), dim=0, size=tp.size, rank=tp.rank, blocks=2)
     parameters = {name: nn.Parameter(specs[name].shard(initial(name)).to(dtype)) for name in SHAPES}
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, bucket_size=70)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=70))
     groups = [
         {"params": [parameters["matrix"], frozen, parameters["cube"], parameters["fused"]], "lr": 0.03},
         {"params": [parameters["bias"], parameters["scalar"]]},

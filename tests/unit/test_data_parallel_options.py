@@ -1,0 +1,47 @@
+"""What the options of data parallelism refuse, and how the buckets are laid out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.buckets import flat_layout, whole_layout
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies.preflight import check_data_parallel
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_counts_are_whole_numbers(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"bucket_size is .*whole number of 1 or more"):
+        DataParallelOptions(bucket_size=value)  # type: ignore[arg-type]
+
+
+def test_instances_need_shards_and_divide_the_ranks() -> None:
+    options = DataParallelOptions(num_distributed_optimizer_instances=2)
+    with pytest.raises(ConfigError, match=r'instances=2 .*data_parallel="ddp" has none. Set data_parallel="zero1"'):
+        check_data_parallel(ParallelLayout(), "ddp", options, 4)
+    with pytest.raises(ConfigError, match=r"instances=2 does not divide the 3 data x context parallel ranks"):
+        check_data_parallel(ParallelLayout(tensor_model_parallel_size=2), "zero1", options, 6)
+    check_data_parallel(ParallelLayout(tensor_model_parallel_size=2), "zero1", options, 8)
+
+
+def test_flat_layout_aligns_parameters_and_shards() -> None:
+    assert flat_layout([10, 500, 64], 1) == ([0, 64, 576], 640)
+    assert flat_layout([10, 500, 64], 3) == ([0, 64, 576], 768)  # a multiple of lcm(3, 128)
+
+
+def test_whole_layout_keeps_every_parameter_in_one_shard() -> None:
+    numels = [100, 300, 50, 200, 7]
+    offsets, size = whole_layout(numels, numels, 3)
+    shard = size // 3
+    assert size % 128 == 0 and shard == 384
+    assert all(o % 64 == 0 and o // shard == (o + n - 1) // shard for o, n in zip(offsets, numels, strict=True))
+    used = sorted((o, o + n) for o, n in zip(offsets, numels, strict=True))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
+    # dealt by other weights, as where the ranks of a tensor group hold unequal parts, the owners are the same
+    uneven = whole_layout([90, 310, 50, 200, 7], numels, 3)
+    owners = [[o // (total // 3) for o in places] for places, total in ((offsets, size), uneven)]
+    assert owners[0] == owners[1]
