@@ -73,13 +73,14 @@ def can_be_cut(module: pl.LightningModule) -> bool:
     return any(hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan") for child in module.modules())
 
 
-def assemble(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None) -> Assembly:
+def assemble(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None, placement: Placement) -> Assembly:
     """Reduce ``module`` to this rank's part, in place; a module that already is, is only described.
 
     Args:
         module: The LightningModule, whole, on a real device or ``meta``.
         context: Groups of this rank.
         plan: Tensor-parallel table by module path; None: the ``sharding_plan()`` of the modules that have one.
+        placement: Where the pipeline stages live.
 
     Raises:
         ConfigError: If the module has no pipeline units or no table though the layout needs them, or was assembled for
@@ -97,7 +98,6 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         _equalize(module, context.axis("world"))
     if context.layout.num_stages > 1:
         path, pipelined = find_pipelined_module(module)
-        placement = Placement.loop(context.layout.pp, context.layout.vpp)
         stages = mark.stages if mark else partition_units(_units_of(pipelined), context.layout.num_stages)
         own = placement.stages_of(context.pp.rank)
         partition = StagePartition(pipelined, stages, own, whole=mark is None)

@@ -28,7 +28,6 @@ from megatron_lightning.config import DataParallel, DataParallelOptions
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
-from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
@@ -38,8 +37,6 @@ from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
 from megatron_lightning.strategies.steps import StepRunner
-
-ScheduleName = Literal["auto", "gpipe", "1f1b"]
 
 
 class MegatronStrategy(MegatronCheckpoints):
@@ -56,7 +53,8 @@ class MegatronStrategy(MegatronCheckpoints):
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None: same as tensor.
         sequence_parallel: Shard activations along the sequence between tensor-parallel regions; "auto": when tensor > 1.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
-        pipeline_schedule: Order of work in the pipeline; "auto" picks by layout.
+        pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; "auto" picks by
+            layout; or your own table: a CSV file, rows of actions, or the class path of a function that makes one.
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
@@ -81,7 +79,7 @@ class MegatronStrategy(MegatronCheckpoints):
         expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool | Literal["auto"] = "auto",
         micro_batch_size: int | None = None,
-        pipeline_schedule: ScheduleName = "auto",
+        pipeline_schedule: str | list[str] = "auto",
         data_parallel: DataParallel = "zero1",
         data_parallel_options: DataParallelOptions | None = None,
         start_method: StartMethod = "popen",
@@ -102,6 +100,7 @@ class MegatronStrategy(MegatronCheckpoints):
         super().__init__(
             layout,
             micro_batch_size=micro_batch_size,
+            schedule=schedules.resolve(pipeline_schedule, num_coordinates=layout.pp, num_chunks=layout.vpp),
             data_parallel=data_parallel,
             data_parallel_options=data_parallel_options,
             sharding_plan=sharding_plan,
@@ -109,7 +108,6 @@ class MegatronStrategy(MegatronCheckpoints):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
         )
-        self.pipeline_schedule = schedules.resolve(pipeline_schedule, self.layout.vpp)
         self._executor: PipelineExecutor | None = None
         self._checkpoints = CheckpointGlue(self)
         self._configure_model: Callable[[], None] | None = None
@@ -168,7 +166,7 @@ class MegatronStrategy(MegatronCheckpoints):
         check_replicas(dict(module.named_parameters()), self.assembly.specs, self.context)
         self._describe_share()
         if self._executor is None:
-            self._executor = PipelineExecutor(self.context, Placement.loop(self.layout.pp, self.layout.vpp))
+            self._executor = PipelineExecutor(self.context, self.pipeline_schedule.placement)
             self._executor.warm_up()
         self._runner = StepRunner(module, self.context, self.assembly, executor=self._executor, schedule=self.pipeline_schedule)
         self.barrier()

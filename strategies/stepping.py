@@ -18,6 +18,7 @@ from megatron_lightning.config import DataParallel, DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch
 from megatron_lightning.strategies.batches import batch_size_of
@@ -42,6 +43,7 @@ class MegatronSteps(MegatronEnvironment):
     Args:
         layout: Sizes of the parallel axes.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
+        schedule: Order of work in the pipeline.
         data_parallel: What the data-parallel ranks share of gradients and optimizer state.
         data_parallel_options: How they lie on those ranks and travel; None: the defaults.
         sharding_plan: Tensor-parallel table of a model that has no ``sharding_plan()`` of its own.
@@ -55,6 +57,7 @@ class MegatronSteps(MegatronEnvironment):
         layout: ParallelLayout,
         *,
         micro_batch_size: int | None,
+        schedule: ScheduleChoice,
         data_parallel: DataParallel,
         data_parallel_options: DataParallelOptions | None,
         sharding_plan: ShardingPlan | None,
@@ -65,6 +68,7 @@ class MegatronSteps(MegatronEnvironment):
         super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
         self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
         self.data_parallel_options = data_parallel_options or DataParallelOptions()
+        self.pipeline_schedule = schedule
         self.consumed_samples = 0
         """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
         self.skipped_steps = 0
@@ -96,7 +100,7 @@ class MegatronSteps(MegatronEnvironment):
         super()._configure_launcher()
 
     def _assemble(self) -> None:
-        self._assembly = assemble(self.module, self.context, self.sharding_plan)
+        self._assembly = assemble(self.module, self.context, self.sharding_plan, self.pipeline_schedule.placement)
 
     @property
     def assembly(self) -> Assembly:

@@ -21,8 +21,7 @@ from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.pipeline.schedules import make_schedule
-from megatron_lightning.pipeline.simulate import validate
+from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies.assembly import Assembly
 from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch
 from megatron_lightning.strategies.logs import LogRecorder, replay
@@ -88,27 +87,24 @@ class StepRunner:
         assembly: Assembly,
         *,
         executor: PipelineExecutor,
-        schedule: str,
+        schedule: ScheduleChoice,
     ) -> None:
         self.module, self.context, self.assembly = module, context, assembly
         self.rng, self.metrics = ReplicaRng(context.device), MetricSync(module, context)
         self.num_stages = context.layout.num_stages
-        self._schedule_name, self._schedules = schedule, dict[int, Schedule]()
+        self._choice, self._schedules = schedule, dict[tuple[int, bool], Schedule]()
         self._executor = executor
         self._executor.forget_boundaries()
         self._epoch = 0
         self._broadcast = StageBroadcast(context.pp, context.device)
 
-    def _schedule(self, num_microbatches: int) -> Schedule:
+    def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
         """Return the action table, proven once for each number of micro-batches."""
-        if num_microbatches not in self._schedules:
-            layout = self.context.layout
-            schedule = make_schedule(
-                self._schedule_name, num_coordinates=layout.pp, num_microbatches=num_microbatches, num_chunks=layout.vpp
-            )
-            validate(schedule)
-            self._schedules[num_microbatches] = schedule
-        return self._schedules[num_microbatches]
+        key = (num_microbatches, backward)
+        if key not in self._schedules:
+            make = self._choice.table if backward else self._choice.forward_table
+            self._schedules[key] = make(num_microbatches)
+        return self._schedules[key]
 
     def split(self, batch: Any, micro_batch_size: int | None) -> list[Any]:
         """Cut a batch, with the ``split_batch`` of the module or data module if there is one."""
@@ -130,11 +126,12 @@ class StepRunner:
             self._epoch = self.module.trainer.current_epoch
             self._executor.forget_boundaries()
         self.rng.begin_step()
-        schedule = self._schedule(len(step.microbatches))
+        backward = step.backward_scale is not None
+        schedule = self._schedule(len(step.microbatches), backward)
         self.metrics.in_step = True
         try:
             with program.intercepted():
-                self._executor.run(schedule, program, backward=step.backward_scale is not None)
+                self._executor.run(schedule, program, backward=backward)
         finally:
             self.metrics.in_step = False
         if step.after_backwards is not None:

@@ -26,6 +26,8 @@ class Kind(str, Enum):
     WEIGHT_GRADIENT = "W"
     """Second half of a split backward: the gradient of the stage's weights, which nobody waits for."""
 
+    __hash__ = str.__hash__  # Enum's own is Python code, and tables are looked up by action
+
 
 SENDS_GRADIENT = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 """Kinds after which the stage before can do its own backward."""

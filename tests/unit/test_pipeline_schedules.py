@@ -1,9 +1,13 @@
 import json
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline import schedules, simulate
@@ -70,13 +74,166 @@ def test_bubble_and_memory_follow_the_formulas(num_coordinates: int, num_microba
 
 
 def test_names_resolve_and_unknown_ones_list_the_known() -> None:
-    assert schedules.resolve("auto") == "1f1b" and schedules.resolve("auto", 2) == "gpipe"
-    with pytest.raises(ConfigError, match=r"'pipedream'.*auto, gpipe, 1f1b"):
+    assert str(schedules.resolve("auto", num_coordinates=4)) == "1f1b (each of the 4 pipeline ranks holds one model chunk)"
+    several = schedules.resolve("auto", num_coordinates=4, num_chunks=2)
+    assert str(several) == "interleaved (each of the 4 pipeline ranks holds 2 model chunks)"
+    assert several.placement == Placement.loop(4, 2) and several.table(6).num_microbatches == 6
+    with pytest.raises(ConfigError, match=r"'pipedream'.*auto, gpipe, 1f1b, interleaved, zb-h1, zbv"):
         schedules.make_schedule("pipedream", num_coordinates=2, num_microbatches=2)
     with pytest.raises(ConfigError, match="num_microbatches is 0"):
         schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=0)
-    with pytest.raises(ConfigError, match=r"one model chunk.*there are 2.*gpipe"):
+    with pytest.raises(ConfigError, match=r"one model chunk.*there are 2.*interleaved.*gpipe"):
         schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=2, num_chunks=2)
+    with pytest.raises(ConfigError, match=r"zb-h1 runs one model chunk.*there are 2.*size to 1.*zbv"):
+        schedules.make_schedule("zb-h1", num_coordinates=2, num_microbatches=2, num_chunks=2)
+    with pytest.raises(ConfigError, match=r"zbv runs two model chunks.*there are 3.*size to 2"):
+        schedules.make_schedule("zbv", num_coordinates=2, num_microbatches=2, num_chunks=3)
+    with pytest.raises(ConfigError, match="num_chunks is 0"):
+        schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=2, num_chunks=0)
+    with pytest.raises(ConfigError, match=r"microbatch_group_size is 4, and schedule 1f1b.*interleaved"):
+        schedules.resolve("1f1b", num_coordinates=2, microbatch_group_size=4)
+    with pytest.raises(ConfigError, match=r"microbatch_group_size is 4.*nothing to group"):
+        schedules.resolve("interleaved", num_coordinates=2, microbatch_group_size=4)
+
+
+@pytest.mark.parametrize("fact", [f for f in ORACLE if f["vpp"]], ids=lambda f: "-".join(map(str, list(f.values())[:4])))
+def test_interleaved_is_megatrons(fact: dict) -> None:
+    """Megatron's rank is our stage modulo the ranks; its order lists chunk + 1, negative for a backward."""
+    pp, group = fact["pp"], fact["microbatch_group_size_per_vp_stage"]
+    schedule = schedules.interleaved(pp, fact["num_microbatches"], fact["vpp"], group)
+    simulate.validate(schedule)
+    visits = list(zip(fact["virtual_table_microbatch"], fact["virtual_table_chunk"], strict=True))
+    for rank, expected in enumerate(fact["ranks"]):
+        row = schedule.actions[pp - 1 - rank]
+        assert [(a.microbatch, a.stage // pp) for a in row if a.kind is Kind.FORWARD] == visits
+        assert [(a.microbatch, fact["vpp"] - 1 - a.stage // pp) for a in row if a.kind is Kind.BACKWARD] == visits
+        first_backward = next(position for position, action in enumerate(row) if action.kind is Kind.BACKWARD)
+        assert first_backward == expected["warmup"] + (not expected["all_in_warmup"])
+        if "order" in expected:
+            chunks = [action.stage // pp + 1 for action in row]
+            signs = [1 if action.kind is Kind.FORWARD else -1 for action in row]
+            assert [sign * chunk for sign, chunk in zip(signs, chunks, strict=True)] == expected["order"]
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "group", "message"),
+    [
+        (8, 3, r"is 3, below the 4 pipeline ranks.*Set it to 4 or more"),
+        (9, 4, r"9 micro-batches.*size=4 leave a last group of 1.*group_size to 5 or 9, or run 8 or 12"),
+    ],
+)
+def test_groups_that_do_not_fit_are_named(num_microbatches: int, group: int, message: str) -> None:
+    sizes = {"num_coordinates": 4, "num_chunks": 3, "num_microbatches": num_microbatches}
+    with pytest.raises(ConfigError, match=message):
+        schedules.make_schedule("interleaved", **sizes, microbatch_group_size=group)
+    simulate.validate(schedules.make_schedule("interleaved", **sizes))  # the group size it chooses itself always fits
+
+
+def _torchs(kind: type, pp: int, chunks: int, num_microbatches: int) -> list[list[str]]:
+    """Return the compute actions of one of PyTorch's schedules, by its own rank."""
+    v_placed = kind.__name__ == "ScheduleZBVZeroBubble"
+    others = [[rank, 2 * pp - 1 - rank] if v_placed else [rank + chunk * pp for chunk in range(chunks)] for rank in range(pp)]
+    shared = {"submod": None, "group": None, "group_size": pp, "group_rank": 0, "num_stages": pp * chunks, "has_backward": True}
+    ends = {"is_first": False, "is_last": False, "stage_index_to_group_rank": {}}
+    stages = [SimpleNamespace(**shared, **ends, stage_index=index) for index in others[0]]
+    schedule = kind(stages, num_microbatches, loss_fn=torch.nn.functional.mse_loss)
+    return [[str(action) for action in schedule.pipeline_order[rank] if action is not None] for rank in range(pp)]
+
+
+@pytest.mark.parametrize(
+    ("pp", "chunks", "num_microbatches"), [(2, 2, 4), (2, 4, 6), (4, 2, 8), (4, 2, 6), (4, 3, 12), (8, 2, 16)]
+)
+def test_interleaved_is_torchs(pp: int, chunks: int, num_microbatches: int) -> None:
+    rounds = max(1, num_microbatches // pp)
+    ours = schedules.interleaved(pp, num_microbatches, chunks, num_microbatches // rounds)
+    theirs = _torchs(ScheduleInterleaved1F1B, pp, chunks, num_microbatches)
+    assert [list(map(str, row)) for row in reversed(ours.actions)] == theirs
+    assert schedules.read_rows("torch", [" ".join(row) for row in theirs]).actions == ours.actions
+
+
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 1), (2, 4), (3, 7), (4, 2), (4, 8), (8, 16), (8, 5)])
+def test_zbv_is_torchs(pp: int, num_microbatches: int) -> None:
+    ours = schedules.zbv(pp, num_microbatches)
+    assert [list(map(str, row)) for row in ours.actions] == _torchs(ScheduleZBVZeroBubble, pp, 2, num_microbatches)
+
+
+@pytest.mark.parametrize("num_coordinates", [1, 2, 4, 8])
+def test_zero_bubble_has_a_third_of_the_bubble_in_the_same_memory(num_coordinates: int) -> None:
+    """F, I and W take one tick each; a chunk of zbv is half of a stage of the others."""
+    for num_microbatches in (2 * num_coordinates - 1, 2 * num_coordinates + 3):
+        for name, chunks in (("zb-h1", 1), ("zbv", 2)):
+            schedule = schedules.make_schedule(
+                name, num_coordinates=num_coordinates, num_microbatches=num_microbatches, num_chunks=chunks
+            )
+            report = simulate.simulate(schedule)
+            assert report.ticks == 3 * chunks * num_microbatches + num_coordinates - 1
+            assert max(report.peak_in_flight) == chunks * num_coordinates
+
+
+OWN = """1F0, ,1F1,,1B0,1B1
+0F0,0F1,,0B0,0I1,0W1
+"""
+
+
+def make_own(num_coordinates: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """A user's function: 1F1B whose last rank computes weight gradients apart."""
+    schedule = schedules.one_f_one_b(num_coordinates, num_microbatches, num_chunks)
+    split = {Kind.FORWARD: (Kind.FORWARD,), Kind.BACKWARD: (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
+    last = tuple(action._replace(kind=kind) for action in schedule.actions[0] for kind in split[action.kind])
+    return Schedule("own", schedule.placement, num_microbatches, (last, *schedule.actions[1:]))
+
+
+def deadlocked(num_coordinates: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    schedule = schedules.one_f_one_b(num_coordinates, num_microbatches, num_chunks)
+    return Schedule("own", schedule.placement, num_microbatches, tuple(row[::-1] for row in schedule.actions))
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(OWN)
+    choice = schedules.resolve(str(path), num_coordinates=2)
+    assert choice.name == "mine.csv" and choice.placement == Placement.loop(2)
+    assert str(choice.table(2)) == "0: 1F0 1F1 1B0 1B1\n1: 0F0 0F1 0B0 0I1 0W1"
+    assert schedules.read_rows("again", schedules.write_csv(choice.table(2)).splitlines()).actions == choice.table(2).actions
+    assert str(choice.forward_table(2)) == "0: 1F0 1F1\n1: 0F0 0F1"
+    simulate.validate(choice.forward_table(5))
+    with pytest.raises(ConfigError, match=r"mine.csv is a table for 2 micro-batches, and the run has 3"):
+        choice.table(3)
+    with pytest.raises(ConfigError, match=r"mine.csv is a table for 2 pipeline ranks, and the run has 4"):
+        schedules.resolve(str(path), num_coordinates=4)
+    rows = schedules.resolve(["0F0 0B0", "1F0 1B0"], num_coordinates=2)  # the first stage on the first row: turned round
+    assert str(rows.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0" and pickle.loads(pickle.dumps(rows)) == rows
+
+
+def test_a_function_of_ones_own() -> None:
+    choice = schedules.resolve(f"{__name__}.make_own", num_coordinates=2)
+    assert choice.name.endswith("make_own") and str(choice.table(1)) == "0: 1F0 1I0 1W0\n1: 0F0 0B0"
+    assert pickle.loads(pickle.dumps(choice)) == choice
+    simulate.validate(choice.forward_table(3))
+    with pytest.raises(ConfigError, match=r"deadlocks: pp rank 0 waits at"):
+        schedules.resolve(f"{__name__}.deadlocked", num_coordinates=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no/such/table.csv", r"'no/such/table\.csv', which cannot be read"),
+        ("no_such_package.make", r"'no_such_package\.make', which cannot be imported"),
+        (f"{__name__}.nothing", r"cannot be imported.*nothing"),
+        (f"{__name__}.OWN", r"a str\. Set it to a function"),
+        ("pathlib.Path.cwd", r"cannot be imported"),
+        ("builtins.max", r"returned int\. Let it return a Schedule"),
+        ([], r"has the stages none"),
+        (["1F0 1B0", ""], r"no action in row 2"),
+        (["1F0 1B0", "0F0 1B0"], r"has stage 1 in rows 1 and 2"),
+        (["2F0 2B0", "0F0 0B0"], r"has the stages 0, 2\. Number them"),
+        (["1F0 1B0", "0F0 0b0"], r"'0b0' is not a pipeline action"),
+        (["1F0 1B0", "0F0"], r"stage 0, micro-batch 0 the actions F"),
+    ],
+)
+def test_wrong_tables_of_ones_own(spec: str | list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedules.resolve(spec, num_coordinates=2)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3])
@@ -117,32 +274,36 @@ def test_messages_out_of_order_are_named() -> None:
         simulate.validate(table)
 
 
+CHUNKS = {"gpipe": (1, 2, 3), "1f1b": (1,), "interleaved": (1, 2, 3), "zb-h1": (1,), "zbv": (2,)}
+
+
 @given(
-    name=st.sampled_from(["gpipe", "1f1b"]),
-    num_coordinates=st.integers(1, 5),
-    num_microbatches=st.integers(1, 6),
-    data=st.data(),
+    name=st.sampled_from(list(CHUNKS)), num_coordinates=st.integers(1, 5), num_microbatches=st.integers(1, 6), data=st.data()
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=200)
 def test_a_broken_table_is_caught(name: str, num_coordinates: int, num_microbatches: int, data: st.DataObject) -> None:
-    schedule = schedules.make_schedule(name, num_coordinates=num_coordinates, num_microbatches=num_microbatches)
+    num_chunks = data.draw(st.sampled_from(CHUNKS[name]))
+    schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, num_chunks)
     coordinate = data.draw(st.integers(0, num_coordinates - 1))
     row = list(schedule.actions[coordinate])
     index = data.draw(st.integers(0, len(row) - 1))
     fault = data.draw(st.sampled_from(["drop", "duplicate", "swap"]))
     if fault == "drop":
-        assume(num_coordinates * num_microbatches > 1 or row[index].kind is Kind.FORWARD)  # else a forward-only table is left
+        # The only backward of the only stage: a forward-only table would be left, which is valid.
+        assume(num_coordinates * num_chunks * num_microbatches > 1 or row[index].kind is not Kind.BACKWARD)
         del row[index]
     elif fault == "duplicate":
         row.insert(index, row[index])
     else:
-        # Neighbours may commute; a swap is a fault only where it breaks a message order or a dependency: same kind with
-        # a neighbour stage, or the forward and backward of one micro-batch.
+        # Actions may commute; a swap is a fault for certain where it breaks a message order (one kind of one stage, with
+        # another coordinate beside it) or a dependency (two kinds of one stage and micro-batch).
         other = data.draw(st.integers(0, len(row) - 1))
         first, second = row[index], row[other]
-        same_kind = first.kind is second.kind and first.microbatch != second.microbatch and num_coordinates > 1
-        own_pair = first.kind is not second.kind and first.microbatch == second.microbatch
-        assume(same_kind or own_pair)
+        assume(first.stage == second.stage and first != second)
+        neighbours = {stage for stage in (first.stage - 1, first.stage + 1) if 0 <= stage < schedule.placement.num_stages}
+        travels = any(schedule.placement.coordinates[stage] != coordinate for stage in neighbours)
+        same_kind = first.kind is second.kind and first.kind is not Kind.WEIGHT_GRADIENT and travels
+        assume(same_kind or first.microbatch == second.microbatch)
         row[index], row[other] = second, first
     rows = tuple(tuple(row) if c == coordinate else r for c, r in enumerate(schedule.actions))
     with pytest.raises(ConfigError):
@@ -152,8 +313,8 @@ def test_a_broken_table_is_caught(name: str, num_coordinates: int, num_microbatc
 @given(num_coordinates=st.integers(1, 6), num_chunks=st.integers(1, 3), num_microbatches=st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
 def test_any_generated_table_is_valid(num_coordinates: int, num_chunks: int, num_microbatches: int) -> None:
-    for name in schedules.SCHEDULES:
-        if name == "gpipe" or num_chunks == 1:
-            schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, num_chunks)
-            simulate.validate(schedule)
-            simulate.validate(schedules.forward_only(schedule))
+    for name in (name for name, chunks in CHUNKS.items() if num_chunks in chunks):
+        schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, num_chunks)
+        simulate.validate(schedule)
+        simulate.validate(schedules.forward_only(schedule))
+        simulate.validate(schedules.forward_sweep(schedule.placement, num_microbatches))

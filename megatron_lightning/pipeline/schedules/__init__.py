@@ -1,0 +1,37 @@
+"""Pipeline schedules as data: pure functions of sizes that return tables. No torch here.
+
+Each generator names its paper. All of them place the last stage on coordinate 0 (see
+:class:`~megatron_lightning.pipeline.actions.Placement`); a table is proven by
+:func:`megatron_lightning.pipeline.simulate.validate` and run by the executor, which decides nothing.
+"""
+
+from megatron_lightning.pipeline.schedules.choice import (
+    SCHEDULES,
+    Generator,
+    ScheduleChoice,
+    forward_only,
+    forward_sweep,
+    make_schedule,
+    resolve,
+)
+from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
+from megatron_lightning.pipeline.schedules.tables import read_csv, read_rows, write_csv
+from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
+
+__all__ = [
+    "SCHEDULES",
+    "Generator",
+    "ScheduleChoice",
+    "forward_only",
+    "forward_sweep",
+    "gpipe",
+    "interleaved",
+    "make_schedule",
+    "one_f_one_b",
+    "read_csv",
+    "read_rows",
+    "resolve",
+    "write_csv",
+    "zb_h1",
+    "zbv",
+]

@@ -1,0 +1,197 @@
+"""From what a user writes in ``pipeline_schedule`` to proven tables. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
+from megatron_lightning.pipeline.schedules.tables import FixedTable, read_csv, read_rows
+from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
+from megatron_lightning.pipeline.simulate import validate
+
+Generator = Callable[[int, int, int], Schedule]
+"""A function of (pipeline ranks, micro-batches, chunks on each pipeline rank) that returns a table."""
+
+SCHEDULES: Mapping[str, Generator] = MappingProxyType(
+    {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1, "zbv": zbv}
+)
+"""Generators by the name used in ``pipeline_schedule``."""
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule for one pipeline, for any number of micro-batches."""
+
+    name: str
+    reason: str
+    """Why it was chosen, as half a sentence: "it was asked for"."""
+    placement: Placement
+    """Where the stages live."""
+    num_chunks: int
+    generator: Generator
+
+    def __str__(self) -> str:
+        """Name and reason, as a log shows them."""
+        return f"{self.name} ({self.reason})"
+
+    def table(self, num_microbatches: int) -> Schedule:
+        """Return the table for a step of ``num_microbatches``, proven.
+
+        Raises:
+            ConfigError: If the schedule cannot run that many, or is no valid schedule.
+        """
+        if num_microbatches < 1:
+            raise ConfigError(
+                f"num_microbatches is {num_microbatches}; a pipeline step needs at least one. Set it to 1 or more."
+            )
+        schedule = self.generator(self.placement.num_coordinates, num_microbatches, self.num_chunks)
+        if not isinstance(schedule, Schedule):
+            raise ConfigError(f"schedule {self.name} returned {type(schedule).__name__}. Return a Schedule.")
+        if schedule.placement != self.placement or schedule.num_microbatches != num_microbatches:
+            raise ConfigError(
+                f"schedule {self.name} returned a table for {schedule.num_microbatches} micro-batches on the placement "
+                f"{schedule.placement.coordinates}; asked for were {num_microbatches}, and the first table had "
+                f"{self.placement.coordinates}. Return what is asked for, on one placement for all numbers of micro-batches."
+            )
+        validate(schedule)
+        return schedule
+
+    def forward_table(self, num_microbatches: int) -> Schedule:
+        """Return the forwards alone, as validation and prediction run them.
+
+        A table that was written for another number of micro-batches is replaced by one that works for any number.
+        """
+        fixed = self.generator.schedule if isinstance(self.generator, FixedTable) else None
+        if fixed is not None and fixed.num_microbatches != num_microbatches:
+            return forward_sweep(self.placement, num_microbatches)
+        return forward_only(self.table(num_microbatches))
+
+
+def resolve(
+    spec: str | Sequence[str], *, num_coordinates: int, num_chunks: int = 1, microbatch_group_size: int | None = None
+) -> ScheduleChoice:
+    """Return the schedule that a user's ``pipeline_schedule`` means for a layout.
+
+    ``"auto"`` is 1F1B with one chunk on each pipeline rank and interleaved 1F1B with several.
+
+    Args:
+        spec: A key of :data:`SCHEDULES`, ``"auto"``, a CSV file, the class path of a :data:`Generator`, or rows of actions.
+        num_coordinates: Pipeline ranks.
+        num_chunks: Model chunks on each pipeline rank.
+        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved schedule.
+
+    Raises:
+        ConfigError: If nothing has this name, or the schedule cannot run on this layout.
+    """
+    for size_name, size in (("num_coordinates", num_coordinates), ("num_chunks", num_chunks)):
+        if size < 1:
+            raise ConfigError(f"{size_name} is {size}; a pipeline needs at least one. Set it to 1 or more.")
+    name, reason = spec, "it was asked for"
+    if name == "auto":
+        name = "1f1b" if num_chunks == 1 else "interleaved"
+        holds = "one model chunk" if num_chunks == 1 else f"{num_chunks} model chunks"
+        reason = f"each of the {num_coordinates} pipeline ranks holds {holds}"
+    if isinstance(name, str) and name in SCHEDULES:
+        label, generator = name, SCHEDULES[name]
+    else:
+        label, generator = _own_generator(name)
+    if microbatch_group_size is not None:
+        if label != "interleaved":
+            raise ConfigError(
+                f"microbatch_group_size is {microbatch_group_size}, and schedule {label} does not group micro-batches. Leave "
+                'it unset, or set pipeline_schedule to "interleaved".'
+            )
+        generator = partial(interleaved, group_size=microbatch_group_size)
+    placement = _placement(label, generator, num_coordinates, num_chunks, microbatch_group_size)
+    return ScheduleChoice(label, reason, placement, num_chunks, generator)
+
+
+def make_schedule(
+    name: str | Sequence[str],
+    *,
+    num_coordinates: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    microbatch_group_size: int | None = None,
+) -> Schedule:
+    """Return the proven table of a schedule; the arguments are :func:`resolve`'s and the step's number of micro-batches.
+
+    Raises:
+        ConfigError: If the name is unknown, a number is below 1, or the schedule cannot run with these numbers.
+    """
+    choice = resolve(name, num_coordinates=num_coordinates, num_chunks=num_chunks, microbatch_group_size=microbatch_group_size)
+    return choice.table(num_microbatches)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Return the forwards of a schedule in their order, as validation and prediction run them."""
+    actions = tuple(tuple(action for action in row if action.kind is Kind.FORWARD) for row in schedule.actions)
+    return replace(schedule, actions=actions)
+
+
+def forward_sweep(placement: Placement, num_microbatches: int) -> Schedule:
+    """Return forwards for any placement: groups of as many micro-batches as there are coordinates visit the stages in turn."""
+    size = placement.num_coordinates
+    rows = [
+        tuple(
+            Action(stage, Kind.FORWARD, microbatch)
+            for start in range(0, num_microbatches, size)
+            for stage in placement.stages_of(coordinate)
+            for microbatch in range(start, min(start + size, num_microbatches))
+        )
+        for coordinate in range(size)
+    ]
+    return Schedule("forward", placement, num_microbatches, tuple(rows))
+
+
+def _placement(
+    label: str, generator: Generator, num_coordinates: int, num_chunks: int, num_microbatches: int | None
+) -> Placement:
+    """Return the placement of a schedule by making one table, which proves a schedule of the user's own."""
+    num_stages = num_coordinates * num_chunks
+    if isinstance(generator, FixedTable):
+        num_microbatches = generator.schedule.num_microbatches
+    schedule = generator(num_coordinates, num_microbatches or num_stages, num_chunks)
+    if not isinstance(schedule, Schedule):
+        raise ConfigError(f"pipeline_schedule={label} returned {type(schedule).__name__}. Let it return a Schedule.")
+    placement = schedule.placement
+    if (placement.num_coordinates, placement.num_stages) != (num_coordinates, num_stages):
+        raise ConfigError(
+            f"pipeline_schedule={label} places {placement.num_stages} stages on {placement.num_coordinates} pipeline ranks, "
+            f"and the layout has {num_stages} on {num_coordinates}. Place as many as pipeline_model_parallel_size x "
+            "virtual_pipeline_model_parallel_size."
+        )
+    validate(schedule)
+    return placement
+
+
+def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
+    if not isinstance(spec, str):
+        return "table", FixedTable(read_rows("table", spec))
+    if spec.endswith(".csv"):
+        schedule = read_csv(spec)
+        return schedule.name, FixedTable(schedule)
+    module, _, function = spec.rpartition(".")
+    if not module:
+        known = ", ".join(("auto", *SCHEDULES))
+        raise ConfigError(
+            f"pipeline_schedule is {spec!r}, which names no schedule. Set it to one of {known}, to a CSV file, or to the class "
+            "path of a function that makes a Schedule."
+        )
+    try:
+        generator: Any = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"pipeline_schedule is {spec!r}, which cannot be imported: {error}. Set it to the class path of a function of "
+            "(num_coordinates, num_microbatches, num_chunks) that returns a Schedule."
+        ) from error
+    if not callable(generator):
+        raise ConfigError(f"pipeline_schedule is {spec!r}, a {type(generator).__name__}. Set it to a function.")
+    return spec, generator

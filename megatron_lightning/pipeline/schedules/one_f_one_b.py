@@ -1,0 +1,144 @@
+"""GPipe and the one-forward-one-backward schedules, plain and interleaved. No torch here.
+
+Notation: P pipeline coordinates, V model chunks on each, M micro-batches of a step, N micro-batches that visit a chunk in
+one go; stage s of the P * V stages.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.rows import count_microbatches
+from megatron_lightning.pipeline.simulate import validate
+
+
+def gpipe(num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Return the schedule that runs all forwards, then all backwards.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (arXiv:1811.06965),
+    section 2.3; with several chunks it is the breadth-first schedule of Lamy-Poirier, "Breadth-First Pipeline Parallelism"
+    (arXiv:2211.05953), section 4. The backwards run in the order of the forwards, so that gradients are summed in the
+    order of one process. Bubble (P-1)/(MV+P-1); every micro-batch's activations are alive at once.
+    """
+    placement = Placement.loop(num_coordinates, num_chunks)
+
+    def sweep(kind: Kind, stages: tuple[int, ...]) -> tuple[Action, ...]:
+        return tuple(Action(stage, kind, microbatch) for stage in stages for microbatch in range(num_microbatches))
+
+    owned = [placement.stages_of(coordinate) for coordinate in range(num_coordinates)]
+    actions = tuple((*sweep(Kind.FORWARD, stages), *sweep(Kind.BACKWARD, stages[::-1])) for stages in owned)
+    return Schedule("gpipe", placement, num_microbatches, actions)
+
+
+def one_f_one_b(num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Return the schedule that warms up with forwards, then alternates one forward and one backward.
+
+    PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv:2006.09503), section
+    3.1; schedule 1 of "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+    (arXiv:2104.04473), section 2.2.1. GPipe's bubble, but stage s holds at most P-s micro-batches' activations.
+
+    Raises:
+        ConfigError: If there is more than one chunk on a coordinate.
+    """
+    if num_chunks != 1:
+        raise ConfigError(
+            f"schedule 1f1b runs one model chunk on each pipeline rank, and there are {num_chunks}. "
+            'Set virtual_pipeline_model_parallel_size to 1, or pipeline_schedule to "interleaved" or "gpipe".'
+        )
+    placement = Placement.loop(num_coordinates)
+
+    def actions_of(stage: int) -> tuple[Action, ...]:
+        forward, backward = (stage, Kind.FORWARD), (stage, Kind.BACKWARD)
+        # One forward more for every stage that the first micro-batch still has to pass before its gradient returns.
+        warmup = min(num_coordinates - 1 - stage, num_microbatches)
+        steady = num_microbatches - warmup
+        return count_microbatches([forward] * warmup + [forward, backward] * steady + [backward] * warmup, num_microbatches)
+
+    actions = tuple(actions_of(placement.stages_of(coordinate)[0]) for coordinate in range(num_coordinates))
+    return Schedule("1f1b", placement, num_microbatches, actions)
+
+
+def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> Schedule:
+    """Return the 1F1B schedule in which each coordinate holds V chunks and groups of N micro-batches visit them in turn.
+
+    Schedule 2 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+    (arXiv:2104.04473), section 2.2.2, with Megatron-Core's group size N. The bubble is V times smaller than 1F1B's; the
+    first stages' coordinate holds up to 2(P-1)+(V-1)N+1 activations of a chunk, V times smaller than a whole coordinate's.
+    One chunk is 1F1B.
+
+    Args:
+        num_coordinates: P.
+        num_microbatches: M.
+        num_chunks: V.
+        group_size: N, at least P; the last group may be smaller, but a last one of several below P can lead to a deadlock
+            and is refused where it does. None: the smallest N that leaves no such group.
+
+    Raises:
+        ConfigError: If a group is too small: a coordinate would wait for its own next chunk, in the end forever.
+    """
+    if num_chunks == 1:
+        if group_size is not None:
+            raise ConfigError(
+                f"microbatch_group_size is {group_size}, and with one model chunk on each pipeline rank there is nothing to "
+                "group. Leave it unset, or set virtual_pipeline_model_parallel_size to 2 or more."
+            )
+        schedule = one_f_one_b(num_coordinates, num_microbatches)
+        return Schedule("interleaved", schedule.placement, num_microbatches, schedule.actions)
+    size = _fitting_sizes(num_coordinates, num_microbatches)[0] if group_size is None else group_size
+    if size < num_coordinates:
+        raise ConfigError(
+            f"microbatch_group_size is {size}, below the {num_coordinates} pipeline ranks: the first would wait for its own "
+            f"next chunk. Set it to {num_coordinates} or more."
+        )
+    visits = [
+        (chunk, microbatch)
+        for start in range(0, num_microbatches, size)
+        for chunk in range(num_chunks)
+        for microbatch in range(start, min(start + size, num_microbatches))
+    ]
+
+    def actions_of(stage: int) -> tuple[Action, ...]:  # of the coordinate whose first stage this is
+        forwards = [Action(stage + chunk * num_coordinates, Kind.FORWARD, m) for chunk, m in visits]
+        backwards = [Action(stage + (num_chunks - 1 - chunk) * num_coordinates, Kind.BACKWARD, m) for chunk, m in visits]
+        # Two forwards more for every stage behind this one, since the last chunk's gradient has to travel back through all
+        # coordinates; and all earlier chunks of a group before its last chunk.
+        warmup = min(2 * (num_coordinates - 1 - stage) + (num_chunks - 1) * size, len(visits))
+        steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        return (*forwards[:warmup], *steady, *backwards[len(visits) - warmup :])
+
+    placement = Placement.loop(num_coordinates, num_chunks)
+    actions = tuple(actions_of(placement.stages_of(coordinate)[0]) for coordinate in range(num_coordinates))
+    schedule = Schedule("interleaved", placement, num_microbatches, actions)
+    _check_groups(schedule, size)
+    return schedule
+
+
+def _always_runs(num_coordinates: int, num_microbatches: int, group_size: int) -> bool:
+    tail = num_microbatches % group_size
+    return tail == 0 or tail >= num_coordinates or num_microbatches < group_size
+
+
+def _fitting_sizes(num_coordinates: int, num_microbatches: int) -> list[int]:
+    sizes = range(num_coordinates, num_coordinates + num_microbatches + 1)
+    return [size for size in sizes if _always_runs(num_coordinates, num_microbatches, size)]
+
+
+def _check_groups(schedule: Schedule, group_size: int) -> None:
+    """Refuse a last group below P that leads to a deadlock; some such tables do run."""
+    num_coordinates, num_microbatches = schedule.placement.num_coordinates, schedule.num_microbatches
+    if _always_runs(num_coordinates, num_microbatches, group_size):
+        return
+    try:
+        validate(schedule)
+    except ConfigError as error:
+        tail = num_microbatches % group_size
+        sizes = _fitting_sizes(num_coordinates, num_microbatches)
+        nearest = sorted(sorted(sizes, key=lambda size: abs(size - group_size))[:2])
+        raise ConfigError(
+            f"{num_microbatches} micro-batches in groups of microbatch_group_size={group_size} leave a last group of {tail}, "
+            f"smaller than the {num_coordinates} pipeline ranks, which would wait for each other forever. Set "
+            f"microbatch_group_size to {' or '.join(map(str, nearest))}, or run {num_microbatches - tail} or "
+            f"{num_microbatches - tail + num_coordinates} micro-batches."
+        ) from error
