@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -31,7 +32,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   predict     run the prediction loop
   preprocess  tokenize text into indexed files
   generate    continue prompts with a trained model
-  checkpoint  consolidate SOURCE TARGET: make one plain .ckpt file of a checkpoint directory
+  checkpoint  inspect, verify, reshard, consolidate, average or prune checkpoints
 
 megatron-lightning COMMAND --help lists the options of a command.
 """
@@ -119,9 +120,11 @@ def _run(command: str, options: list[str]) -> None:
         for text in _call(generate, options):
             print(text)
     elif command == "checkpoint":
-        from megatron_lightning.checkpoint.consolidation import consolidate
+        from megatron_lightning.checkpoint.commands import COMMANDS
 
-        _parse({"consolidate": consolidate}, options, as_positional=True)
+        command, rest = (options[0], options[1:]) if options and options[0] in COMMANDS else ("", [])
+        spelled = [command, *_spelled_out(rest, COMMANDS[command])] if command else options
+        _parse(dict(COMMANDS), spelled, as_positional=True)
     else:
         raise ConfigError(f"there is no command {command!r}. `megatron-lightning --help` lists the commands.")
 
@@ -140,30 +143,55 @@ def _spelled_out(options: Sequence[str], function: Callable[..., Any]) -> Iterat
     """Yield ``options`` as jsonargparse wants them, so that Megatron's spelling works too.
 
     ``--append-eod`` becomes ``--append_eod=true``, and ``--json-keys text title`` becomes ``--json_keys=["text", "title"]``.
+    Where the last parameter without a default is a list, it takes all further values that no option takes.
     """
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
-    position = 0
-    while position < len(options):
-        option, equals, value = options[position].partition("=")
-        position += 1
-        name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or name not in parameters:
-            yield option + equals + value
-            continue
-        values = [value] if equals else []
-        while not equals and position < len(options) and not options[position].startswith("--"):
-            values.append(options[position])
-            position += 1
-        yield f"--{name}={_value(values, hints[name])}"
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    takes_rest = bool(required) and _is_list(hints[required[-1]])
+    rest, num_positional = list(options), 0
+    while rest:
+        option = rest.pop(0)
+        name = option.partition("=")[0].removeprefix("--").replace("-", "_")
+        if not option.startswith("--"):
+            num_positional += 1
+            last = takes_rest and num_positional == len(required)
+            yield json.dumps([option, *_values(rest, len(rest))]) if last else option
+        elif name not in parameters:
+            yield option
+        elif "=" in option:
+            yield f"--{name}={_joined([option.partition('=')[2]], hints[name])}"
+        else:
+            yield f"--{name}={_joined(_values(rest, _most_values(rest, hints[name])), hints[name])}"
 
 
-def _value(values: list[str], hint: Any) -> str:
+def _values(rest: list[str], most: int) -> list[str]:
+    """Take up to ``most`` words that are no options off the front of ``rest``."""
+    count = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    taken, rest[:] = rest[: min(count, most)], rest[min(count, most) :]
+    return taken
+
+
+def _most_values(rest: Sequence[str], hint: Any) -> int:
+    if hint is bool:
+        return int(bool(rest) and rest[0].lower() in ("true", "false"))
+    return len(rest) if _is_list(hint) else 1
+
+
+def _joined(values: list[str], hint: Any) -> str:
     if hint is bool:
         return values[0] if values else "true"
-    if len(values) > 1 or (values and typing.get_origin(hint) in (list, Sequence) and not values[0].startswith("[")):
+    if len(values) > 1 or (values and _is_list(hint) and str not in _members(hint) and not values[0].startswith("[")):
         return json.dumps(values)
     return values[0] if values else ""
+
+
+def _is_list(hint: Any) -> bool:
+    return any(typing.get_origin(kind) in (list, Sequence) for kind in _members(hint))
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def _is_first_rank() -> bool:

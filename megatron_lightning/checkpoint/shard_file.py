@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -45,10 +45,23 @@ class WrittenFile(NamedTuple):
     """(tensor name, box) of everything in it."""
 
 
-def write_shards(folder: Path, stem: str, pieces: Sequence[Piece], max_file_bytes: int) -> list[WrittenFile]:
+def _held(piece: Piece) -> Tensor:
+    return piece.view
+
+
+def write_shards(
+    folder: Path, stem: str, pieces: Sequence[Piece], max_file_bytes: int, *, fetch: Callable[[Piece], Tensor] = _held
+) -> list[WrittenFile]:
     """Write pieces to ``<stem>.<n>.safetensors``, starting a new file when one would exceed ``max_file_bytes``.
 
     At most one piece is copied at a time (to the CPU, or to make it contiguous).
+
+    Args:
+        folder: Where to.
+        stem: Beginning of the file names.
+        pieces: What to write.
+        max_file_bytes: Largest size of a file.
+        fetch: Returns a piece's values when they are written; those in memory if it is not given.
     """
     batches: list[list[Piece]] = []
     filled = 0
@@ -59,10 +72,10 @@ def write_shards(folder: Path, stem: str, pieces: Sequence[Piece], max_file_byte
             filled = 0
         batches[-1].append(piece)
         filled += piece.view.nbytes
-    return [_write_one(folder, f"{stem}.{i:03d}.safetensors", batch) for i, batch in enumerate(batches)]
+    return [_write_one(folder, f"{stem}.{i:03d}.safetensors", batch, fetch) for i, batch in enumerate(batches)]
 
 
-def _write_one(folder: Path, file: str, pieces: Sequence[Piece]) -> WrittenFile:
+def _write_one(folder: Path, file: str, pieces: Sequence[Piece], fetch: Callable[[Piece], Tensor]) -> WrittenFile:
     header, position = {}, 0
     for piece in pieces:
         end = position + piece.view.nbytes
@@ -78,7 +91,7 @@ def _write_one(folder: Path, file: str, pieces: Sequence[Piece]) -> WrittenFile:
         yield len(text).to_bytes(8, "little") + text
         start = 8 + len(text)
         for piece in pieces:
-            data = _bytes_of(piece.view)
+            data = _bytes_of(fetch(piece))
             checksums = tuple(zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
             shards.append((piece.name, Shard(file, start, piece.offset, tuple(piece.view.shape), checksums)))
             yield data

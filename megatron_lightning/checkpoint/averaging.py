@@ -1,0 +1,84 @@
+"""Average the weights of several checkpoints (Izmailov et al., https://arxiv.org/abs/1803.05407), part by part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.checkpoint.manifest import Shape
+from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.progress import Advance, silent
+from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
+from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs, write_checkpoint
+from megatron_lightning.errors import CheckpointError, ConfigError
+
+_WEIGHTS = "state_dict."
+_FULL_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision")  # what a save of weights alone leaves out
+_ACCUMULATED_IN = {torch.float64: torch.float64}  # everything else in float32
+
+
+def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], *, advance: Advance = silent) -> None:
+    """Write a checkpoint whose weights are the mean of the sources'.
+
+    Sums are taken in float32 (float64 for float64) and rounded once. Integer and boolean buffers, hyper-parameters and
+    counters are the last source's. The result is one of weights alone: there is no mean of optimizers.
+
+    Args:
+        target: The checkpoint directory to write.
+        sources: Checkpoint directories of any layouts, or plain ``.ckpt`` files, of one model.
+        advance: Progress, in bytes read.
+
+    Raises:
+        ConfigError: If there are no sources.
+        CheckpointError: If a source is incomplete or damaged, or they are of different models.
+    """
+    if not sources:
+        raise ConfigError("there are no checkpoints to average. Name at least one after the target.")
+    opened = [open_checkpoint(source) for source in sources]
+    states = [source.state() for source in opened]
+    own: dict[str, Any] = next((state[OWN] for state in reversed(states) if OWN in state), {})
+    # Plain files have tied weights under each of their names, directories under their owner's.
+    tensors = [_weights(source, leave_out=own.get("tied", {})) for source in opened]
+    for path, found in zip(sources, tensors, strict=True):
+        _check_same(str(sources[-1]), tensors[-1], str(path), found)
+
+    def fetch(name: str, offset: Shape, shape: Shape) -> Tensor:
+        entry = tensors[-1][name]
+        if not entry.dtype.is_floating_point:
+            return read_box(opened[-1], name, entry.dtype, offset, shape)
+        total = torch.zeros(shape, dtype=_ACCUMULATED_IN.get(entry.dtype, torch.float32))
+        for source in opened:
+            total += read_box(source, name, entry.dtype, offset, shape)
+            advance(prod(shape) * entry.dtype.itemsize)
+        return (total / len(opened)).to(entry.dtype)
+
+    write_checkpoint(
+        target,
+        tensors[-1],
+        fetch,
+        {key: value for key, value in states[-1].items() if key not in _FULL_STATE} | ({OWN: own} if own else {}),
+        {"average_of": [str(source) for source in sources]},
+        boxes=lambda entry: slabs(entry.shape, max(1, PART_BYTES // 4)),
+        num_files=1,
+    )
+
+
+def _weights(source: CheckpointSource, leave_out: Collection[str]) -> dict[str, TensorInfo]:
+    weights = {name: entry for name, entry in source.tensors().items() if name.startswith(_WEIGHTS)}
+    return {name: entry for name, entry in weights.items() if name.removeprefix(_WEIGHTS) not in leave_out}
+
+
+def _check_same(reference: str, expected: dict[str, TensorInfo], path: str, found: dict[str, TensorInfo]) -> None:
+    differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+    if differing:
+        name = differing[0]
+        one, other = (f"{e.shape} {e.dtype}" if e else "no such tensor" for e in (expected.get(name), found.get(name)))
+        raise CheckpointError(
+            f"{path} and {reference} are not of one model: {len(differing)} tensors differ, the first is {name}: {other} and "
+            f"{one}. Average checkpoints of one training run."
+        )

@@ -1,0 +1,138 @@
+"""Recompute every checksum of a checkpoint and say which bytes of which file are bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lightning.checkpoint.commit import MANIFEST
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, Shard, TensorEntry, dtype_name
+from megatron_lightning.checkpoint.progress import Advance, silent
+from megatron_lightning.checkpoint.storage import RangeReader
+from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+
+_READ_BYTES = 8 * BLOCK_BYTES
+
+
+class Damage(NamedTuple):
+    """A part of a checkpoint that is not what was written."""
+
+    file: str
+    """Name of the file."""
+    first: int
+    """First byte of the range."""
+    stop: int
+    """Byte after the last."""
+    problem: str
+    """What is wrong with it."""
+
+    def __str__(self) -> str:
+        where = f"bytes {self.first} to {self.stop} " if self.stop else ""
+        return f"{self.file}: {where}{self.problem}"
+
+
+class _Part(NamedTuple):
+    tensor: str
+    entry: TensorEntry
+    shard: Shard
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Return the checked manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise MissingCheckpointError(f"there is no checkpoint at {folder}. Check the path.")
+    try:
+        return Manifest.loads((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not a committed checkpoint directory: its {MANIFEST} cannot be read ({error.strerror}). Name one "
+            "that is."
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def verify(path: str | os.PathLike[str], *, num_threads: int = 4, advance: Advance = silent) -> list[Damage]:
+    """Read a whole checkpoint directory and compare it with its manifest.
+
+    Args:
+        path: The directory.
+        num_threads: Files read at the same time.
+        advance: Progress, in bytes read.
+
+    Returns:
+        Everything that differs, in the order of the files; empty for a sound checkpoint.
+
+    Raises:
+        CheckpointError: If the manifest itself is missing or damaged, so that there is nothing to compare with.
+    """
+    folder, manifest = Path(path), read_manifest(path)
+    parts: dict[str, list[_Part]] = {name: [] for name in manifest.files}
+    for name, entry in manifest.tensors.items():
+        for shard in entry.shards:
+            parts[shard.file].append(_Part(name, entry, shard))
+
+    def check(file: str) -> list[Damage]:
+        ordered = sorted(parts[file], key=lambda part: part.shard.start)
+        return list(_check_file(folder, manifest, file, ordered, advance))
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [damage for found in pool.map(check, manifest.files) for damage in found]
+
+
+def _check_file(folder: Path, manifest: Manifest, file: str, parts: Sequence[_Part], advance: Advance) -> Iterator[Damage]:
+    size = manifest.files[file]
+    try:
+        with RangeReader(folder / file, size) as reader:
+            if file == manifest.state_file:
+                if zlib.crc32(reader.read(0, size)) != manifest.state_checksum:
+                    yield Damage(file, 0, size, "do not match their checksum")
+                advance(size)
+            else:
+                if parts and not _header_matches(reader, parts):
+                    yield Damage(file, 0, parts[0].shard.start, "are not the header that the manifest describes")
+                for part in parts:
+                    yield from _check_part(reader, file, part, advance)
+    except CheckpointError as error:  # missing, truncated, unreadable
+        yield Damage(file, 0, 0, str(error))
+
+
+def _check_part(reader: RangeReader, file: str, part: _Part, advance: Advance) -> Iterator[Damage]:
+    shard, length = part.shard, part.entry.num_bytes(part.shard.shape)
+    for begin in range(0, length, _READ_BYTES):
+        data = memoryview(reader.read(shard.start + begin, min(_READ_BYTES, length - begin)))
+        for position in range(0, len(data), BLOCK_BYTES):
+            block = data[position : position + BLOCK_BYTES]
+            if zlib.crc32(block) != shard.checksums[(begin + position) // BLOCK_BYTES]:
+                first = shard.start + begin + position
+                yield Damage(file, first, first + len(block), f"do not match their checksum ({part.tensor})")
+        advance(len(data))
+
+
+def _header_matches(reader: RangeReader, parts: Sequence[_Part]) -> bool:
+    """Whether other readers of safetensors find in the file what the manifest says."""
+    data = bytes(reader.read(0, parts[0].shard.start))
+    base = 8 + int.from_bytes(data[:8], "little")
+    expected = {}
+    for name, entry, shard in parts:
+        box = ",".join(f"{o}:{o + n}" for o, n in zip(shard.offset, shard.shape, strict=True))
+        start = shard.start - base
+        expected[f"{name}[{box}]"] = {
+            "dtype": DTYPE_CODES[dtype_name(entry.dtype)],
+            "shape": list(shard.shape),
+            "data_offsets": [start, start + entry.num_bytes(shard.shape)],
+        }
+    try:
+        return base <= len(data) and {k: v for k, v in json.loads(data[8:base]).items() if k != "__metadata__"} == expected
+    except ValueError:
+        return False
