@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -30,6 +29,7 @@ from megatron_lightning.parallel.sharding import (
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.partition import Unit, partition_units
 from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module
+from megatron_lightning.strategies.batches import tensors_of
 
 
 class _Mark(NamedTuple):
@@ -202,8 +202,7 @@ def check_same_batch(batch: object, context: ParallelContext) -> None:
     Raises:
         ShardingError: If they do not, so that stages and tensor ranks would work on different samples.
     """
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    marks = [fingerprint(tensor).to(context.device) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]
+    marks = [fingerprint(tensor).to(context.device) for tensor in tensors_of(batch)] or [torch.zeros((), dtype=torch.int64)]
     replica = context.axis("tp-pp")
     if disagreeing(torch.stack(marks).sum().view(1).to(context.device), replica):
         raise ShardingError(

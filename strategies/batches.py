@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from megatron_lightning.errors import ConfigError
 
 def batch_size_of(batch: Any) -> int | None:
     """Return the size of dim 0 of the first tensor in ``batch`` (None if it holds none)."""
+    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), None)
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings, lists, tuples and dataclasses, in order."""
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
+        yield batch
     for item in _children(batch):
-        size = batch_size_of(item)
-        if size is not None:
-            return size
-    return None
+        yield from tensors_of(item)
 
 
 def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
@@ -75,6 +78,10 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> 
     if isinstance(first, list | tuple):
         parts = [merge_outputs(items, weights) for items in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if _is_dataclass_object(first):
+        return _with_fields(
+            first, {name: merge_outputs([getattr(o, name) for o in outputs], weights) for name in _names(first)}
+        )
     return list(outputs)
 
 
@@ -99,9 +106,23 @@ def _children(batch: Any) -> list[Any]:
         return list(batch.values())
     if isinstance(batch, list | tuple):
         return list(batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return [getattr(batch, field.name) for field in fields(batch)]
-    return []
+    return [getattr(batch, name) for name in _names(batch)] if _is_dataclass_object(batch) else []
+
+
+def _is_dataclass_object(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _names(value: Any) -> list[str]:
+    return [field.name for field in fields(value)]
+
+
+def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a dataclass object, frozen or not, whose ``__init__`` is not asked: it may compute fields itself."""
+    made = copy.copy(value)
+    for name, item in values.items():
+        object.__setattr__(made, name, item)
+    return made
 
 
 def _map_leaves(batch: Any, cut: Callable[[Any], Any]) -> Any:
@@ -113,8 +134,8 @@ def _map_leaves(batch: Any, cut: Callable[[Any], Any]) -> Any:
     if isinstance(batch, list | tuple):
         shortened = cut(batch)
         return shortened if shortened is not batch else type(batch)(_map_leaves(value, cut) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{f.name: _map_leaves(getattr(batch, f.name), cut) for f in fields(batch) if f.init})
+    if _is_dataclass_object(batch):
+        return _with_fields(batch, {name: _map_leaves(getattr(batch, name), cut) for name in _names(batch)})
     return cut(batch)
 
 

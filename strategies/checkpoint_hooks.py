@@ -26,7 +26,11 @@ class MegatronCheckpoints(MegatronSteps):
 
     def on_train_start(self) -> None:
         """Continue an interrupted epoch: with the data order and the random numbers it would have had."""
-        self._checkpoints.restore_position(self.train_samplers())
+        samplers = self.train_samplers()
+        combined = self.module.trainer.fit_loop._combined_loader
+        if combined is not None and len(samplers) == len(combined.flattened):  # Lightning looks for state_dict on loaders
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        self._checkpoints.restore_position(samplers)
 
     @property
     def _checkpoints_are_whole(self) -> bool:

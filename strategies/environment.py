@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -48,6 +48,7 @@ class MegatronEnvironment(ParallelStrategy):
         self, layout: ParallelLayout, *, start_method: StartMethod, process_group_backend: str | None, timeout_s: float
     ) -> None:
         super().__init__()
+        preflight.check_backend(process_group_backend)
         self.layout, self.start_method, self.num_nodes = layout, start_method, 1
         self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
         self._context: ParallelContext | None = None
@@ -142,14 +143,18 @@ class MegatronEnvironment(ParallelStrategy):
         preflight.check_checkpoint_io(self.user_checkpoint_io, self._planned_world_size)
         self._launcher = make_launcher(self)
 
-    def check_before_launch(self) -> None:
-        """Check what is known of the module before any process is started.
+    def check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None = None) -> None:
+        """Check what is known of the module and the data before any process is started or group created.
+
+        Args:
+            trainer: Who launches, if it is known.
+            data: The data module, if there is one.
 
         Raises:
             ConfigError: If the module cannot run under the layout.
         """
         if self.lightning_module is not None:
-            preflight.check_config(self.lightning_module, self.layout, self._planned_world_size)
+            preflight.check_config(self.lightning_module, self.layout, self._planned_world_size, data)
 
     @property
     def module(self) -> pl.LightningModule:
@@ -165,7 +170,6 @@ class MegatronEnvironment(ParallelStrategy):
     def setup_environment(self) -> None:
         """Create the process groups."""
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         if self._planned_world_size > 1 and self.cluster_environment is not None:
             default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
@@ -173,6 +177,8 @@ class MegatronEnvironment(ParallelStrategy):
             self._failure_watch = FailureWatch()
             self._failure_watch.start()
         if self._context is None:
+            # What users draw from here on is what one device would draw, however the ranks came to life.
+            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
             seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
             self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout)
         if self.context.world_size > 1:

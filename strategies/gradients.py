@@ -7,6 +7,9 @@ optimizer step: one flush, or as many as are accumulated.
 A module that returns ``num_items`` is weighted exactly: every micro-batch's mean loss is multiplied by its number of items, and
 the gradients are divided by the sum of all items (micro-batches, data and context ranks, accumulated flushes). Otherwise every
 micro-batch's loss is a mean, and means are averaged.
+
+A module that optimizes manually makes each of its backward passes a window of its own, whose reduced gradients are added to
+what the optimizers have from earlier ones, until the module clears them.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class GradientFlow:
         self._window_open = self._window_was_open = False
         self._num_items: Tensor | None = None
         self._native_weight: Tensor | None = None
+        self._held: dict[str, Tensor] | None = None  # gradients of earlier backward passes of a manual optimization
         self._clipped: Precision | None = None
         self._released = False
 
@@ -83,8 +87,8 @@ class GradientFlow:
         Raises:
             ConfigError: If this cannot be done while other ranks have other parameters, or parts of the optimizer's state.
         """
-        trainable = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        if len(trainable) == len(self.reducer.parameters) or self._context.world_size == 1:
+        trainable = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+        if self._context.world_size == 1 or self.reducer.parameters.keys() >= set(trainable):
             return
         if self._sharded or self._context.pp.size > 1:
             raise ConfigError(
@@ -179,6 +183,8 @@ class GradientFlow:
     def native_backward(self) -> Generator[None, None, None]:
         """Around one backward pass that produces all gradients of a flush."""
         self._follow_unfreezing()
+        if self.reducer.buckets and not self._module.automatic_optimization:
+            self._held = {name: gradient.clone() for name, gradient in self.by_name().items()}
         if self.reducer.buckets:
             if self._window_open:
                 self.reducer.expose()
@@ -200,6 +206,20 @@ class GradientFlow:
         if self.reducer.buckets or isinstance(scale, Tensor) or scale != 1.0:
             self.reducer.finish(scale)
         self._window_open = False
+        self._add_held()
+
+    def _add_held(self) -> None:
+        """Add the gradients of a manual backward pass to the earlier ones, but for parameters of toggled optimizers.
+
+        Toggling switches off ``requires_grad`` of what those optimizers step, which may be a shard or a copy of a parameter
+        of the module, and so does not keep gradients from being computed.
+        """
+        if self._held is None:
+            return
+        for name, target in self.reducer.targets().items():
+            held, fresh = self._held.get(name), target.grad if target.requires_grad else None
+            target.grad = held if fresh is None else fresh if held is None else fresh.add_(held)
+        self._held = None
 
     def _add_items(self, num_items: Tensor | None) -> None:
         if num_items is not None:
@@ -222,16 +242,25 @@ class GradientFlow:
         plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
 
-    def norm(self) -> Tensor:
-        """Return the global norm of the gradients; a collective."""
-        return global_grad_norm(self.reducer.counted(), self._context, sharded=self.reducer.sharded)
+    def norm(self, optimizer: Optimizer | None = None) -> Tensor:
+        """Return the global norm of the gradients, or of those that one optimizer reads; a collective."""
+        counted = self.reducer.counted(self._read_by(optimizer))
+        return global_grad_norm(counted, self._context, sharded=self.reducer.sharded)
+
+    def _read_by(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
+        """Return the gradients by name, without those that ``optimizer`` does not step."""
+        if optimizer is None:
+            return self.by_name()
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        targets = self.reducer.targets()
+        return {name: gradient for name, gradient in self.by_name().items() if id(targets[name]) in stepped}
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.last_norm = self.norm()
-        clip_grads_by_norm_(self.by_name().values(), clip_val, self.last_norm)
+        self.last_norm = self.norm(optimizer)
+        clip_grads_by_norm_(self._read_by(optimizer).values(), clip_val, self.last_norm)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_grads_by_value_(self.by_name().values(), clip_val)
+        clip_grads_by_value_(self._read_by(optimizer).values(), clip_val)
 
     def release(self) -> None:
         """Remove hooks from the parameters and give clipping back to the plugin."""

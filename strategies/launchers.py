@@ -163,7 +163,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         Raises:
             ConfigError: If the module or the command cannot be run this way; before any process is started.
         """
-        self._strategy.check_before_launch()
+        self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
@@ -249,7 +249,7 @@ class WorkerLauncher(_MultiProcessingLauncher):
             torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
             torch.multiprocessing.ProcessExitedException: For a worker that was killed.
         """
-        self._strategy.check_before_launch()
+        self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.procs = []
         watch = ChildWatch(self._children, lambda rank, how: None, ends_self=False)
         watch.start()
@@ -280,6 +280,12 @@ def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     return exit_code
+
+
+def _data_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> pl.LightningDataModule | None:
+    """Return the data module among the arguments of ``fit`` and its kin; the Trainer knows it only after the launch."""
+    given = (*args, *kwargs.values())
+    return next((argument for argument in given if isinstance(argument, pl.LightningDataModule)), None)
 
 
 def make_launcher(strategy: MegatronEnvironment) -> ScriptLauncher | WorkerLauncher:

@@ -7,7 +7,7 @@ reaches the code after the model. So calls are recorded during the schedule; aft
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,6 +64,8 @@ class LogRecorder:
         def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
             arguments = {**dict(zip(names, args, strict=False)), **options}
             name, value = arguments.pop("name"), arguments.pop("value")
+            if "reduce_fx" in arguments and not isinstance(value, Metric):
+                arguments["reduce_fx"] = _reduction_name(name, arguments["reduce_fx"])
             value = value.detach() if isinstance(value, Tensor) else value
             self._calls.setdefault(name, []).append(_Call(value, batch_size, self.microbatch, arguments))
 
@@ -94,7 +96,7 @@ class LogRecorder:
             values = torch.stack([torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls])
             own = [weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls]
             weight = torch.stack([torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own])
-            value = _reduction(name, options.get("reduce_fx", "mean"))(values, weight)
+            value = _REDUCTIONS[options.get("reduce_fx", "mean")](values, weight)
         return LogEntry(name, value, None, batch_size, options)
 
     def _path_of(self, metric: Metric, options: dict[str, Any]) -> str:
@@ -109,16 +111,32 @@ class LogRecorder:
         )
 
 
-def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
-    key = (reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")).lower()
-    if key in ("mean", "avg"):
-        return lambda values, weights: weighted_mean(values.unbind(), weights.unbind())
-    reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
-    if key in reductions:
-        return lambda values, weights: reductions[key](values)
-    if callable(reduce_fx):
-        return lambda values, weights: reduce_fx(values)
-    raise ConfigError(f"self.log({name!r}) has reduce_fx={reduce_fx!r}. Set it to mean, sum, min, max or a function.")
+_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda values, weights: weighted_mean(values.unbind(), weights.unbind()),
+    "sum": lambda values, weights: values.sum(),
+    "min": lambda values, weights: values.min(),
+    "max": lambda values, weights: values.max(),
+}
+_NAMES: Mapping[Any, str] = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    sum: "sum",
+    torch.min: "min",
+    min: "min",
+    torch.max: "max",
+    max: "max",
+}
+
+
+def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
+    """Return the name of a reduction, which other stages can be told; Lightning knows no others."""
+    name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower()) if isinstance(reduce_fx, str) else _NAMES.get(reduce_fx)
+    if name not in _REDUCTIONS:
+        raise ConfigError(
+            f"self.log({key!r}) has reduce_fx={reduce_fx!r}. Set it to mean, sum, min or max, or log a torchmetrics.Metric "
+            "that reduces as you need it."
+        )
+    return name
 
 
 def replay(module: pl.LightningModule, entries: Sequence[tuple[Any, ...]]) -> None:

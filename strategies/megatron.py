@@ -115,6 +115,23 @@ class MegatronStrategy(MegatronCheckpoints):
 
     # ------------------------------------------------------------------------------------------------- environment
 
+    def check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None = None) -> None:
+        """Check what is known of the module, the Trainer and the data before any process is started or group created.
+
+        Raises:
+            ConfigError: If they cannot run under the layout.
+        """
+        super().check_before_launch(trainer, data)
+        if self.lightning_module is not None and trainer is not None:
+            preflight.check_pipelined(self.lightning_module, self.layout)
+            self._check_module(trainer)
+
+    def _check_module(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        preflight.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
+        replicas = self.layout.data_parallel_size(self._planned_world_size)
+        preflight.check_callbacks(trainer, sharded=self.data_parallel == "zero1" and replicas > 1)
+
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
 
@@ -153,10 +170,9 @@ class MegatronStrategy(MegatronCheckpoints):
         self._restore_configure_model()
         self._assemble()
         fitting = trainer.state.fn == TrainerFn.FITTING
-        preflight.check_module(module, self.layout, self.micro_batch_size, self.context.world_size, fitting=fitting)
-        preflight.check_callbacks(trainer, sharded=self.data_parallel == "zero1" and self.context.dp.size > 1)
-        length = getattr(getattr(trainer, "datamodule", None), "sequence_length", None)
-        preflight.check_config(module, self.layout, self.context.world_size, length if isinstance(length, int) else None)
+        self._check_module(trainer)  # once more: hooks may have changed it
+        preflight.warn_of_idle_pipeline(self.layout, self.micro_batch_size)
+        preflight.check_config(module, self.layout, self.context.world_size, getattr(trainer, "datamodule", None))
         connector = trainer._accelerator_connector
         if self._injects_samplers is None:
             self._injects_samplers = connector.use_distributed_sampler
@@ -191,7 +207,8 @@ class MegatronStrategy(MegatronCheckpoints):
         if self._gradients is None:
             self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()
-        self.setup_optimizers(trainer)
+        with preflight.explained_empty_optimizers(self.layout, self.context.pp.rank):
+            self.setup_optimizers(trainer)
         preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, self.context.world_size)
         self._gradients = GradientFlow(
             self.module,

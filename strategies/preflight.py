@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -16,6 +17,7 @@ from megatron_lightning.config import DataParallelOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.pipeline.stage import find_pipelined_module
 from megatron_lightning.rules import check_model_layout
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
@@ -131,16 +133,36 @@ def check_callbacks(trainer: pl.Trainer, *, sharded: bool) -> None:
 
 
 def check_config(
-    module: pl.LightningModule, layout: ParallelLayout, world_size: int, sequence_length: int | None = None
+    module: pl.LightningModule, layout: ParallelLayout, world_size: int, data: pl.LightningDataModule | None = None
 ) -> None:
-    """Check the model's sizes against the layout, where the module says them in ``config``.
+    """Check the model's sizes against the layout, where the module says them in ``config`` and the data its length.
 
     Raises:
         ConfigError: Naming the numbers that do not fit.
     """
-    config = getattr(module, "config", None)
+    config, length = getattr(module, "config", None), getattr(data, "sequence_length", None)
     if isinstance(config, TransformerConfig):
-        check_model_layout(config, layout, world_size, sequence_length=sequence_length)
+        check_model_layout(config, layout, world_size, sequence_length=length if isinstance(length, int) else None)
+
+
+@contextmanager
+def explained_empty_optimizers(layout: ParallelLayout, pp_rank: int) -> Iterator[None]:
+    """Say what torch's complaint about an optimizer without parameters means in a pipeline.
+
+    Raises:
+        ConfigError: If ``configure_optimizers`` finds no parameters on this pipeline rank.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if layout.pp == 1 or "empty parameter list" not in str(error):
+            raise
+        raise ConfigError(
+            f"configure_optimizers found no parameters for an optimizer on pipeline rank {pp_rank} of {layout.pp}: the units "
+            "there have none, or none that it selects. Lower pipeline_model_parallel_size, put units with trained "
+            "parameters on every rank, or give the optimizer a list of groups, which may be empty: "
+            'AdamW([{"params": parameters}]).'
+        ) from error
 
 
 def check_optimizers(
@@ -160,28 +182,55 @@ def check_optimizers(
         )
 
 
-def check_module(
-    module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, world_size: int, *, fitting: bool
-) -> None:
+def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, *, fitting: bool) -> None:
     """Check what the LightningModule does against the layout.
 
     Raises:
-        ConfigError: For steps that a pipeline or several data-parallel ranks cannot run.
+        ConfigError: For steps that a schedule of micro-batches cannot run.
     """
-    schedules = layout.num_stages > 1 or micro_batch_size is not None
-    if fitting and not module.automatic_optimization and (schedules or world_size > 1):
+    if not fitting or (layout.num_stages == 1 and micro_batch_size is None):
+        return
+    if not module.automatic_optimization:
         raise ConfigError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and here the strategy runs the "
-            f"backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks). Set "
-            "automatic_optimization=True, or use one device, pipeline_model_parallel_size=1 and micro_batch_size=None."
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with a schedule of micro-batches "
+            f"the strategy runs the backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Set "
+            "automatic_optimization=True, or pipeline_model_parallel_size=1 and micro_batch_size=None."
         )
-    if fitting and schedules and is_overridden("backward", module):
+    if is_overridden("backward", module):
         raise ConfigError(
             f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the "
             "override, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
         )
+
+
+def check_pipelined(module: pl.LightningModule, layout: ParallelLayout) -> None:
+    """Check that a model which exists before the groups do can be cut; others are checked when they are built.
+
+    Raises:
+        ConfigError: If no submodule, or more than one, has ``pipeline_units()``.
+    """
+    built_later = is_overridden("configure_model", module) or is_overridden("setup", module)
+    if layout.num_stages > 1 and not built_later:
+        find_pipelined_module(module)
+
+
+def warn_of_idle_pipeline(layout: ParallelLayout, micro_batch_size: int | None) -> None:
+    """Say what a pipeline costs whose batches are not cut."""
     if layout.pp > 1 and micro_batch_size is None:
         rank_zero_warn(
             f"micro_batch_size is not set: each batch runs as one micro-batch, and the pipeline of {layout.pp} ranks is idle "
             f"{(layout.pp - 1) / layout.pp:.0%} of the time. Set micro_batch_size to a fraction of the batch size."
+        )
+
+
+def check_backend(backend: str | None) -> None:
+    """Check that the process groups will serve tensors on the CPU: ranks compare their weights and plans there.
+
+    Raises:
+        ConfigError: For a backend of one kind of accelerator alone.
+    """
+    if backend is not None and "cpu:" not in backend and backend not in ("gloo", "mpi", "ucc"):
+        raise ConfigError(
+            f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks compare their weights and "
+            f'agree on checkpoints. Leave it unset, or set it to "cpu:gloo,cuda:{backend.rpartition(":")[2]}".'
         )

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _update_dataloader
@@ -24,12 +23,53 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
 )
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
+
+
+class _SharedOrder:
+    """The order that a sampler draws, the same on all data-parallel ranks though their random states differ.
+
+    Args:
+        order: A sampler with a length.
+        group: The data-parallel ranks.
+    """
+
+    def __init__(self, order: Iterable[int], group: AxisGroup) -> None:
+        self.order, self._group = order, group
+
+    def draw_states(self) -> dict[str, Tensor]:
+        """Return the generators' states of the first rank; a collective."""
+        states = {"default": torch.get_rng_state()}
+        if self._own_generator() is not None:
+            states["sampler"] = self._own_generator().get_state()
+        if self._group.process_group is not None:
+            box: list[Any] = [states if self._group.rank == 0 else None]
+            dist.broadcast_object_list(box, src=self._group.ranks[0], group=self._group.process_group)
+            states = box[0]
+        return states
+
+    def indices(self, states: dict[str, Tensor]) -> Sequence[int]:
+        """Draw the order from ``states``; a rank whose generator stood elsewhere keeps its own state."""
+        if isinstance(self.order, SequentialSampler):
+            return range(len(self.order))
+        before = torch.get_rng_state()
+        shared = torch.equal(before, states["default"])
+        torch.set_rng_state(states["default"])
+        if "sampler" in states and self._own_generator() is not None:
+            self._own_generator().set_state(states["sampler"])
+        total = len(self.order)  # type: ignore[arg-type]
+        indices = list(islice(self.order, total))  # not to its end, where RandomSampler draws once more
+        if not shared:
+            torch.set_rng_state(before)
+        return indices
+
+    def _own_generator(self) -> Any:
+        return getattr(self.order, "generator", None)
 
 
 class ResumableSampler(Sampler[int]):
@@ -44,6 +84,7 @@ class ResumableSampler(Sampler[int]):
 
     def __init__(self, order: Iterable[int], group: AxisGroup, *, batch_size: int, drop_last: bool) -> None:
         self.order, self._group, self._batch_size, self._drop_last = order, group, batch_size, drop_last
+        self._shared = _SharedOrder(order, group)
         self.started = False
         """Whether an index has been asked for."""
         self._consumed = 0  # samples of this pass over the data, of all ranks together
@@ -75,40 +116,40 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.started = True
         if not self._resuming:
-            self._consumed, self._states = 0, self._draw_states()
+            self._consumed, self._states = 0, self._shared.draw_states()
         self._resuming = False
-        indices, size = self._ordered(), self._group.size
+        indices, size = self._shared.indices(self._states), self._group.size
         for position in range(self._consumed + self._group.rank, len(self) * size, size):
             yield indices[position % len(indices)]
 
-    def _draw_states(self) -> dict[str, Tensor]:
-        """Return the generators' states, the same on all data-parallel ranks."""
-        states = {"default": torch.get_rng_state()}
-        if self._own_generator() is not None:
-            states["sampler"] = self._own_generator().get_state()
-        if self._group.process_group is not None:
-            box: list[Any] = [states if self._group.rank == 0 else None]
-            dist.broadcast_object_list(box, src=self._group.ranks[0], group=self._group.process_group)
-            states = box[0]
-        return states
 
-    def _ordered(self) -> Sequence[int]:
-        """Draw the order; a rank whose generator stood elsewhere keeps its own state."""
-        if isinstance(self.order, SequentialSampler):
-            return range(len(self.order))
-        before = torch.get_rng_state()
-        shared = torch.equal(before, self._states["default"])
-        torch.set_rng_state(self._states["default"])
-        if "sampler" in self._states and self._own_generator() is not None:
-            self._own_generator().set_state(self._states["sampler"])
-        total = len(self.order)  # type: ignore[arg-type]
-        indices = list(islice(self.order, total))  # not to its end, where RandomSampler draws once more
-        if not shared:
-            torch.set_rng_state(before)
-        return indices
+class EvaluationShare(Sampler[int]):
+    """One data-parallel rank's part of an order that is not simply that of the dataset.
 
-    def _own_generator(self) -> Any:
-        return getattr(self.order, "generator", None)
+    Args:
+        order: The sampler of the user's DataLoader, with a length.
+        group: The data-parallel ranks.
+        repeat: Whether the first samples are repeated so that all ranks have equally many.
+    """
+
+    def __init__(self, order: Iterable[int], group: AxisGroup, *, repeat: bool) -> None:
+        self._shared, self._group, self._repeat = _SharedOrder(order, group), group, repeat
+
+    def __len__(self) -> int:
+        return len(self._positions())
+
+    def __iter__(self) -> Iterator[int]:
+        indices = self._shared.indices(self._shared.draw_states())
+        return (indices[position % len(indices)] for position in self._positions())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forward Lightning's epoch number to a sampler that wants it."""
+        if hasattr(self._shared.order, "set_epoch"):
+            self._shared.order.set_epoch(epoch)
+
+    def _positions(self) -> range:
+        total, size = len(self._shared.order), self._group.size  # type: ignore[arg-type]
+        return range(self._group.rank, -(-total // size) * size if self._repeat else total, size)
 
 
 def resumable(loader: DataLoader[Any], group: AxisGroup) -> DataLoader[Any]:
@@ -157,22 +198,31 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
     if isinstance(loader.dataset, IterableDataset) or isinstance(_order(loader), DistributedSampler) or group.size == 1:
         return loader
     share: dict[str, Any] = {"num_replicas": group.size, "rank": group.rank, "shuffle": False}
+    if not hasattr(_order(loader), "__len__"):
+        raise ConfigError(
+            f"the {stage.value} DataLoader has a {type(_order(loader)).__name__} without __len__, which cannot be shared out "
+            f"among {group.size} data-parallel ranks. Give it a length, or share the samples out yourself and set "
+            "Trainer(use_distributed_sampler=False)."
+        )
     if stage == RunningStage.PREDICTING:
-        return _sharded_for_prediction(loader, share)
-    sampler: Sampler[int]
+        return _sharded_for_prediction(loader, group, share)
     order = _order(loader)
-    if isinstance(order, RandomSampler | SequentialSampler):
-        sampler = DistributedSampler(loader.dataset, **share)
-    else:
-        sampler = DistributedSamplerWrapper(order, **share)
-    return _with_sampler(loader, sampler, stage)
+    if isinstance(order, SequentialSampler):
+        return _with_sampler(loader, DistributedSampler(loader.dataset, **share), stage)
+    return _with_sampler(loader, EvaluationShare(order, group, repeat=True), stage)
 
 
-def _sharded_for_prediction(loader: DataLoader[Any], share: dict[str, Any]) -> DataLoader[Any]:
+def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]) -> DataLoader[Any]:
     """Put the share inside the batch sampler: Lightning has wrapped that already, to note the indices of every batch."""
+
+    def shared(order: Sampler[int]) -> Sampler[int]:
+        if isinstance(order, SequentialSampler):
+            return UnrepeatedDistributedSamplerWrapper(order, **share)
+        return EvaluationShare(order, group, repeat=False)
+
     batches: Any = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
     if batches is None:
-        return _update_dataloader(loader, UnrepeatedDistributedSamplerWrapper(loader.sampler, **share))
+        return _update_dataloader(loader, shared(loader.sampler))
     if isinstance(getattr(batches, "sampler", None), Sampler) and not isinstance(batches.sampler, DistributedSampler):
-        batches.sampler = UnrepeatedDistributedSamplerWrapper(batches.sampler, **share)
+        batches.sampler = shared(batches.sampler)
     return loader

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
 
@@ -30,6 +31,17 @@ class _Number:
 
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, float | int) or (isinstance(leaf, Tensor) and leaf.ndim == 0)
+
+
+def _packed(structure: Any) -> bytes:
+    try:
+        return pickle.dumps(structure)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the step returned or logged what cannot be sent to the other pipeline stages ({error}). Return and log tensors, "
+            "numbers, strings and containers of them, and leave sync_dist_group out: values are reduced over the "
+            "data-parallel ranks."
+        ) from error
 
 
 class StageBroadcast:
@@ -53,7 +65,7 @@ class StageBroadcast:
 
     def _send(self, value: Any) -> None:
         numbers = [leaf for leaf in tree_leaves(value) if _is_number(leaf)]
-        packed = pickle.dumps(tree_map(lambda x: _Number(x) if _is_number(x) else None if isinstance(x, Tensor) else x, value))
+        packed = _packed(tree_map(lambda x: _Number(x) if _is_number(x) else None if isinstance(x, Tensor) else x, value))
         key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
         new = key not in self._structures
         self._broadcast(torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device))

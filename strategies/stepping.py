@@ -145,7 +145,8 @@ class MegatronSteps(MegatronEnvironment):
             sampler.advance()
         if self._is_native:
             output = super().training_step(batch, *args, **kwargs)
-            gradients.note_native_output(output, trainer.accumulate_grad_batches)
+            if self.module.automatic_optimization:
+                gradients.note_native_output(output, trainer.accumulate_grad_batches)
             return output
         skip_backward = trainer.fit_loop._skip_backward
         if not skip_backward:

@@ -23,7 +23,7 @@ from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies.assembly import Assembly
-from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch
+from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
 from megatron_lightning.strategies.logs import LogRecorder, replay
 from megatron_lightning.strategies.metrics import MetricSync
 from megatron_lightning.strategies.replica_rng import ReplicaRng
@@ -231,8 +231,7 @@ class _StepProgram:
 
     def signature(self, microbatch: int) -> Any:
         """Return shapes and dtypes of the micro-batch: equal ones give equal stage boundaries."""
-        leaves = torch.utils._pytree.tree_leaves(self._step.microbatches[microbatch])
-        shapes = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, Tensor))
+        shapes = tuple((tuple(x.shape), x.dtype) for x in tensors_of(self._step.microbatches[microbatch]))
         return (self._step.hook, shapes)
 
     def before_last_backward(self, stage: int) -> None:

@@ -184,16 +184,19 @@ class GradientReducer:
 
         With sharded gradients an entry is this rank's part, 1-D unless it is the whole parameter.
         """
-        targets = {
+        return {name: target.grad for name, target in self.targets().items() if target.grad is not None}
+
+    def targets(self) -> dict[str, nn.Parameter]:
+        """Return what optimizers step for each parameter that this rank has a part of, by name in registration order."""
+        return {
             name: self.fragments[name].target if name in self.fragments else parameter
             for name, parameter in self.parameters.items()
             if name in self.fragments or name not in self.bucket_of
         }
-        return {name: target.grad for name, target in targets.items() if target.grad is not None}
 
-    def counted(self) -> Iterator[tuple[Tensor, ShardSpec]]:
-        """Yield the same gradients with their specs; when some are shards, equal ones of other data-parallel ranks left out."""
-        for name, gradient in self.gradients().items():
+    def counted(self, gradients: Mapping[str, Tensor] | None = None) -> Iterator[tuple[Tensor, ShardSpec]]:
+        """Yield all or some of these with their specs; when some are shards, equal ones of other replicas left out."""
+        for name, gradient in (self.gradients() if gradients is None else gradients).items():
             groups = self.groups[self.specs[name].grid]
             if not self.sharded or (groups.replicas if groups.sharded else groups.all).rank == 0:
                 yield gradient, self.specs[name]

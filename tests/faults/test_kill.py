@@ -40,6 +40,7 @@ def _belongs(process: psutil.Process, session: int) -> bool:
         return False
 
 
+@pytest.mark.slow  # the example of the README is such a job, and runs in the default tests
 def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:
     code, output, _ = run_job("popen", "none", 0)
     assert code == 0, output
@@ -50,7 +51,7 @@ def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:
     ("start_method", "rank", "expected"),
     [
         ("popen", 1, r"rank 1 failed: its process \d+ was killed by SIGKILL"),
-        ("popen", 0, r"rank 0"),
+        pytest.param("popen", 0, r"rank 0", marks=pytest.mark.slow),
         pytest.param("spawn", 1, r"rank 1 failed: its process \d+ was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("spawn", 0, r"rank 0 failed: its process \d+ was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("fork", 1, r"rank 1 failed: its process \d+ was killed by SIGKILL", marks=pytest.mark.slow),

@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.toy import ToyModule
+from megatron_lightning.strategies.launchers import ScriptLauncher
+from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import DP2, MICRO, PP2, Layout, run
 
@@ -46,6 +49,13 @@ def test_a_world_that_the_layout_does_not_divide() -> None:
 def test_a_loss_scale_on_several_ranks() -> None:
     with pytest.raises(ConfigError, match=r"precision='16-true' is not supported on 2 ranks.* Set it to one of 32-true"):
         trainer(MegatronStrategy(), devices=2, precision="16-true")  # on a CPU Lightning replaces 16-mixed itself
+
+
+def test_a_backend_without_cpu_tensors() -> None:
+    with pytest.raises(ConfigError, match=r"'nccl' has no backend for CPU tensors.* Leave it unset.*cpu:gloo,cuda:nccl"):
+        MegatronStrategy(process_group_backend="nccl")
+    for backend in ("gloo", "cpu:gloo,cuda:nccl"):
+        MegatronStrategy(process_group_backend=backend)
 
 
 class _Manual(ToyModule):
@@ -118,9 +128,27 @@ class _ForeignMetric(ToyModule):
         return loss
 
 
+class _OwnReduction(ToyModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss, _ = self._loss(batch)
+        self.log("own", loss, reduce_fx=lambda values: values.median())
+        return loss
+
+
+class _Unsendable(ToyModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss, _ = self._loss(batch)
+        return {"loss": loss, "later": lambda: loss}
+
+
+class _NothingToTrain(ToyModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for name, p in self.named_parameters() if "head" in name], lr=0.1)
+
+
 CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "manual": (PP2, _Manual, ConfigError, r"_Manual optimizes manually.*pipeline 2.* Set automatic_optimization=True"),
-    "manual-data": (DP2, _Manual, ConfigError, r"_Manual optimizes manually.*2 ranks"),
+    "manual-micro": (MICRO, _Manual, ConfigError, r"_Manual optimizes manually.*micro_batch_size 2"),
     "backward": (PP2, _Backward, ConfigError, r"_Backward overrides backward\(\).* Remove the override"),
     "backward-micro": (MICRO, _Backward, ConfigError, r"overrides backward\(\)"),
     "twice": (PP2, _Twice, PipelineError, r"training_step called the pipelined module twice on stage .* micro-batch 0"),
@@ -130,6 +158,9 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "too-few-units": (PP2, _TooFewUnits, MegatronLightningError, r"at least 2 layers.*lists 1"),
     "not-a-tensor": (PP2, _NotATensor, PipelineError, r"returned \(dict\); only tensors travel between stages"),
     "foreign-metric": (PP2, _ForeignMetric, ConfigError, r"MeanMetric that is not an attribute .* Assign it to self"),
+    "reduction": (MICRO, _OwnReduction, ConfigError, r"self.log\('own'\) has reduce_fx=<function .* Set it to mean, sum"),
+    "output": (PP2, _Unsendable, ConfigError, r"cannot be sent to the other pipeline stages .* Return and log tensors"),
+    "no-parameters": (PP2, _NothingToTrain, ConfigError, r"no parameters for an optimizer on pipeline rank 1 of 2"),
     "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS.* Set|LBFGS.* Use"),
     "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
 }
@@ -156,3 +187,37 @@ def test_modules(case: str, tmp_path: Path) -> None:
     assert said
     for error in said:
         assert re.search(message, error, re.DOTALL), error
+
+
+class _Unlaunched(ToyModule):
+    """Its model exists from the start, and cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Whole()
+
+    configure_model = pl.LightningModule.configure_model
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "options", "message"),
+    [
+        (_Manual, [], {"pipeline_model_parallel_size": 2}, "_Manual optimizes manually"),
+        (_Backward, [], {"micro_batch_size": 2}, r"overrides backward\(\)"),
+        (_Unlaunched, [], {"pipeline_model_parallel_size": 2}, r"pipeline_units\(\), and _Unlaunched has 0"),
+        (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
+    ],
+    ids=["manual", "backward", "units", "finetuning"],
+)
+def test_modules_are_refused_before_any_process_starts(
+    module: type[ToyModule],
+    callbacks: list[pl.Callback],
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher would start the other rank, and the strategy would create the groups."""
+    monkeypatch.setattr(ScriptLauncher, "_start", lambda self: pytest.fail("a process is started"))
+    refused = trainer(MegatronStrategy(**options), devices=2, callbacks=callbacks)
+    with pytest.raises(ConfigError, match=message):
+        refused.fit(module(), datamodule=ToyData())

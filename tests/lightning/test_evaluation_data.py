@@ -1,0 +1,81 @@
+"""Evaluation over several replicas: every sample once, in the order of the user's sampler, however that draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+
+from megatron_lightning.errors import ConfigError
+from tests.helpers.toy import ToyModule, samples
+from tests.lightning.support import DP2, Layout, assert_close, layouts, run, single
+
+DATA = [{**sample, "id": torch.tensor(index)} for index, sample in enumerate(samples(24, 2))]
+
+
+class _Endless(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(len(DATA)))
+
+
+LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "sequential": lambda size: DataLoader(DATA, batch_size=size),
+    "shuffled": lambda size: DataLoader(DATA, batch_size=size, shuffle=True),
+    "weighted": lambda size: DataLoader(
+        DATA, batch_size=size, sampler=WeightedRandomSampler([1.0 + i for i in range(24)], 16, replacement=False)
+    ),
+    "generator": lambda size: DataLoader(
+        DATA, batch_size=size, sampler=RandomSampler(DATA, generator=torch.Generator().manual_seed(4))
+    ),
+    "batch-sampler": lambda size: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), size, drop_last=False)),
+}
+
+
+class _Seeing(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[list[int]]] = {"validation": [], "predict": []}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen["validation"].append(batch["id"].tolist())
+        return super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen["predict"].append(batch["id"].tolist())
+        return batch["id"] + 0 * super().predict_step(batch, batch_idx)[:, 0]
+
+
+def _evaluated(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
+    pl.seed_everything(9, verbose=False)
+    module, trainer = _Seeing(), layout.trainer(folder)
+    loader = LOADERS[kind](4 // layout.data)
+    metrics = trainer.validate(module, loader, verbose=False)
+    trainer.predict(module, loader)
+    return {"seen": module.seen, "metrics": metrics}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@layouts(DP2)
+def test_every_sample_is_seen_once(layout: Layout, kind: str, tmp_path: Path) -> None:
+    expected = single(_evaluated, kind)
+    ranks = run(layout, _evaluated, tmp_path, kind)
+    for stage, batches in expected["seen"].items():
+        together = zip(*(rank["seen"][stage] for rank in ranks if rank["seen"][stage]), strict=True)
+        assert [set().union(*ids) for ids in together] == [set(ids) for ids in batches], stage
+    for rank in ranks:
+        assert_close(rank["metrics"], expected["metrics"])
+
+
+def _without_length(layout: Layout, folder: str) -> None:
+    with pytest.raises(ConfigError, match="_Endless without __len__, which cannot be shared out among 2"):
+        layout.trainer(folder).validate(_Seeing(), DataLoader(DATA, batch_size=2, sampler=_Endless()), verbose=False)
+
+
+def test_a_sampler_without_length_is_refused(tmp_path: Path) -> None:
+    run(DP2, _without_length, tmp_path)

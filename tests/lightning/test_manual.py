@@ -1,0 +1,136 @@
+"""Manual optimization on several ranks: two optimizers, toggling, accumulation by hand and clipping, as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.models import GPTModel
+from tests.helpers.toy import HIDDEN, VOCABULARY, ToyData
+from tests.helpers.trainers import trainer
+from tests.lightning.support import DDP2, DP2, Layout, _layout, assert_close, layouts, mean_over_ranks, metrics_of, run, single
+
+TP2 = _layout("tp2", 2, 1, tensor_model_parallel_size=2)
+TP2_DP2 = _layout("tp2-dp2", 4, 2, tensor_model_parallel_size=2)
+
+
+class _Game(pl.LightningModule):
+    """A model that predicts tokens and a judge of its predictions, trained against each other, each by its own optimizer.
+
+    The model's gradients are accumulated over two batches; the judge is toggled off meanwhile, and learns in every batch.
+    """
+
+    def __init__(self, toggle: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.toggle = False, toggle
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, VOCABULARY))
+        self.judge = nn.Sequential(nn.Linear(VOCABULARY, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        model_optimizer, judge_optimizer = self.optimizers()
+        if self.toggle:
+            self.toggle_optimizer(model_optimizer)
+        logits = self.model(batch["ids"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten()) - 0.1 * self.judge(logits.softmax(-1)).mean()
+        self.manual_backward(loss / 2)
+        if batch_idx % 2 == 1:
+            self.clip_gradients(model_optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            model_optimizer.step()
+            model_optimizer.zero_grad()
+        if self.toggle:
+            self.untoggle_optimizer(model_optimizer)
+        else:
+            judge_optimizer.zero_grad()
+        judged = self.judge(logits.detach().softmax(-1)).mean() - self.judge(F.one_hot(batch["tgt"], VOCABULARY).float()).mean()
+        self.manual_backward(judged)
+        judge_optimizer.step()
+        judge_optimizer.zero_grad()
+        self.log_dict({"loss": loss, "judged": judged}, on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.model(batch["ids"]).flatten(0, 1), batch["tgt"].flatten()), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        model = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        return [model, torch.optim.SGD(self.judge.parameters(), lr=0.1, momentum=0.9)], [
+            torch.optim.lr_scheduler.StepLR(model, 1, 0.5)
+        ]
+
+
+def _play(layout: Layout, folder: str, toggle: bool) -> dict[str, Any]:
+    fitted = layout.trainer(folder, max_epochs=2)
+    module = _Game(toggle)
+    fitted.fit(module, datamodule=layout.data_module())
+    fitted.save_checkpoint(f"{folder}/a.ckpt")
+    resumed, again = layout.trainer(folder, max_epochs=3), _Game(toggle)
+    resumed.fit(again, datamodule=layout.data_module(), ckpt_path=f"{folder}/a.ckpt")
+    return {
+        "metrics": metrics_of(fitted),
+        "state": {name: p.detach() for name, p in module.named_parameters()},
+        "resumed": metrics_of(resumed),
+        "steps": (fitted.global_step, resumed.global_step),
+    }
+
+
+@pytest.mark.parametrize("toggle", [True, False])
+@layouts(DP2, DDP2)
+def test_two_optimizers(layout: Layout, toggle: bool, tmp_path: Path) -> None:
+    """With ZeRO the optimizers step shards, which toggling does not reach: no gradient may leak from one into the other."""
+    expected = single(_play, toggle)
+    ranks = run(layout, _play, tmp_path, toggle)
+    for rank in ranks:
+        assert_close(rank["state"], expected["state"])
+        assert_close(rank["steps"], expected["steps"])
+    for key in ("metrics", "resumed"):
+        for name in expected[key]:
+            if not name.endswith("_step") and name != "loss" and name != "judged":
+                assert_close(mean_over_ranks([[rank[key][name]] for rank in ranks]), [expected[key][name]], where=name)
+
+
+class _Language(pl.LightningModule):
+    """Two passes of a model whose layers are split, accumulated by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=20, max_sequence_length=8
+        )
+        self.model = GPTModel(config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for ids, tgt in zip(batch["ids"].chunk(2), batch["tgt"].chunk(2), strict=True):
+            loss = self.model(ids, labels=tgt).mean()
+            self.manual_backward(loss / 2)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _language(layout: Layout, folder: str) -> dict[str, float]:
+    fitted = trainer(layout.strategy(), max_epochs=2, default_root_dir=folder, limit_val_batches=0)
+    fitted.fit(_Language(), datamodule=ToyData(8 // layout.data, 32))
+    return metrics_of(fitted)
+
+
+@layouts(TP2, slow=[TP2_DP2])
+def test_split_layers(layout: Layout, tmp_path: Path) -> None:
+    expected = single(_language)
+    for rank in run(layout, _language, tmp_path):
+        assert_close(rank, expected)
