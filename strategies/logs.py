@@ -131,7 +131,7 @@ _NAMES: Mapping[Any, str] = {
 def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
     """Return the name of a reduction, which other stages can be told; Lightning knows no others."""
     name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower()) if isinstance(reduce_fx, str) else _NAMES.get(reduce_fx)
-    if name not in _REDUCTIONS:
+    if name is None or name not in _REDUCTIONS:
         raise ConfigError(
             f"self.log({key!r}) has reduce_fx={reduce_fx!r}. Set it to mean, sum, min or max, or log a torchmetrics.Metric "
             "that reduces as you need it."

@@ -215,7 +215,7 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
 def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]) -> DataLoader[Any]:
     """Put the share inside the batch sampler: Lightning has wrapped that already, to note the indices of every batch."""
 
-    def shared(order: Sampler[int]) -> Sampler[int]:
+    def shared(order: Iterable[int]) -> Sampler[int]:
         if isinstance(order, SequentialSampler):
             return UnrepeatedDistributedSamplerWrapper(order, **share)
         return EvaluationShare(order, group, repeat=False)
