@@ -7,7 +7,7 @@ ranks, replace layers by their parallel counterparts, allocate and initialise wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -36,6 +36,7 @@ class _Mark(NamedTuple):
     """Left on an assembled LightningModule; plain values, so that the module stays copyable."""
 
     layout: ParallelLayout
+    placement: Placement
     stages: tuple[tuple[str, ...], ...]
     """Unit paths of every stage; empty without a pipeline."""
     names: tuple[str, ...]
@@ -60,12 +61,19 @@ class Assembly:
     """Path of the module that is cut into stages; None with one stage."""
     partition: StagePartition | None = None
     """The stages of that module which live on this rank."""
-    unit_prefixes: tuple[str, ...] = ()
-    """Prefixes of the names that belong to pipeline units of this rank; other names are held by every pipeline rank."""
+    stage_of_unit: dict[str, int] = field(default_factory=dict)
+    """Prefix of the names in a pipeline unit of this rank -> its stage; other names are held by every pipeline rank."""
+    stage_of: dict[str, int] = field(default_factory=dict)
+    """Name of a parameter -> the one stage of this rank that uses it; parameters that several may use are absent."""
 
     def in_unit(self, name: str) -> bool:
         """Return whether a parameter or buffer belongs to a pipeline unit, so that only this pipeline rank holds it."""
-        return any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.unit_prefixes)
+        return self.unit_stage(name) is not None
+
+    def unit_stage(self, name: str) -> int | None:
+        """Return the stage of the unit that a parameter or buffer belongs to; None: it is outside of the units."""
+        stages = self.stage_of_unit.items()
+        return next((stage for prefix, stage in stages if name == prefix or name.startswith(f"{prefix}.")), None)
 
 
 def can_be_cut(module: pl.LightningModule) -> bool:
@@ -87,10 +95,10 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
             another layout.
     """
     mark: _Mark | None = module.__dict__.get("_megatron_mark")
-    if mark is not None and mark.layout != context.layout:
+    if mark is not None and (mark.layout, mark.placement) != (context.layout, placement):
         raise ConfigError(
-            f"{type(module).__name__} was sharded for {_describe(mark.layout)} by an earlier Trainer and cannot be used with "
-            f"{_describe(context.layout)}. Create a new module, and load a checkpoint into it."
+            f"{type(module).__name__} was sharded for {_describe(mark.layout, mark.placement)} by an earlier Trainer and "
+            f"cannot be used with {_describe(context.layout, placement)}. Create a new module, and load a checkpoint into it."
         )
     partition, names = None, mark.names if mark else tuple(module.state_dict())
     num_parameters = mark.num_parameters if mark else sum(parameter.numel() for parameter in module.parameters())
@@ -105,14 +113,27 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         if context.layout.tp > 1:
             _parallelize(module, context, plan)
         materialize(module, context.device)
-        module.__dict__["_megatron_mark"] = _Mark(context.layout, partition.stages if partition else (), names, num_parameters)
+        module.__dict__["_megatron_mark"] = _Mark(
+            context.layout, placement, partition.stages if partition else (), names, num_parameters
+        )
     assembly = Assembly(named_shard_specs(module), tied_names(module), names, num_parameters)
     if partition is not None:
         assembly.path, assembly.partition = path, partition
         prefix = f"{path}." if path else ""
-        assembly.unit_prefixes = tuple(prefix + unit for stage in partition.own for unit in partition.stages[stage])
+        assembly.stage_of_unit = {prefix + unit: stage for stage in partition.own for unit in partition.stages[stage]}
         assembly.specs = {name: _summed_over_stages(name, spec, assembly) for name, spec in assembly.specs.items()}
+    assembly.stage_of = _stage_of(module, assembly)
     return assembly
+
+
+def _stage_of(module: nn.Module, assembly: Assembly) -> dict[str, int]:
+    if assembly.partition is None:
+        return dict.fromkeys(assembly.specs, 0)
+    users: dict[int, set[int | None]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):  # a tied one has a name on each of its stages
+        users.setdefault(id(parameter), set()).add(assembly.unit_stage(name))
+    only = {name: users[id(parameter)] for name, parameter in module.named_parameters()}
+    return {name: stage for name, stages in only.items() if len(stages) == 1 for stage in stages if stage is not None}
 
 
 def _units_of(pipelined: nn.Module) -> Sequence[Unit]:
@@ -120,8 +141,9 @@ def _units_of(pipelined: nn.Module) -> Sequence[Unit]:
     return list_units()
 
 
-def _describe(layout: ParallelLayout) -> str:
-    return f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp})"
+def _describe(layout: ParallelLayout, placement: Placement) -> str:
+    stages = f"stages on pipeline ranks {', '.join(map(str, placement.coordinates))}; " if layout.pp > 1 else ""
+    return f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} ({stages}sequence parallel {layout.sp})"
 
 
 def _summed_over_stages(name: str, spec: ShardSpec, assembly: Assembly) -> ShardSpec:

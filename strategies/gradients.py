@@ -44,6 +44,7 @@ class GradientFlow:
         optimizers: The user's optimizers; sharded in place over the data-parallel ranks if ``sharded``.
         sharded: ZeRO-1.
         options: Buckets, communication and state of the data-parallel ranks.
+        stage_of: The one pipeline stage that uses a parameter, by name; parameters that several stages use are absent.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class GradientFlow:
         *,
         sharded: bool,
         options: DataParallelOptions,
+        stage_of: Mapping[str, int],
     ) -> None:
         self._module, self._context, self._specs, self._optimizers = module, context, specs, optimizers
         self._sharded, self._options = sharded and context.dp_cp.size > 1, options
+        self._stage_of = stage_of
         self._attach()
         self.last_norm: Tensor | None = None
         """Global norm before the last clipping by norm."""
@@ -76,6 +79,7 @@ class GradientFlow:
         self._names = dict(self._module.named_parameters())
         trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
         self.reducer = GradientReducer(trainable, self._specs, self._context, sharded=self._sharded, options=self._options)
+        self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self._views = [
             DistributedOptimizer(optimizer, self.reducer, self._names) if isinstance(optimizer, Optimizer) else None
             for optimizer in self._optimizers
@@ -138,9 +142,14 @@ class GradientFlow:
         if self._is_last_flush:
             self.reducer.launch()
 
-    def before_last_backward(self, stage: int) -> None:
-        """Let the reduction start with the stage's last backward of the window."""
+    @contextmanager
+    def completing(self, stage: int) -> Generator[None, None, None]:
+        """Around what completes a stage's gradients: in the window's last flush their reduction starts."""
         self.reducer.sync = self._is_last_flush
+        yield
+        self.reducer.sync = False
+        if self._is_last_flush:
+            self.reducer.complete(name for name, user in self._stage_of.items() if user == stage)
 
     def end_flush(self, num_items: Tensor | None) -> None:
         """Put the gradients aside until ``backward``."""

@@ -217,6 +217,7 @@ class MegatronStrategy(MegatronCheckpoints):
             self.optimizers,
             sharded=self.data_parallel == "zero1",
             options=self.data_parallel_options,
+            stage_of=self.assembly.stage_of,
         )
         if self.context.world_size > 1:
             self._gradients.take_over_clipping(self.precision_plugin)

@@ -37,8 +37,6 @@ def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_par
             f"expert_tensor_parallel_size={layout.etp} differs from tensor_model_parallel_size={layout.tp}, and experts are "
             "not available in this version. Leave it unset."
         )
-    if layout.vpp != 1:
-        raise ConfigError(f"virtual_pipeline_model_parallel_size={layout.vpp} is not available in this version. Set it to 1.")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; set it to 1 or more, or leave it unset for whole batches.")
     if data_parallel not in ("ddp", "zero1"):

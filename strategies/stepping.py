@@ -158,7 +158,7 @@ class MegatronSteps(MegatronEnvironment):
             context=self.precision_plugin.train_step_context,
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             loss_scale=self._loss_scaling.scale if self._loss_scaling else 1.0,
-            before_last_backward=gradients.before_last_backward,
+            completing=gradients.completing,
             after_backwards=None if skip_backward else gradients.after_backwards,
         )
         result = runner.run(step)

@@ -54,8 +54,8 @@ class Step:
     """Factor of the losses, 1 / accumulated flushes; None: no backward."""
     loss_scale: float = 1.0
     """Further factor of the losses, which the precision plugin takes out of the gradients again."""
-    before_last_backward: Callable[[int], None] | None = None
-    """Called with the stage before its last backward, from when on gradients may be reduced."""
+    completing: Callable[[int], AbstractContextManager[None]] | None = None
+    """Called with a stage; what it returns is put around the action that completes the stage's gradients."""
     after_backwards: Callable[[], None] | None = None
     """Called when all backwards have run, before anything else is communicated."""
 
@@ -234,10 +234,9 @@ class _StepProgram:
         shapes = tuple((tuple(x.shape), x.dtype) for x in tensors_of(self._step.microbatches[microbatch]))
         return (self._step.hook, shapes)
 
-    def before_last_backward(self, stage: int) -> None:
+    def completing(self, stage: int) -> AbstractContextManager[None]:
         """Let gradient reduction start."""
-        if self._step.before_last_backward is not None:
-            self._step.before_last_backward(stage)
+        return nullcontext() if self._step.completing is None else self._step.completing(stage)
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:

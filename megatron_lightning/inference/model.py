@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ class LanguageModel:
         with torch.device("meta"):
             model = GPTModel(self.config)
         stages = partition_units(model.pipeline_units(), self.context.layout.num_stages)
-        StagePartition(model, stages, self._placement.stages_of(self.context.pp.rank))
+        self._partition = StagePartition(model, stages, self._placement.stages_of(self.context.pp.rank))
         if self.context.tp.size > 1:
             parallelize(model, self.context, model.sharding_plan())
         materialize(model, self.context.device)
@@ -93,7 +93,7 @@ class LanguageModel:
     @torch.inference_mode()
     def next_logits(self, tokens: Tensor, last: Tensor) -> Tensor:
         """Return the logits [b, v] behind the ``last`` [b] of ``tokens`` [b, s]; equal on every rank, all call it together."""
-        program = _Forward(self.model, tokens.to(self.context.device))
+        program = _Forward(self._partition, tokens.to(self.context.device))
         self._executor.run(self._schedule, program, backward=False)
         pipeline = self.context.pp
         if program.logits is None:
@@ -106,17 +106,17 @@ class LanguageModel:
 
 
 class _Forward:
-    """One forward of the stage on this rank, as the pipeline's executor calls it."""
+    """One forward of the stages on this rank, as the pipeline's executor calls them."""
 
-    def __init__(self, model: GPTModel, tokens: Tensor) -> None:
-        self._model, self._tokens = model, tokens
+    def __init__(self, partition: StagePartition, tokens: Tensor) -> None:
+        self._partition, self._tokens = partition, tokens
         self.logits: Tensor | None = None
         """[b, s, v], on the last stage."""
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """Run the stage on the tokens, or on what the stage before gave."""
-        output: Any = self._model(self._tokens if received is None else received[0])
-        if self._model.output_layer is None:
+        output: Tensor = self._partition.view(stage)(self._tokens if received is None else received[0])
+        if stage < len(self._partition.stages) - 1:
             return (output,)
         self.logits = output
         return None
@@ -125,5 +125,6 @@ class _Forward:
         """Return what decides the shapes between stages."""
         return tuple(self._tokens.shape)
 
-    def before_last_backward(self, stage: int) -> None:
-        """Nothing: there is no backward."""
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        """Return nothing to do: there is no backward."""
+        return nullcontext()

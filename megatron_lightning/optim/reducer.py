@@ -15,7 +15,7 @@ Parameters that need neither a reduction nor an fp32 gradient keep the plain gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
 
 import torch
@@ -62,6 +62,8 @@ class GradientReducer:
         self.parameters, self.specs, self.context = dict(parameters), dict(specs), context
         self.sync = False
         """Whether the gradients that arrive now are their parameters' last ones of this step."""
+        self.late: frozenset[str] = frozenset()
+        """Parameters of which ``sync`` does not hold, such as those that several stages of this rank share."""
         self.bytes_communicated: Counter[str] = Counter()
         """Size of the buffers given to each collective so far, by its name."""
         tied = _tied_names(self.parameters, specs, context)
@@ -139,6 +141,14 @@ class GradientReducer:
                 there = not bucket.sharded and name not in self._unused if self._finished else touched
                 parameter.grad = view if there else None
 
+    def complete(self, names: Iterable[str]) -> None:
+        """Be told that these parameters receive no more gradients in this step: launch the reductions that can start."""
+        for name in names:
+            if name in self.bucket_of:
+                bucket = self.bucket_of[name]
+                bucket.ready.add(bucket.names.index(name))
+        self._launch_in_order()
+
     def launch(self) -> None:
         """Launch the reductions that no hook has launched, such as those of buckets with unused parameters.
 
@@ -215,7 +225,7 @@ class GradientReducer:
                 view.copy_(parameter.grad)
             parameter.grad = view
         bucket.touched[index] = True
-        if self.sync:
+        if self.sync and bucket.names[index] not in self.late:
             bucket.ready.add(index)
             if len(bucket.ready) == len(bucket.names):
                 self._launch_in_order()

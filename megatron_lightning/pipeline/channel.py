@@ -1,11 +1,11 @@
 """Point-to-point messages between the stages of a pipeline.
 
 A *message* is what one stage hands to the next (forward) or back (backward): several tensors, of shapes that the receiver
-must know to post its buffers. It is named by the action that receives it.
+must know to post its buffers.
 
 NCCL ignores tags, matches messages by order alone and runs all traffic of a pair of ranks on one stream of a communicator,
-where a receive posted early would block a later send. Every (kind, direction along the coordinates) therefore has a
-process group of its own. gloo matches by tag and order.
+where a receive posted early would block a later send. Every (direction in the model, direction along the coordinates)
+therefore has a process group of its own. gloo matches by tag and order.
 
 A forward message whose shapes the receiver cannot know is preceded by a header of fixed size.
 """
@@ -13,7 +13,7 @@ A forward message whose shapes the receiver cannot know is preceded by a header 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.actions import Action, Kind, Placement
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.plan import Message
 
 _HEADER_NUMBERS = 256  # 2 KiB: 40 tensors of three dims
 _DTYPES = (
@@ -113,13 +114,13 @@ class Transport:
             )
         self.device, self._pp = context.device, context.pp
         hops = list(zip(placement.coordinates, placement.coordinates[1:], strict=False))
-        edges = {(Kind.FORWARD, a, b) for a, b in hops if a != b} | {(Kind.BACKWARD, b, a) for a, b in hops if a != b}
+        edges = {(True, a, b) for a, b in hops if a != b} | {(False, b, a) for a, b in hops if a != b}
         self._edges = sorted(edges)
-        self._groups: dict[tuple[Kind, bool], dist.ProcessGroup | None] = {}
-        for kind, source, destination in self._edges:
-            key = (kind, source < destination)
+        self._groups: dict[tuple[bool, bool], dist.ProcessGroup | None] = {}
+        for forward, source, destination in self._edges:
+            key = (forward, source < destination)
             if key not in self._groups:
-                name = f"pp-{kind.name.lower()}-{'up' if source < destination else 'down'}"
+                name = f"pp-{'forward' if forward else 'backward'}-{'up' if source < destination else 'down'}"
                 self._groups[key] = context.new_process_group(context.pp.ranks, name)
 
     @property
@@ -127,15 +128,23 @@ class Transport:
         """Process groups created."""
         return len(self._groups)
 
-    def send(self, kind: Kind, destination: int, tensor: Tensor, tag: int) -> dist.Work:
+    def send(self, message: Message, tensor: Tensor) -> dist.Work:
         """Start to send a contiguous tensor, which must stay alive and unchanged until the work is waited for."""
-        group = self._groups[kind, self._pp.rank < destination]
-        return _started(dist.isend(tensor, self._pp.ranks[destination], group=group, tag=tag))
+        peer = _remote(message)
+        return self._group(message.forward, self._pp.rank < peer).send([_real(tensor)], peer, message.tag)
 
-    def receive(self, kind: Kind, source: int, buffer: Tensor, tag: int) -> dist.Work:
+    def receive(self, message: Message, buffer: Tensor) -> dist.Work:
         """Start to receive into ``buffer``."""
-        group = self._groups[kind, source < self._pp.rank]
-        return _started(dist.irecv(buffer, self._pp.ranks[source], group=group, tag=tag))
+        peer = _remote(message)
+        return self._group(message.forward, peer < self._pp.rank).recv([_real(buffer)], peer, message.tag)
+
+    def _group(self, forward: bool, up: bool) -> dist.ProcessGroup:
+        group = self._groups[forward, up]
+        if group is None:
+            raise PipelineError(
+                "this rank is not in the pipeline group it sends on. Make the context on the rank that uses it."
+            )
+        return group
 
     def warm_up(self) -> None:
         """Exchange one number on every channel, so that communicators exist before the first step.
@@ -143,33 +152,34 @@ class Transport:
         All ranks walk the channels in one order: creating a communicator blocks both ends, and any other order could
         close a circle of ranks that wait for one another.
         """
-        for kind, source, destination in self._edges:
+        for forward, source, destination in self._edges:
             number = torch.zeros(1, device=self.device)
+            message = Message(forward, 0, 0, destination if self._pp.rank == source else source, 0, 0)
             if self._pp.rank == source:
-                self.send(kind, destination, number, 0).wait()
+                self.send(message, number).wait()
             elif self._pp.rank == destination:
-                self.receive(kind, source, number, 0).wait()
+                self.receive(message, number).wait()
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise PipelineError("this rank is not in the pipeline group it sends on. Make the context on the rank that uses it.")
-    return work
+def _remote(message: Message) -> int:
+    if message.peer is None:
+        raise PipelineError(f"the message for stage {message.stage}, micro-batch {message.microbatch} stays on this rank.")
+    return message.peer
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class BoundaryBook(Protocol):
-    """What an inbox asks about the messages it expects, named by the action that receives them."""
+    """What an inbox asks about the messages it expects."""
 
-    def expected(self, action: Action) -> Boundary | None:
+    def expected(self, message: Message) -> Boundary | None:
         """Return the tensors of a message; None: not known before its header, or not yet."""
         ...
 
-    def learn(self, action: Action, boundary: Boundary) -> None:
+    def learn(self, message: Message, boundary: Boundary) -> None:
         """Take note of what a header said."""
-        ...
-
-    def tag(self, action: Action) -> int:
-        """Return the tag of a message."""
         ...
 
 
@@ -179,11 +189,9 @@ class Inbox:
     Receives of up to ``window`` messages are posted ahead, so that data arrives while the stage computes.
     """
 
-    def __init__(
-        self, transport: Transport, source: int, expected: Sequence[Action], book: BoundaryBook, *, window: int
-    ) -> None:
-        self._transport, self._kind, self._source = transport, expected[0].kind, source
-        self._expected, self._book, self._window = deque(expected), book, window
+    def __init__(self, transport: Transport, expected: Iterable[Message], book: BoundaryBook, *, window: int) -> None:
+        self._transport, self._book, self._window = transport, book, window
+        self._expected = deque(expected)
         self._posted: deque[tuple[tuple[Tensor, ...], list[dist.Work]]] = deque()
 
     def refill(self) -> None:
@@ -197,13 +205,13 @@ class Inbox:
     def take(self) -> tuple[Tensor, ...]:
         """Return the next message's tensors, when they are there."""
         if not self._posted:
-            action = self._expected[0]
-            boundary = self._book.expected(action)
+            message = self._expected[0]
+            boundary = self._book.expected(message)
             if boundary is None:
                 header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._transport.device)
-                self._transport.receive(self._kind, self._source, header, self._book.tag(action)).wait()
+                self._transport.receive(message, header).wait()
                 boundary = decode_header(header)
-                self._book.learn(action, boundary)
+                self._book.learn(message, boundary)
             self._post(boundary)
         buffers, works = self._posted.popleft()
         for work in works:
@@ -211,11 +219,9 @@ class Inbox:
         return buffers
 
     def _post(self, boundary: Boundary) -> None:
-        tag = self._book.tag(self._expected.popleft())
-        device = self._transport.device
+        message, device = self._expected.popleft(), self._transport.device
         buffers = tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in boundary)
-        works = [self._transport.receive(self._kind, self._source, buffer, tag) for buffer in buffers]
-        self._posted.append((buffers, works))
+        self._posted.append((buffers, [self._transport.receive(message, buffer) for buffer in buffers]))
 
 
 class Outbox:
@@ -225,16 +231,16 @@ class Outbox:
     sent something that it did after receiving it: both positions are in the schedule.
     """
 
-    def __init__(self, transport: Transport, destination: int) -> None:
-        self._transport, self._destination = transport, destination
-        self._sent: dict[Kind, deque[tuple[int, Tensor, dist.Work]]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._sent: dict[bool, deque[tuple[int, Tensor, dist.Work]]] = {True: deque(), False: deque()}
 
-    def send(self, kind: Kind, tensors: Iterable[Tensor], tag: int, consumed_at: int) -> None:
-        """Send tensors that the receiver takes at position ``consumed_at`` of its actions."""
+    def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
+        """Send tensors that make up one message."""
+        queue = self._sent[message.forward]
         for tensor in tensors:
             contiguous = tensor.detach().contiguous()
-            work = self._transport.send(kind, self._destination, contiguous, tag)
-            self._sent[kind].append((consumed_at, contiguous, work))
+            queue.append((message.peer_position, contiguous, self._transport.send(message, contiguous)))
 
     def release(self, position: int = 0) -> None:
         """Let go of what is delivered, given that the receiver has come to ``position`` of its actions."""

@@ -4,6 +4,9 @@ What it adds is messages and memory. Receives are posted a little ahead and send
 once it is sent, since its backward needs the graph (through a gradient edge) and not the values; buffers live from the
 message to the backward of one micro-batch, whatever the number of micro-batches.
 
+A split backward walks the graph once, in its first half (I); layers that can put off the gradients of their weights do so,
+and the second half (W) computes them. What cannot be put off is computed in the first half.
+
 Shapes may differ from micro-batch to micro-batch. The program gives each one a *signature*, equal on all stages; the
 first message of a signature on a boundary carries a header, later ones are received into buffers of the known shapes.
 """
@@ -12,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import defaultdict
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +28,10 @@ from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.channel import Boundary, Inbox, Outbox, Transport, describe, encode_header
+from megatron_lightning.pipeline.plan import Message, Planned, plan_of
 from megatron_lightning.pipeline.schedules import forward_only
+from megatron_lightning.pipeline.timeline import Timeline
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +58,11 @@ class StageProgram(Protocol):
         """Return what decides the shapes and dtypes between stages; equal on all stages."""
         ...
 
-    def before_last_backward(self, stage: int) -> None:
-        """Be told that the step's last backward of ``stage`` comes next: its gradients may be reduced as they appear."""
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        """Return what to put around the action that completes the gradients of ``stage`` in this step.
+
+        Gradients that appear inside are final, and so are all of the stage's after it: their reduction may start.
+        """
         ...
 
 
@@ -75,6 +84,7 @@ class PipelinePosition:
 
 
 _BoundaryKey = tuple[int, bool, Hashable]
+_Place = tuple[int, int]  # stage and micro-batch
 
 
 class PipelineExecutor:
@@ -95,6 +105,11 @@ class PipelineExecutor:
         self.transport = Transport(context, placement)
         self.boundaries: dict[_BoundaryKey, Boundary] = {}
         """Tensors that each (receiving stage, backward, signature) has been found to take."""
+        self.weight_gradients = WeightGradients()
+        """Where layers put off the gradients of their weights while a backward is split."""
+        self.timeline: Timeline | None = None
+        """Records when each action ran, if set."""
+        self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Planned, ...]]] = {}
 
     def warm_up(self) -> None:
         """Make every communicator exist before the first step; collective over the pipeline group."""
@@ -125,11 +140,19 @@ class PipelineExecutor:
                 f"schedule {schedule.name} is for the placement {schedule.placement.coordinates}, and this pipeline has "
                 f"{self.placement.coordinates}. Make the schedule for this pipeline."
             )
-        table = schedule if backward else forward_only(schedule)
-        _Step(self, table, program, backward).run()
+        signatures = [program.signature(microbatch) for microbatch in range(schedule.num_microbatches)]
+        _Run(self, self._plan(schedule, backward), program, signatures, backward).run()
+
+    def _plan(self, schedule: Schedule, backward: bool) -> tuple[Planned, ...]:
+        """Return this rank's plan, made once for each table (which the cache keeps, so that its id stays its own)."""
+        key = (id(schedule), backward)
+        if key not in self._plans:
+            table = schedule if backward else forward_only(schedule)
+            self._plans[key] = (schedule, plan_of(table, self.context.pp.rank))
+        return self._plans[key][1]
 
 
-@dataclass
+@dataclass(slots=True)
 class _InFlight:
     """What a stage keeps of one micro-batch from its forward to its backward."""
 
@@ -143,78 +166,83 @@ class _InFlight:
     """The loss's own gradient, on the last stage."""
 
 
-class _Step:
-    """One run of a table; also the book in which its inboxes look up what arrives."""
+class _Run:
+    """One run of a plan; also the book in which its inboxes look up what arrives."""
 
-    def __init__(self, executor: PipelineExecutor, schedule: Schedule, program: StageProgram, backward: bool) -> None:
-        self._context, self._boundaries = executor.context, executor.boundaries
-        self._schedule, self._program, self._backward = schedule, program, backward
-        context, transport = executor.context, executor.transport
-        self._coordinate, self._holders = context.pp.rank, schedule.placement.coordinates
-        self._last_stage = schedule.placement.num_stages - 1
-        self._actions = schedule.actions[self._coordinate]
-        self._signatures = [program.signature(microbatch) for microbatch in range(schedule.num_microbatches)]
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._local: dict[Action, tuple[Tensor, ...]] = {}
-        expected: dict[tuple[Kind, int], list[Action]] = defaultdict(list)
-        self._last_backward: dict[int, Action] = {}
-        for action in self._actions:
-            if action.kind is Kind.BACKWARD:
-                self._last_backward[action.stage] = action
-            elif action.kind is not Kind.FORWARD:
-                raise PipelineError(
-                    f"schedule {schedule.name} has action {action}, and backwards are not split here. Use whole backwards (B)."
-                )
-            source = self._source(action)
-            if source is not None and source != self._coordinate:
-                expected[action.kind, source].append(action)
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        plan: tuple[Planned, ...],
+        program: StageProgram,
+        signatures: list[Hashable],
+        backward: bool,
+    ) -> None:
+        self._executor, self._plan, self._program, self._backward = executor, plan, program, backward
+        self._boundaries, self._signatures, self._timeline = executor.boundaries, signatures, executor.timeline
+        self._last_stage = executor.placement.num_stages - 1
+        self._in_flight: dict[_Place, _InFlight] = {}
+        self._local: dict[tuple[bool, int, int], tuple[Tensor, ...]] = {}
+        taken: dict[tuple[bool, int], list[Message]] = {}
+        peers = set()
+        for planned in plan:
+            for message in (planned.takes, planned.gives):
+                if message is not None and message.peer is not None:
+                    peers.add(message.peer)
+                    if message is planned.takes:
+                        taken.setdefault((message.forward, message.peer), []).append(message)
         self._inboxes = {
-            (kind, source): Inbox(transport, source, actions, self, window=_WINDOW)
-            for (kind, source), actions in expected.items()
+            channel: Inbox(executor.transport, messages, self, window=_WINDOW) for channel, messages in taken.items()
         }
-        neighbours = {stage + hop for stage in schedule.placement.stages_of(self._coordinate) for hop in (-1, 1)}
-        peers = {self._holders[stage] for stage in neighbours if 0 <= stage <= self._last_stage} - {self._coordinate}
-        self._outboxes = {peer: Outbox(transport, peer) for peer in peers}
+        self._outboxes = {peer: Outbox(executor.transport) for peer in peers}
 
     def run(self) -> None:
         """Execute this coordinate's actions, then wait until everything sent has arrived."""
-        action = self._actions[0]
+        planned, timeline = self._plan[0], self._timeline
         try:
-            for action in self._actions:
-                for inbox in self._inboxes.values():
-                    inbox.refill()
-                for outbox in self._outboxes.values():
-                    outbox.release()
-                if action.kind is Kind.FORWARD:
-                    self._forward(action)
+            for inbox in self._inboxes.values():
+                inbox.refill()
+            for planned in self._plan:
+                received = None if planned.takes is None else self._take(planned.takes)
+                if timeline is not None:
+                    timeline.begin(planned.action)
+                if planned.completes:
+                    with self._program.completing(planned.action.stage):
+                        self._execute(planned, received)
                 else:
-                    self._backward_of(action)
+                    self._execute(planned, received)
+                if timeline is not None:
+                    timeline.end()
             for outbox in self._outboxes.values():
                 outbox.finish()
         except Exception as error:
-            _locate(error, PipelinePosition(self._context.rank, self._coordinate, action))
+            self._executor.weight_gradients.clear()
+            context = self._executor.context
+            _locate(error, PipelinePosition(context.rank, context.pp.rank, planned.action))
             raise
 
-    def _forward(self, action: Action) -> None:
-        stage, _, microbatch = action
-        received = self._received(action)
+    def _execute(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
+        stage, kind, microbatch = planned.action
+        if kind is Kind.FORWARD:
+            self._forward(planned, received)
+        elif kind is Kind.WEIGHT_GRADIENT:
+            self._executor.weight_gradients.compute((stage, microbatch))
+        else:
+            self._backward_of(planned, received)
+
+    def _forward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
+        stage, _, microbatch = planned.action
+        if received is not None and self._backward:
+            for tensor, meta in zip(received, self._boundaries[self._key(stage, microbatch)], strict=True):
+                if meta.requires_grad:
+                    tensor.requires_grad_()
         outputs = self._program.forward(stage, microbatch, received)
         # Only what can take a gradient is kept; the rest of the input lives as long as the graph needs it.
         inputs = tuple(tensor for tensor in received or () if tensor.requires_grad)
-        flight = self._end(outputs, inputs) if stage == self._last_stage else self._hand_on(action, outputs, inputs)
+        flight = self._end(outputs, inputs) if planned.gives is None else self._hand_on(planned.gives, outputs, inputs)
         if self._backward:
             self._in_flight[stage, microbatch] = flight
-
-    def _received(self, action: Action) -> tuple[Tensor, ...] | None:
-        """Return the outputs of the stage before, as leaves of this stage's graph."""
-        if action.stage == 0:
-            return None
-        tensors = self._take(action)
-        if self._backward:
-            for tensor, meta in zip(tensors, self._boundaries[self._key(action)], strict=True):
-                if meta.requires_grad:
-                    tensor.requires_grad_()
-        return tensors
+            if planned.gives is not None and planned.gives.peer is not None:
+                self._inboxes[False, planned.gives.peer].refill()  # the shapes of its gradients are known now
 
     def _end(self, loss: object, inputs: tuple[Tensor, ...]) -> _InFlight:
         if loss is None:
@@ -228,92 +256,80 @@ class _Step:
             return _InFlight(inputs, (), ())
         return _InFlight(inputs, (get_gradient_edge(loss),), (), (torch.ones_like(loss),))
 
-    def _hand_on(self, action: Action, outputs: object, inputs: tuple[Tensor, ...]) -> _InFlight:
+    def _hand_on(self, message: Message, outputs: object, inputs: tuple[Tensor, ...]) -> _InFlight:
         """Send a stage's outputs to the next stage and keep no more of them than their place in the graph."""
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
         if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise PipelineError(
-                f"stage {action.stage} returned {_kind_of(outputs)}; only tensors travel between stages. Return a tensor or a "
-                "tuple of tensors."
+                f"stage {message.stage - 1} returned {_kind_of(outputs)}; only tensors travel between stages. Return a tensor "
+                "or a tuple of tensors."
             )
         boundary = describe(tensors, backward=self._backward)
-        taker = Action(action.stage + 1, Kind.FORWARD, action.microbatch)
-        self._send(taker, self._with_header(taker, boundary, tensors))
+        self._send(message, self._with_header(message, boundary, tensors))
         edges = tuple(get_gradient_edge(tensor) for tensor, meta in zip(tensors, boundary, strict=True) if meta.requires_grad)
         return _InFlight(inputs, edges, tuple(meta for meta in boundary if meta.requires_grad))
 
-    def _with_header(self, taker: Action, boundary: Boundary, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _with_header(self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Put a header before the first message of a signature; check that later ones are as it said."""
-        key = self._key(taker)
+        key = self._key(message.stage, message.microbatch)
         known = self._boundaries.setdefault(key, boundary)
         if known != boundary:
             promised, found = (", ".join(map(str, metas)) for metas in (known, boundary))
             raise PipelineError(
-                f"stage {taker.stage - 1} hands on {found} for micro-batch {taker.microbatch}, and an earlier micro-batch with "
-                f"the same signature {key[-1]!r} had {promised}; the next stage has posted buffers for that. Let the signature "
-                "tell the two apart, or call forget_boundaries() on all ranks after layers are frozen or unfrozen."
+                f"stage {message.stage - 1} hands on {found} for micro-batch {message.microbatch}, and an earlier micro-batch "
+                f"with the same signature {key[-1]!r} had {promised}; the next stage has posted buffers for that. Let the "
+                "signature tell the two apart, or call forget_boundaries() on all ranks after layers are frozen or unfrozen."
             )
-        remote = self._holders[taker.stage] != self._coordinate
-        if known is boundary and remote:
-            return (encode_header(boundary, self._context.device), *tensors)
+        if known is boundary and message.peer is not None:
+            return (encode_header(boundary, self._executor.context.device), *tensors)
         return tensors
 
-    def _backward_of(self, action: Action) -> None:
-        stage, _, microbatch = action
+    def _backward_of(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
+        stage, kind, microbatch = planned.action
         flight = self._in_flight.pop((stage, microbatch))
-        gradients = flight.seed if stage == self._last_stage else self._take(action)
-        if self._last_backward[stage] == action:
-            self._program.before_last_backward(stage)
-        if flight.edges:
-            torch.autograd.backward(flight.edges, gradients)
-        if stage > 0:
+        gradients = flight.seed if received is None else received
+        split = kind is Kind.INPUT_GRADIENT
+        with self._executor.weight_gradients.collect((stage, microbatch)) if split else nullcontext():
+            if flight.edges:
+                torch.autograd.backward(flight.edges, gradients)
+        if planned.gives is not None:
             # An input that nothing used has no gradient, and the stage before waits for one.
             inputs = flight.inputs
-            grads = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs)
-            self._send(Action(stage - 1, Kind.BACKWARD, microbatch), grads)
+            self._send(planned.gives, tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs))
 
-    def _source(self, action: Action) -> int | None:
-        """Return the coordinate that an action takes a message from; None at the ends of the pipeline."""
-        giver = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
-        return self._holders[giver] if 0 <= giver <= self._last_stage else None
+    def _send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Give tensors to the stage that takes them."""
+        if message.peer is None:
+            self._local[message[:3]] = tuple(tensor.detach() for tensor in tensors)
+            return
+        outbox = self._outboxes[message.peer]
+        outbox.release()
+        outbox.send(message, tensors)
 
-    def _send(self, taker: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Give tensors to the stage whose action takes them."""
-        destination = self._holders[taker.stage]
-        if destination == self._coordinate:
-            self._local[taker] = tuple(tensor.detach() for tensor in tensors)
-        else:
-            consumed_at = self._schedule.positions[taker]
-            self._outboxes[destination].send(taker.kind, tensors, self.tag(taker), consumed_at)
-
-    def _take(self, action: Action) -> tuple[Tensor, ...]:
-        """Return the message that an action waits for."""
-        source = self._source(action)
-        if source is None or source == self._coordinate:
-            return self._local.pop(action)
-        tensors = self._inboxes[action.kind, source].take()
+    def _take(self, message: Message) -> tuple[Tensor, ...]:
+        """Return a message when it is there, and receive the next ones behind it."""
+        if message.peer is None:
+            return self._local.pop(message[:3])
+        inbox = self._inboxes[message.forward, message.peer]
+        tensors = inbox.take()
+        inbox.refill()
         if tensors:
-            giver = Action(action.stage + (-1 if action.kind is Kind.FORWARD else 1), action.kind, action.microbatch)
-            self._outboxes[source].release(self._schedule.positions[giver])
+            self._outboxes[message.peer].release(message.peer_position)
         return tensors
 
-    def _key(self, action: Action) -> _BoundaryKey:
-        return action.stage, self._backward, self._signatures[action.microbatch]
+    def _key(self, stage: int, microbatch: int) -> _BoundaryKey:
+        return stage, self._backward, self._signatures[microbatch]
 
-    def expected(self, action: Action) -> Boundary | None:
-        """Return what an action will receive; None: not known before its header, or before its forward."""
-        if action.kind is Kind.FORWARD:
-            return self._boundaries.get(self._key(action))
-        flight = self._in_flight.get((action.stage, action.microbatch))
+    def expected(self, message: Message) -> Boundary | None:
+        """Return what a message consists of; None: not known before its header, or before its stage's forward."""
+        if message.forward:
+            return self._boundaries.get(self._key(message.stage, message.microbatch))
+        flight = self._in_flight.get((message.stage, message.microbatch))
         return None if flight is None else flight.output_gradients
 
-    def learn(self, action: Action, boundary: Boundary) -> None:
+    def learn(self, message: Message, boundary: Boundary) -> None:
         """Take note of what a header said."""
-        self._boundaries[self._key(action)] = boundary
-
-    def tag(self, action: Action) -> int:
-        """Return the tag of the message that an action receives."""
-        return action.stage * self._schedule.num_microbatches + action.microbatch
+        self._boundaries[self._key(message.stage, message.microbatch)] = boundary
 
 
 def _kind_of(value: object) -> str:

@@ -2,7 +2,8 @@
 same micro-batches in the same order with the same kernels."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -64,8 +65,10 @@ class Program:
     def signature(self, microbatch: int) -> Hashable:
         return self.lengths[microbatch]
 
-    def before_last_backward(self, stage: int) -> None:
+    @contextmanager
+    def completing(self, stage: int) -> Iterator[None]:
         self.events.append(f"last {stage}")
+        yield
 
 
 def _single_process(

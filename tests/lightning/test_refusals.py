@@ -26,7 +26,6 @@ from tests.lightning.support import DP2, MICRO, PP2, Layout, run
         ({"context_parallel_size": 2}, r"context_parallel_size=2 is not available .* Set it to 1"),
         ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2 is not available .* Set it to 1"),
         ({"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size=2 differs .* Leave it unset"),
-        ({"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, r"virtual_pipeline.*2.* Set it to 1"),
         ({"data_parallel": "fsdp"}, r"'fsdp'.* Set it to \"zero1\" or \"ddp\""),
         ({"micro_batch_size": 0}, r"micro_batch_size is 0; set it to 1 or more"),
         ({"start_method": "thread"}, r"'thread'. Set it to"),

@@ -21,7 +21,7 @@ from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
-DENSE = [run for run in oracle_model.runs() if not run["args"]["moe"] and not run["args"]["vpp"]]
+DENSE = [run for run in oracle_model.runs() if not run["args"]["moe"]]
 
 
 class _Recorded(pl.LightningModule):
@@ -59,6 +59,7 @@ def _train(args: dict[str, Any], world: int) -> list[list[float]]:
     strategy = MegatronStrategy(
         tensor_model_parallel_size=args["tp"],
         pipeline_model_parallel_size=args["pp"],
+        virtual_pipeline_model_parallel_size=args["vpp"] or 1,
         sequence_parallel=args["sp"],
         micro_batch_size=args["mbs"],
         data_parallel="zero1" if args["dist_opt"] else "ddp",
@@ -84,7 +85,8 @@ def _train(args: dict[str, Any], world: int) -> list[list[float]]:
 def _name(run: dict[str, Any]) -> str:
     args = run["args"]
     flags = "".join(f"-{key}" for key in ("sp", "dist_opt", "tie") if args[key])
-    return f"world{run['world']}-tp{args['tp']}-pp{args['pp']}{flags}"
+    chunks = f"-vpp{args['vpp']}" if args["vpp"] else ""
+    return f"world{run['world']}-tp{args['tp']}-pp{args['pp']}{chunks}{flags}"
 
 
 @pytest.mark.parametrize("run", DENSE, ids=_name)

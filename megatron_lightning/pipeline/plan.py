@@ -1,0 +1,63 @@
+"""What one coordinate has to do for a schedule, with everything looked up beforehand that the table decides. No torch here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
+
+
+class Message(NamedTuple):
+    """What passes between two neighbouring stages, as one of its two ends sees it."""
+
+    forward: bool
+    """Direction in the model: outputs go forward, their gradients backward."""
+    stage: int
+    """The stage that takes it."""
+    microbatch: int
+    peer: int | None
+    """Coordinate at the other end; None: both stages are here."""
+    peer_position: int
+    """Position, in the peer's list, of the action at the other end."""
+    tag: int
+    """Unlike that of any other message of the same direction in the step."""
+
+
+class Planned(NamedTuple):
+    """One action with the messages it takes and gives; None at the ends of the pipeline and for weight gradients."""
+
+    action: Action
+    takes: Message | None
+    gives: Message | None
+    completes: bool
+    """Whether the gradients of the action's stage are complete after it."""
+
+
+def plan_of(schedule: Schedule, coordinate: int) -> tuple[Planned, ...]:
+    """Return the actions of one coordinate with their messages."""
+    holders, positions, last_stage = schedule.placement.coordinates, schedule.positions, schedule.placement.num_stages - 1
+
+    def other_end(forward: bool, stage: int, microbatch: int) -> int:
+        kinds = (Kind.FORWARD,) if forward else SENDS_GRADIENT
+        return next(positions[action] for kind in kinds if (action := Action(stage, kind, microbatch)) in positions)
+
+    def message(forward: bool, taker: int, peer_stage: int, microbatch: int) -> Message | None:
+        if not (0 <= taker <= last_stage and 0 <= peer_stage <= last_stage):
+            return None
+        peer = holders[peer_stage] if holders[peer_stage] != coordinate else None
+        tag = taker * schedule.num_microbatches + microbatch
+        return Message(forward, taker, microbatch, peer, other_end(forward, peer_stage, microbatch), tag)
+
+    own = schedule.actions[coordinate]
+    last_of_stage = {action.stage: action for action in own if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
+    planned = []
+    for action in own:
+        stage, kind, microbatch = action
+        takes = gives = None
+        if kind is not Kind.WEIGHT_GRADIENT:
+            forward = kind is Kind.FORWARD
+            hop = 1 if forward else -1
+            takes = message(forward, stage, stage - hop, microbatch)
+            gives = message(forward, stage + hop, stage + hop, microbatch)
+        planned.append(Planned(action, takes, gives, last_of_stage.get(stage) == action))
+    return tuple(planned)
