@@ -19,7 +19,6 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 
 _WEIGHTS = "state_dict."
 _FULL_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision")  # what a save of weights alone leaves out
-_ACCUMULATED_IN = {torch.float64: torch.float64}  # everything else in float32
 
 
 def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], *, advance: Advance = silent) -> None:
@@ -51,7 +50,7 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         entry = tensors[-1][name]
         if not entry.dtype.is_floating_point:
             return read_box(opened[-1], name, entry.dtype, offset, shape)
-        total = torch.zeros(shape, dtype=_ACCUMULATED_IN.get(entry.dtype, torch.float32))
+        total = torch.zeros(shape, dtype=torch.promote_types(entry.dtype, torch.float32))
         for source in opened:
             total += read_box(source, name, entry.dtype, offset, shape)
             advance(prod(shape) * entry.dtype.itemsize)

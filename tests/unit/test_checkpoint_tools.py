@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint import TensorShards, consolidate, open_checkpoint, read_full, save_sharded
-from megatron_lightning.checkpoint import streaming as streaming_module
+from megatron_lightning.checkpoint import TensorShards, consolidate, open_checkpoint, read_full, save_sharded, streaming
 from megatron_lightning.checkpoint.averaging import average
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES
 from megatron_lightning.checkpoint.naming import OWN
@@ -63,10 +62,8 @@ def _save(path: Path, seed: int = 0, step: int = 3, **more: Any) -> dict[str, Te
 
 def _load(path: Path) -> dict[str, Tensor]:
     source = open_checkpoint(path)
-    return {
-        name: streaming_module.read_box(source, name, e.dtype, (0,) * len(e.shape), e.shape)
-        for name, e in source.tensors().items()
-    }
+    stored = source.tensors().items()
+    return {name: streaming.read_box(source, name, e.dtype, (0,) * len(e.shape), e.shape) for name, e in stored}
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
