@@ -83,6 +83,9 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
     """
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+
+    from megatron_lightning.optim import ScheduledLR
 
     import_module("megatron_lightning.strategies.megatron")  # registers the name "megatron"
     import_module("megatron_lightning.modules.gpt")
@@ -95,6 +98,14 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
     class MegatronCLI(LightningCLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.set_defaults(defaults)
+
+        @staticmethod
+        def configure_optimizers(
+            lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None
+        ) -> OptimizerLRScheduler:
+            if isinstance(lr_scheduler, ScheduledLR):  # Lightning would step it once an epoch
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
+            return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
     return MegatronCLI(
         LightningModule,

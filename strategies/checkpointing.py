@@ -7,6 +7,7 @@ what ranks have of their own (random states, states of data loaders) under ``"me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,8 @@ class CheckpointGlue:
         return {name: value for rank in reversed(ranks) for name, value in rank.items()}
 
     def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
-        spec = self._strategy.assembly.specs.get(name)
+        specs, tied = self._strategy.assembly.specs, self._strategy.assembly.tied
+        spec = specs.get(name) or specs.get(tied.get(name, ""))  # a copy that is the owner's tensor has no spec of its own
         return spec if spec is not None and spec.local_shape == tuple(tensor.shape) else ShardSpec.replicated(tensor.shape)
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
@@ -330,21 +332,33 @@ def _nothing(name: str, stored: Mapping[str, Any]) -> TensorShards:
 
 
 def _merge(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]) -> list[dict[str, Any]]:
-    merged: list[dict[str, Any]] = []
-    for index in range(max(len(groups) for groups in ranks)):
-        parts = [groups[index] for groups in ranks if index < len(groups)]
-        names = list(dict.fromkeys(name for part in parts for name in part["params"]))
-        if len(parts) > 1:
-            names.sort(key=lambda name: place.get(name, len(place)))
-        merged.append({**parts[0], "params": names})
-    return merged
+    """Put the groups of all stages together, by name or by equal hyper-parameters.
+
+    A module that leaves out empty groups has fewer on some stages. Of equal groups of a stage the first stays the first.
+    """
+    merged: dict[tuple[str, int], dict[str, Any]] = {}
+    for groups in ranks:
+        seen: Counter[str] = Counter()
+        for group in groups:
+            values = {key: value for key, value in group.items() if key != "params"}
+            identity = repr(values.get("name") or sorted(values.items()))
+            entry = merged.setdefault((identity, seen[identity]), {**values, "params": []})
+            entry["params"] += [name for name in group["params"] if name not in entry["params"]]
+            seen[identity] += 1
+    for entry in merged.values():
+        entry["params"].sort(key=lambda name: place.get(name, len(place)))
+    return list(merged.values())
 
 
 def _local_groups(local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the saved group of each local one: the one that holds its parameters, or else the one in its place."""
+    """Return the saved group of each local one: which holds its parameters, or has its name, or else is in its place."""
     holder = {name: group for group in saved for name in group["params"]}
+    named = {group["name"]: group for group in saved if "name" in group}
     by_place = [saved[min(index, len(saved) - 1)] for index in range(len(local))]
-    return [holder.get(next(iter(group["params"]), ""), by_place[index]) for index, group in enumerate(local)]
+    return [
+        holder.get(next(iter(group["params"]), ""), named.get(group.get("name"), by_place[index]))
+        for index, group in enumerate(local)
+    ]
 
 
 def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:

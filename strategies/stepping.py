@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lightning.config import DataParallel, DataParallelOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
@@ -140,9 +141,7 @@ class MegatronSteps(MegatronEnvironment):
         if not self._batch_checked:
             check_same_batch(batch, self.context)
             self._batch_checked = True
-        self.consumed_samples += sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size
-        for sampler in self.train_samplers():
-            sampler.advance()
+        self._count(sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size)
         if self._is_native:
             output = super().training_step(batch, *args, **kwargs)
             if self.module.automatic_optimization:
@@ -168,6 +167,15 @@ class MegatronSteps(MegatronEnvironment):
         if result.output is None:
             gradients.drop_flush()
         return result.output
+
+    def _count(self, num_samples: int) -> None:
+        """Take note of the samples of a training batch, over all data-parallel ranks."""
+        self.consumed_samples += num_samples
+        for sampler in self.train_samplers():
+            sampler.advance()
+        for config in self.lr_scheduler_configs:
+            if isinstance(config.scheduler, ScheduledLR):
+                config.scheduler.count_samples(num_samples)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients between Lightning's backward hooks; compute them first if no schedule did."""

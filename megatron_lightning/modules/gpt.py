@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -15,16 +14,10 @@ from torch import Tensor
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
+from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
 
 Batch = dict[str, Tensor]
-
-
-def warmup_cosine(step: int, *, warmup_steps: int, decay_steps: int, min_ratio: float) -> float:
-    """Return the factor of the learning rate: linear warm-up, then a cosine from 1 to ``min_ratio``, then ``min_ratio``."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class GPTLightningModule(LightningModule):
@@ -36,12 +29,15 @@ class GPTLightningModule(LightningModule):
     Args:
         config: The model.
         learning_rate: Peak learning rate.
-        min_learning_rate: Learning rate after the decay.
-        weight_decay: Decoupled weight decay of matrices; norms and biases have none.
+        min_learning_rate: Learning rate after the cosine of ``decay_steps``.
+        weight_decay: Decoupled weight decay.
         betas: Adam's decay rates.
         eps: Adam's epsilon.
-        warmup_steps: Optimizer steps of linear warm-up.
-        decay_steps: Optimizer steps until the cosine reaches its end; None: constant after the warm-up.
+        warmup_steps: Optimizer steps of linear warm-up; the first step is taken at rate 0.
+        decay_steps: Optimizer steps until the cosine reaches its end; leave it out for a constant rate after the warm-up.
+        lr_schedule: Any other schedule, in the place of ``min_learning_rate``, ``warmup_steps`` and ``decay_steps``.
+        param_groups: Which parameters have a learning rate or weight decay of their own; leave it out for norms and biases
+            without weight decay.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -60,30 +56,35 @@ class GPTLightningModule(LightningModule):
         eps: float = 1e-8,
         warmup_steps: int = 0,
         decay_steps: int | None = None,
+        lr_schedule: LRSchedule | None = None,
+        param_groups: Sequence[ParamGroup] | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= min_learning_rate <= learning_rate:
             raise ConfigError(
                 f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}. Lower it."
             )
-        if decay_steps is not None and decay_steps <= warmup_steps:
-            raise ConfigError(
-                f"decay_steps={decay_steps} ends before warmup_steps={warmup_steps}; it counts from the start of training. "
-                "Set it above warmup_steps."
-            )
         if not isinstance(config, TransformerConfig):
             config = TransformerConfig(**config)  # as `load_from_checkpoint` passes it: a checkpoint holds plain values only
-        self.config = config
+        if isinstance(lr_schedule, Mapping):
+            lr_schedule = LRSchedule(**lr_schedule)
+        groups = [row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()]
         settings: dict[str, Any] = {
             "learning_rate": learning_rate,
             "min_learning_rate": min_learning_rate,
             "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+            "warmup_steps": warmup_steps,
+            "decay_steps": decay_steps,
+            "lr_schedule": None if lr_schedule is None else asdict(lr_schedule),
+            "param_groups": None if param_groups is None else [asdict(group) for group in groups],
         }
-        settings |= {"betas": tuple(betas), "eps": eps, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
         self.save_hyperparameters({"config": config.to_dict(), **settings})
-        self.learning_rate, self.min_learning_rate = learning_rate, min_learning_rate
-        self.weight_decay, self.betas, self.eps = weight_decay, betas, eps
-        self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
+        self.config = config
+        self.learning_rate, self.weight_decay, self.betas, self.eps = learning_rate, weight_decay, betas, eps
+        self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
+        self.lr_schedule = _schedule(lr_schedule, min_learning_rate, warmup_steps, decay_steps)
         self.model: GPTModel | None = None
 
     def configure_model(self) -> None:
@@ -134,18 +135,24 @@ class GPTLightningModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW, and a schedule stepped with it where one is configured."""
-        decayed = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": self.weight_decay}]
-        groups += [{"params": others, "weight_decay": 0.0}] if others else []
+        groups = make_param_groups(self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
-        if not self.warmup_steps and self.decay_steps is None:
+        if self.lr_schedule is None:
             return optimizer
-        factor = partial(
-            warmup_cosine,
-            warmup_steps=self.warmup_steps,
-            decay_steps=self.decay_steps or 1,
-            min_ratio=self.min_learning_rate / self.learning_rate if self.decay_steps else 1.0,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        scheduler = ScheduledLR(optimizer, self.lr_schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _schedule(given: LRSchedule | None, min_lr: float, warmup_steps: int, decay_steps: int | None) -> LRSchedule | None:
+    """Return the schedule that the settings describe; None: a constant rate from the first step on."""
+    if given is not None:
+        if min_lr or warmup_steps or decay_steps is not None:
+            raise ConfigError(
+                f"lr_schedule is given beside min_learning_rate={min_lr}, warmup_steps={warmup_steps}, "
+                f"decay_steps={decay_steps}, which it replaces. Put them into lr_schedule."
+            )
+        return given
+    if not warmup_steps and decay_steps is None:
+        return None
+    style: DecayStyle = "constant" if decay_steps is None else "cosine"
+    return LRSchedule(lr_decay_style=style, lr_decay_steps=decay_steps, lr_warmup_steps=warmup_steps, min_lr=min_lr)

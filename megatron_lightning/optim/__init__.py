@@ -1,4 +1,4 @@
-"""Gradient reduction in buckets, the distributed optimizer, norms and clipping."""
+"""Gradient reduction in buckets, the distributed optimizer, norms and clipping, schedules and parameter groups."""
 
 from typing import TYPE_CHECKING
 
@@ -9,18 +9,25 @@ if TYPE_CHECKING:
     from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
     from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
     from megatron_lightning.optim.loss_scale import DynamicLossScale
+    from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
     from megatron_lightning.optim.reducer import GradientReducer
+    from megatron_lightning.optim.schedules import LRSchedule, ScheduledLR
 
 __all__ = [
+    "NO_DECAY",
     "Bucket",
     "DistributedOptimizer",
     "DynamicLossScale",
     "Fragment",
     "GradientReducer",
+    "LRSchedule",
+    "ParamGroup",
+    "ScheduledLR",
     "StateTensor",
     "clip_grads_by_norm_",
     "clip_grads_by_value_",
     "global_grad_norm",
+    "make_param_groups",
 ]
 
 __getattr__, __dir__ = lazy_attributes(
@@ -31,9 +38,14 @@ __getattr__, __dir__ = lazy_attributes(
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
         "Fragment": "megatron_lightning.optim.buckets",
         "GradientReducer": "megatron_lightning.optim.reducer",
+        "LRSchedule": "megatron_lightning.optim.schedules",
+        "NO_DECAY": "megatron_lightning.optim.param_groups",
+        "ParamGroup": "megatron_lightning.optim.param_groups",
+        "ScheduledLR": "megatron_lightning.optim.schedules",
         "StateTensor": "megatron_lightning.optim.distributed",
         "clip_grads_by_norm_": "megatron_lightning.optim.clipping",
         "clip_grads_by_value_": "megatron_lightning.optim.clipping",
         "global_grad_norm": "megatron_lightning.optim.clipping",
+        "make_param_groups": "megatron_lightning.optim.param_groups",
     },
 )

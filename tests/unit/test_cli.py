@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
@@ -14,6 +15,7 @@ from megatron_lightning.cli import _spelled_out, main, trainer_cli
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.toy import ToyModule
 
 CONFIG = """
 trainer:
@@ -34,6 +36,14 @@ model:
 data:
   class_path: tests.helpers.toy.ToyData
 """
+
+
+class BuiltToy(ToyModule):
+    """Built at once, as the command line's ``optimizer:`` section needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure_model()
 
 
 @pytest.fixture
@@ -91,6 +101,45 @@ def test_our_model_and_data_need_no_class_path(tmp_path: Path, config: str) -> N
     cli = _made(["--config", str(path), "--model.config.num_layers=3"])
     assert isinstance(cli.model, GPTLightningModule) and isinstance(cli.datamodule, PretrainDataModule)
     assert cli.model.config.num_layers == 3 and cli.model.config.hidden_size == 16
+
+
+def test_schedule_and_parameter_groups_are_yaml(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(
+        f"""{CONFIG}
+model:
+  init_args:
+    config: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32, max_sequence_length: 8}}
+    lr_schedule: {{lr_decay_style: WSD, lr_decay_steps: 100, wsd_decay_steps: 10, unit: samples}}
+    param_groups:
+      - {{name: embeddings, params: ["**word_embeddings.weight"], lr: 1.0e-4, options: {{betas: [0.8, 0.9]}}}}
+      - {{name: no_decay, max_dims: 1, wd_mult: 0}}
+data: {{init_args: {{data_prefix: nowhere, sequence_length: 8, batch_size: 2}}}}
+"""
+    )
+    model = _made(["--config", str(path), "--model.lr_schedule.min_lr=1e-5"]).model
+    assert isinstance(model, GPTLightningModule)
+    model.configure_model()
+    configured: Any = model.configure_optimizers()
+    assert [group["name"] for group in configured["optimizer"].param_groups] == ["default", "embeddings", "no_decay"]
+    assert configured["optimizer"].param_groups[1]["betas"] == [0.8, 0.9]
+    assert configured["lr_scheduler"]["scheduler"].schedule.min_lr == 1e-5
+
+
+def test_a_schedule_of_the_command_line_is_stepped_with_the_optimizer(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "scheduled.yaml"
+    path.write_text(
+        Path(config).read_text().replace("tests.helpers.toy.ToyModule", f"{__name__}.BuiltToy")
+        + """
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1.0}}
+lr_scheduler:
+  class_path: megatron_lightning.optim.ScheduledLR
+  init_args: {schedule: {lr_decay_style: linear, lr_decay_steps: 4}}
+"""
+    )
+    cli = _made(["--config", str(path), "--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"])
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert cli.trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.25]
 
 
 def test_fit_runs(config: str) -> None:

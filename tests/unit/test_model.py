@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.models import GPTModel, TransformerConfig
-from megatron_lightning.modules.gpt import GPTLightningModule, warmup_cosine
+from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.optim import LRSchedule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.sharding import ShardSpec, materialize, named_shard_specs
 
@@ -212,11 +213,29 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
 
 
 def test_the_schedule() -> None:
-    factors = [warmup_cosine(step, warmup_steps=2, decay_steps=6, min_ratio=0.1) for step in range(8)]
-    assert factors[:3] == [0.5, 1.0, 1.0]
-    assert factors[4] == pytest.approx(0.55)
-    assert factors[6:] == [pytest.approx(0.1)] * 2
-    with pytest.raises(ConfigError, match="decay_steps=3 ends before warmup_steps=5"):
+    rates = _rates(module(warmup_steps=2, decay_steps=6, min_learning_rate=1e-3), 8)
+    assert rates == pytest.approx([0.0, 5e-3, 1e-2, 8.681981e-3, 5.5e-3, 2.318019e-3, 1e-3, 1e-3])
+    assert _rates(module(warmup_steps=2), 4) == [0.0, 5e-3, 1e-2, 1e-2]
+    assert _rates(module(), 2) == [1e-2, 1e-2]
+    samples = LRSchedule(lr_decay_style="linear", lr_decay_steps=40, unit="samples", samples_per_step=10)
+    assert _rates(module(lr_schedule=samples), 5) == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3, 0.0])
+    with pytest.raises(ConfigError, match="lr_decay_steps=3 ends before lr_warmup_steps=5"):
         module(warmup_steps=5, decay_steps=3)
     with pytest.raises(ConfigError, match=r"min_learning_rate=1\.0"):
         module(min_learning_rate=1.0)
+    with pytest.raises(ConfigError, match=r"lr_schedule is given beside min_learning_rate=0\.0, warmup_steps=5"):
+        module(warmup_steps=5, lr_schedule=samples)
+
+
+def _rates(gpt: GPTLightningModule, steps: int) -> list[float]:
+    """Return the learning rate of each step."""
+    gpt.configure_model()
+    configured: Any = gpt.configure_optimizers()
+    if not isinstance(configured, dict):
+        return [configured.param_groups[0]["lr"]] * steps
+    rates = []
+    for _ in range(steps):
+        rates += configured["lr_scheduler"]["scheduler"].get_last_lr()[:1]
+        configured["optimizer"].step()
+        configured["lr_scheduler"]["scheduler"].step()
+    return rates

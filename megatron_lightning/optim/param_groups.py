@@ -1,0 +1,109 @@
+"""Parameter groups from a table: which parameters have a learning rate, a minimum or a weight decay of their own.
+
+Rows are matched by name and number of dims, never by what a rank happens to hold, and rows that match nothing here stay as
+empty groups. So every rank of a pipeline has the same groups in the same order, and schedulers, monitors and checkpoints agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.sharding import compile_pattern, tied_names
+
+DEFAULT_GROUP = "default"
+"""Name of the group of the parameters that no row matches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """One row of the table.
+
+    Raises:
+        ConfigError: If a value is out of range, or both ``lr`` and ``lr_mult`` are given.
+    """
+
+    name: str
+    """Name of the group, as LearningRateMonitor logs it."""
+    params: Sequence[str] = ("**",)
+    """Patterns of parameter names; ``*`` stands for one segment of a dotted name or a part of it, ``**`` for any number."""
+    max_dims: int | None = None
+    """Match only parameters of at most that many dims; 1: norms and biases."""
+    lr: float | None = None
+    """Peak learning rate of its own (decoupled, such as Megatron's for embeddings)."""
+    lr_mult: float = 1.0
+    """Factor of the common learning rate, warm-up and minimum included."""
+    min_lr: float | None = None
+    """Learning rate after the decay; leave it out for the schedule's."""
+    wd_mult: float = 1.0
+    """Factor of the common weight decay; 0: none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the optimizer, such as betas."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "lr_mult", "min_lr", "wd_mult"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value} of parameter group {self.name!r} is negative. Set it to 0 or more.")
+        if self.lr is not None and self.lr_mult != 1.0:
+            raise ConfigError(f"parameter group {self.name!r} has both lr={self.lr} and lr_mult={self.lr_mult}. Leave one out.")
+        if isinstance(self.params, str) or not self.params:
+            raise ConfigError(f"params={self.params!r} of parameter group {self.name!r} is no list of patterns. Set one.")
+
+
+NO_DECAY = ParamGroup(name="no_decay", max_dims=1, wd_mult=0.0)
+"""Norms and biases, without weight decay."""
+
+
+def make_param_groups(
+    module: nn.Module,
+    table: Sequence[ParamGroup] = (NO_DECAY,),
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Return the groups to make an optimizer with; the first row that matches a parameter takes it.
+
+    Args:
+        module: Whose parameters; patterns are matched with the names that ``named_parameters()`` gives them, or with the
+            owner's where a pipeline stage holds a tied copy.
+        table: The rows, in order.
+        lr: Common peak learning rate.
+        weight_decay: Common weight decay.
+
+    Returns:
+        The default group, then one for each row, empty ones included.
+
+    Raises:
+        ConfigError: If two rows have one name.
+    """
+    names = [DEFAULT_GROUP, *(row.name for row in table)]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"parameter groups are named {', '.join(names)}; one name occurs twice. Rename one.")
+    default: dict[str, Any] = {"params": [], "name": DEFAULT_GROUP, "lr": lr, "weight_decay": weight_decay, "wd_mult": 1.0}
+    groups = [default, *(_group(row, lr, weight_decay) for row in table)]
+    patterns = [[compile_pattern(pattern) for pattern in row.params] for row in table]
+    owners = tied_names(module)
+    for copy, parameter in module.named_parameters():
+        name = owners.get(copy, copy)
+        matching = (
+            index
+            for index, (row, own) in enumerate(zip(table, patterns, strict=True), start=1)
+            if (row.max_dims is None or parameter.dim() <= row.max_dims) and any(pattern.fullmatch(name) for pattern in own)
+        )
+        groups[next(matching, 0)]["params"].append(parameter)
+    return groups
+
+
+def _group(row: ParamGroup, lr: float, weight_decay: float) -> dict[str, Any]:
+    group: dict[str, Any] = {"params": [], "name": row.name, "lr": lr * row.lr_mult if row.lr is None else row.lr}
+    group |= {"weight_decay": weight_decay * row.wd_mult, "wd_mult": row.wd_mult}
+    if row.lr_mult != 1.0:
+        group["lr_mult"] = row.lr_mult
+    if row.min_lr is not None:
+        group["min_lr"] = row.min_lr
+    return {**group, **row.options}
