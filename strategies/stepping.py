@@ -173,9 +173,12 @@ class MegatronSteps(MegatronEnvironment):
         self.consumed_samples += num_samples
         for sampler in self.train_samplers():
             sampler.advance()
-        for config in self.lr_scheduler_configs:
-            if isinstance(config.scheduler, ScheduledLR):
-                config.scheduler.count_samples(num_samples)
+        for scheduler in self._scheduled():
+            scheduler.count_samples(num_samples)
+
+    def _scheduled(self) -> list[ScheduledLR]:
+        """Return the schedulers that want to know about samples."""
+        return [config.scheduler for config in self.lr_scheduler_configs if isinstance(config.scheduler, ScheduledLR)]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients between Lightning's backward hooks; compute them first if no schedule did."""
@@ -198,6 +201,9 @@ class MegatronSteps(MegatronEnvironment):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._step_skipped = self._loss_scaling is not None and self._loss_scaling.step_skipped
         self.skipped_steps += self._step_skipped
+        if self._step_skipped:
+            for scheduler in self._scheduled():
+                scheduler.forget_samples()
         return output
 
     def _hold_schedulers(self) -> None:

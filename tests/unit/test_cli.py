@@ -41,8 +41,8 @@ data:
 class BuiltToy(ToyModule):
     """Built at once, as the command line's ``optimizer:`` section needs it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lr: float = 1e-2, num_layers: int = 4, plateau: bool = False, mask: bool = False) -> None:
+        super().__init__(lr, num_layers, plateau, mask)
         self.configure_model()
 
 
