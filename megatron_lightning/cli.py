@@ -83,7 +83,6 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
     """
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
-    from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
     from megatron_lightning.optim import ScheduledLR
 
@@ -100,9 +99,7 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
             parser.set_defaults(defaults)
 
         @staticmethod
-        def configure_optimizers(
-            lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None
-        ) -> OptimizerLRScheduler:
+        def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
             if isinstance(lr_scheduler, ScheduledLR):  # Lightning would step it once an epoch
                 return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
             return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)

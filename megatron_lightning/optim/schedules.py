@@ -16,7 +16,7 @@ warm-up at ``init``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -149,7 +149,7 @@ def _cosine(ratio: float) -> float:
 
 
 # What is left of the way from peak to minimum when a part of the decay has passed.
-_TAILS = {
+_TAILS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": _cosine,
     "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
