@@ -1,4 +1,6 @@
-"""All or nothing: a checkpoint is written beside its final name and becomes visible in one step.
+"""All or nothing: a checkpoint is written beside what stands under its name and becomes visible in one step.
+
+On a file system (:class:`_LocalSave`):
 
     1. every rank writes and flushes its files into ``<name>.tmp-<id>``; their names carry the id of this save
     2. the manifest is written there last
@@ -6,8 +8,12 @@
        replaces the old one. Either is decided by a single rename: a reader sees the old checkpoint or the new one.
     4. files of the old save are deleted
 
-Killed before the rename of step 3, a save leaves the old checkpoint as it was, and a directory that the next save deletes.
-The writer holds a lock on its temporary directory, by which another job's running save is told from an abandoned one.
+An object store (:class:`_RemoteSave`) cannot rename, but an object appears whole or not at all: the files go straight to
+``<name>/``, whose manifest still lists the old ones, and the new manifest, put there last, is the commit.
+
+Killed before the commit, a save leaves the old checkpoint as it was, and files that a later save deletes. The writer holds a
+lock on its temporary directory, by which another job's running save is told from an abandoned one; in object stores, age tells.
+Two jobs that save under one name at once: one of them is there in the end, whole.
 """
 
 from __future__ import annotations
@@ -16,25 +22,40 @@ import fcntl
 import os
 import re
 import shutil
+import time
 import uuid
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_lightning.checkpoint.manifest import Manifest, TensorEntry
-from megatron_lightning.checkpoint.storage import sync_directory, write_file
+from megatron_lightning.checkpoint.storage import (
+    Folder,
+    LocalFolder,
+    RemoteFolder,
+    exchange,
+    is_remote,
+    local_path,
+    sync_directory,
+)
 from megatron_lightning.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+ABANDONED_AFTER_S = 24 * 3600.0
+"""Age at which files of a save to an object store that was never committed are taken for abandoned."""
 _OURS = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{12}")
 
 
 def is_committed(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is a checkpoint directory whose save was completed."""
-    return Path(path, MANIFEST).is_file()
+    if not is_remote(path):
+        return (local_path(path) / MANIFEST).is_file()
+    folder = RemoteFolder(str(path))
+    return bool(folder.files.isfile(f"{folder.root}/{MANIFEST}"))
 
 
 def new_identifier() -> str:
@@ -42,37 +63,36 @@ def new_identifier() -> str:
     return uuid.uuid4().hex[:12]
 
 
-class PendingCheckpoint:
-    """A save in progress. Every rank has one of the same identifier; the first rank begins and commits it.
+def pending_save(path: str | os.PathLike[str], identifier: str) -> PendingSave:
+    """Return a save in progress. Every rank has one of the same identifier; the first rank begins and commits it.
 
     Args:
-        path: Final name of the checkpoint. What stands there now stays readable until :meth:`commit`.
+        path: Final name of the checkpoint. What stands there now stays readable until the commit.
         identifier: From :func:`new_identifier`, the same on all ranks.
     """
+    return _RemoteSave(str(path), identifier) if is_remote(path) else _LocalSave(local_path(path), identifier)
 
-    def __init__(self, path: str | os.PathLike[str], identifier: str) -> None:
-        self.path, self.identifier = Path(path).absolute(), identifier
-        self.folder = self.path.with_name(f"{self.path.name}.tmp-{identifier}")
+
+class PendingSave(ABC):
+    """A save in progress."""
+
+    folder: Folder
+    """Where the ranks write their files."""
+
+    def __init__(self, identifier: str) -> None:
+        self.identifier = identifier
         self._state_file, self._state_bytes, self._state_checksum = f"state.{identifier}.pt", 0, 0
-        self._lock: int | None = None
+        self._begun = False
 
     def begin(self, state: bytes) -> None:
-        """Make the temporary directory and write the state file.
+        """Make the folder and write the state file.
 
         Raises:
             CheckpointError: If a directory that is no checkpoint has the final name.
         """
-        if self.path.is_dir() and not is_committed(self.path) and any(self.path.iterdir()):
-            raise CheckpointError(
-                f"{self.path} is a directory with other files, and a checkpoint of that name would mix with them. "
-                "Choose another name or move the directory."
-            )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(self.path.parent)
-        self.folder.mkdir()
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        _try_lock(self._lock, fcntl.LOCK_SH)
-        self._state_bytes, self._state_checksum = write_file(self.folder / self._state_file, [state]), zlib.crc32(state)
+        self._prepare()
+        self._begun = True
+        self._state_bytes, self._state_checksum = self.folder.write(self._state_file, [state]), zlib.crc32(state)
 
     def commit(self, tensors: Mapping[str, TensorEntry], files: Mapping[str, int], info: Mapping[str, Any]) -> None:
         """Write the manifest and make the checkpoint visible under its name.
@@ -92,31 +112,8 @@ class PendingCheckpoint:
             state_checksum=self._state_checksum,
             info=info,
         )
-        write_file(self.folder / MANIFEST, [manifest.dumps().encode()])
-        sync_directory(self.folder)
-        if self.path.is_dir() and not self.path.is_symlink():
-            self._replace(manifest)
-        elif os.path.lexists(self.path):
-            # A directory cannot be renamed over a file or a link (whose target keeps its own name): they step aside.
-            aside = self.path.with_name(f"{self.path.name}.old-{self.identifier}")
-            os.rename(self.path, aside)
-            os.rename(self.folder, self.path)
-            aside.unlink()
-        else:
-            os.rename(self.folder, self.path)
-        sync_directory(self.path.parent)
-        self._unlock()
-
-    def _replace(self, manifest: Manifest) -> None:
-        for name in manifest.files:
-            os.rename(self.folder / name, self.path / name)
-        sync_directory(self.path)
-        os.replace(self.folder / MANIFEST, self.path / MANIFEST)
-        sync_directory(self.path)
-        for entry in self.path.iterdir():
-            if _OURS.fullmatch(entry.name) and entry.name not in manifest.files:
-                entry.unlink()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._publish(manifest)
+        self._begun = False
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
@@ -124,10 +121,85 @@ class PendingCheckpoint:
         try:
             yield
         except BaseException:
-            if self._lock is not None:
-                self._unlock()
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if self._begun:
+                self._discard()
             raise
+
+    @abstractmethod
+    def _prepare(self) -> None: ...
+
+    @abstractmethod
+    def _publish(self, manifest: Manifest) -> None: ...
+
+    @abstractmethod
+    def _discard(self) -> None: ...
+
+
+class _LocalSave(PendingSave):
+    def __init__(self, path: Path, identifier: str) -> None:
+        super().__init__(identifier)
+        self._path = path
+        self._temporary = path.with_name(f"{path.name}.tmp-{identifier}")
+        self.folder = LocalFolder(self._temporary)
+        self._lock: int | None = None
+
+    def _prepare(self) -> None:
+        if self._path.is_dir() and not is_committed(self._path) and any(self._path.iterdir()):
+            raise _other_files(self._path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(self._path.parent)
+        self._temporary.mkdir()
+        self._lock = os.open(self._temporary, os.O_RDONLY)
+        _try_lock(self._lock, fcntl.LOCK_SH)
+
+    def _publish(self, manifest: Manifest) -> None:
+        self.folder.write(MANIFEST, [manifest.dumps().encode()])
+        sync_directory(self._temporary)
+        if self._path.is_symlink() or self._path.is_file():
+            self._displace()
+        else:
+            try:
+                os.rename(self._temporary, self._path)
+            except OSError:
+                if not self._path.is_dir():
+                    raise
+                self._replace(manifest)
+        sync_directory(self._path.parent)
+        self._unlock()
+
+    def _displace(self) -> None:
+        """Take the place of a file or a link, over which a directory cannot be renamed; a link's target keeps its own name."""
+        if exchange(self._temporary, self._path):
+            self._temporary.unlink()
+            return
+        aside = self._path.with_name(f"{self._path.name}.old-{self.identifier}")
+        os.rename(self._path, aside)
+        os.rename(self._temporary, self._path)
+        aside.unlink()
+
+    def _replace(self, manifest: Manifest) -> None:
+        """Put the new files and the manifest into the directory that has the name."""
+        directory = os.open(self._path, os.O_RDONLY)
+        try:
+            # One job at a time; where directories cannot be locked, only what our manifest replaces is known to be garbage.
+            alone = _lock(directory)
+            for name in manifest.files:
+                os.rename(self._temporary / name, self._path / name)
+            sync_directory(self._path)
+            replaced = _files_of(self._path / MANIFEST)
+            os.replace(self._temporary / MANIFEST, self._path / MANIFEST)
+            sync_directory(self._path)
+            present = [name for name in os.listdir(self._path) if _OURS.fullmatch(name)]
+            LocalFolder(self._path).remove(
+                name for name in present if (alone or name in replaced) and name not in manifest.files
+            )
+        finally:
+            os.close(directory)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _discard(self) -> None:
+        self._unlock()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -135,24 +207,70 @@ class PendingCheckpoint:
             self._lock = None
 
 
+class _RemoteSave(PendingSave):
+    folder: RemoteFolder
+
+    def __init__(self, url: str, identifier: str) -> None:
+        super().__init__(identifier)
+        self.folder = RemoteFolder(url)
+
+    def _prepare(self) -> None:
+        present = self.folder.sizes()
+        if MANIFEST not in present and any(not _OURS.fullmatch(name) for name in present):
+            raise _other_files(self.folder)
+        self.folder.files.makedirs(self.folder.root, exist_ok=True)
+
+    def _publish(self, manifest: Manifest) -> None:
+        replaced = _files_listed(self.folder.files.cat_file(self._manifest)) if is_committed(self.folder.url) else ()
+        self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
+        old = [name for name in self.folder.sizes() if _OURS.fullmatch(name) and name not in manifest.files]
+        self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
+
+    @property
+    def _manifest(self) -> str:
+        return f"{self.folder.root}/{MANIFEST}"
+
+    def _is_abandoned(self, name: str) -> bool:
+        try:
+            modified = self.folder.files.modified(f"{self.folder.root}/{name}")
+        except (OSError, NotImplementedError):
+            return False  # a store that tells no times keeps what killed saves leave
+        return time.time() - float(modified.timestamp()) > ABANDONED_AFTER_S
+
+    def _discard(self) -> None:
+        mark = f".{self.identifier}."
+        self.folder.remove(name for name in self.folder.sizes() if _OURS.fullmatch(name) and mark in name)
+
+
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint (directory, file or link); a directory disappears from view in one step. Missing is fine."""
-    path = Path(path)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        doomed = path.with_name(f"{path.name}.tmp-{new_identifier()}")
-        os.rename(path, doomed)
+    """Delete a checkpoint (directory, file or link); it disappears from view in one step. Missing is fine."""
+    if is_remote(path):
+        folder = RemoteFolder(str(path))
+        if folder.files.isfile(folder.root):
+            folder.files.rm_file(folder.root)
+        folder.remove([MANIFEST])
+        folder.remove(name for name in folder.sizes() if _OURS.fullmatch(name))
+        return
+    local = local_path(path)
+    if local.is_symlink() or local.is_file():
+        local.unlink()
+    elif local.is_dir():
+        doomed = local.with_name(f"{local.name}.tmp-{new_identifier()}")
+        os.rename(local, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete the temporary directories that killed saves left in ``folder``.
+    """Delete the temporary directories that killed saves left in a local ``folder``.
 
     Where the file system cannot lock directories, nothing is deleted: a save that still runs must not lose its files.
     """
     for entry in folder.iterdir():
-        if not _TEMPORARY.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+        if not _TEMPORARY.fullmatch(entry.name):
+            continue
+        if entry.is_symlink():
+            entry.unlink(missing_ok=True)
+        if not entry.is_dir():
             continue
         try:
             descriptor = os.open(entry, os.O_RDONLY)
@@ -163,6 +281,36 @@ def remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
         finally:
             os.close(descriptor)
+
+
+def _files_of(manifest: Path) -> frozenset[str]:
+    try:
+        return _files_listed(manifest.read_bytes())
+    except FileNotFoundError:
+        return frozenset()
+
+
+def _files_listed(text: bytes) -> frozenset[str]:
+    try:
+        return frozenset(Manifest.loads(text).files)
+    except CheckpointError:
+        return frozenset()  # a damaged manifest says nothing; its files are removed with the abandoned ones
+
+
+def _other_files(path: object) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a directory with other files, and a checkpoint of that name would mix with them. "
+        "Choose another name or move the directory."
+    )
+
+
+def _lock(descriptor: int) -> bool:
+    """Wait for the lock; False where the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

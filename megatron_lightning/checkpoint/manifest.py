@@ -12,7 +12,7 @@
 
 A *shard* is an axis-aligned box of the global tensor, stored row-major and little-endian; the shards of a tensor tile it
 exactly once. Its bytes are checksummed (CRC-32) in blocks of ``block_bytes``, so that a part of it can be read and verified.
-The last entry is the CRC-32 of the object without that entry, dumped with separators "," and ":".
+The text is dumped with separators "," and ":"; its last entry is the CRC-32 of the text without that entry.
 What is read here is not trusted: names, ranges and tiling are checked before anything is opened.
 """
 
@@ -23,7 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -33,6 +33,8 @@ from megatron_lightning.errors import CheckpointError
 
 FORMAT, VERSION = "megatron_lightning", 1
 BLOCK_BYTES = 1 << 20
+_MAX_DIMS = 12
+_CHECKSUM = ',"checksum":'
 
 # torch dtype name -> code in the header of a safetensors file
 DTYPE_CODES: Mapping[str, str] = {
@@ -112,15 +114,21 @@ class Manifest:
         for name in self.files:
             _check(_is_plain_name(name), f"file name {name!r} leads out of the checkpoint's directory")
         _check(self.state_file in self.files, f"the state file {self.state_file!r} is not among the files")
+        ranges: dict[str, list[tuple[int, int]]] = {}
         for name, entry in self.tensors.items():
             check_tiling(name, entry.shape, entry.shards)
             for shard in entry.shards:
                 num_bytes = entry.num_bytes(shard.shape)
+                ranges.setdefault(shard.file, []).append((shard.start, shard.start + num_bytes))
                 _check(
                     shard.file in self.files and shard.start >= 0 and shard.start + num_bytes <= self.files[shard.file],
                     f"{name}: bytes {shard.start} to {shard.start + num_bytes} are not inside {shard.file!r}",
                 )
                 _check(len(shard.checksums) == -(-num_bytes // BLOCK_BYTES), f"{name}: wrong number of checksums")
+        for file, parts in ranges.items():
+            parts.sort()
+            for (_, end), (start, _) in pairwise(parts):
+                _check(end <= start, f"bytes {start} to {end} of {file!r} belong to two tensors")
 
     def dumps(self) -> str:
         """Return the content of ``manifest.json``."""
@@ -141,7 +149,8 @@ class Manifest:
             },
             "info": self.info,
         }
-        return _dumps({**body, "checksum": _checksum(body)})
+        text = json.dumps(body, separators=(",", ":"))
+        return f"{text[:-1]}{_CHECKSUM}{zlib.crc32(text.encode())}}}"
 
     @classmethod
     def loads(cls, text: str | bytes) -> Manifest:
@@ -150,6 +159,7 @@ class Manifest:
         Raises:
             CheckpointError: If it is damaged, of another format, or contradicts itself.
         """
+        text = text.encode() if isinstance(text, str) else text
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -159,7 +169,7 @@ class Manifest:
             body.get("version") == VERSION and body.get("block_bytes") == BLOCK_BYTES,
             f"it has version {body.get('version')!r}, and this release reads {VERSION}; install the release that wrote it",
         )
-        _check(body.pop("checksum", None) == _checksum(body), "its checksum does not match its content")
+        _check(body.get("checksum") == _checksum(text), "its checksum does not match its content")
         try:
             return cls._of_body(body)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -191,6 +201,7 @@ def check_tiling(name: str, shape: Shape, shards: Sequence[Shard]) -> None:
     Raises:
         CheckpointError: If they do not, naming the tensor and the number of elements.
     """
+    _check(len(shape) <= _MAX_DIMS, f"{name}: {len(shape)} dims are more than the {_MAX_DIMS} that a checkpoint holds")
     corners: Counter[Shape] = Counter()
     for shard in shards:
         inside = len(shard.offset) == len(shard.shape) == len(shape) and all(
@@ -233,9 +244,7 @@ def _counts(values: Sequence[object]) -> Shape:
     return tuple(_count(value) for value in values)
 
 
-def _dumps(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, separators=(",", ":"))
-
-
-def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(_dumps(body).encode())
+def _checksum(text: bytes) -> int:
+    """Return the CRC-32 of the manifest as it was before its last entry, the checksum, was added."""
+    body, _, _ = text.rpartition(_CHECKSUM.encode())
+    return zlib.crc32(b"}", zlib.crc32(body))

@@ -1,7 +1,9 @@
 """One rank's safetensors files: written in one pass with checksums, read by byte range with verification.
 
 A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype, shape, data_offsets) and
-the data. Any safetensors reader opens the files; we read through the manifest alone, whose ranges are checked.
+the data. Any safetensors reader opens the files; we read through the manifest alone, whose ranges are checked. Checksums
+are computed in a thread while the bytes before are written, and while other bytes are read: zlib, like the disk, works
+without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Shape, Shard, dtype_name
-from megatron_lightning.checkpoint.storage import RangeReader, write_file
+from megatron_lightning.checkpoint.storage import Folder, RangeReader, read_range
 from megatron_lightning.errors import CheckpointError
 
-_READ_BYTES = 8 * BLOCK_BYTES
+_CHUNK_BYTES = 8 * BLOCK_BYTES
 
 
 class Piece(NamedTuple):
@@ -45,16 +47,19 @@ class WrittenFile(NamedTuple):
     """(tensor name, box) of everything in it."""
 
 
+# ---------------------------------------------------------------------------------------------------------------- write
+
+
 def _held(piece: Piece) -> Tensor:
     return piece.view
 
 
 def write_shards(
-    folder: Path, stem: str, pieces: Sequence[Piece], max_file_bytes: int, *, fetch: Callable[[Piece], Tensor] = _held
+    folder: Folder, stem: str, pieces: Sequence[Piece], max_file_bytes: int, *, fetch: Callable[[Piece], Tensor] = _held
 ) -> list[WrittenFile]:
     """Write pieces to ``<stem>.<n>.safetensors``, starting a new file when one would exceed ``max_file_bytes``.
 
-    At most one piece is copied at a time (to the CPU, or to make it contiguous).
+    No more than about 16 MiB are copied at a time (to the CPU, or to make them contiguous).
 
     Args:
         folder: Where to.
@@ -72,10 +77,14 @@ def write_shards(
             filled = 0
         batches[-1].append(piece)
         filled += piece.view.nbytes
-    return [_write_one(folder, f"{stem}.{i:03d}.safetensors", batch, fetch) for i, batch in enumerate(batches)]
+    with ThreadPoolExecutor(1, "checkpoint-checksums") as thread:
+        names = (f"{stem}.{i:03d}.safetensors" for i in range(len(batches)))
+        return [_write_one(folder, name, batch, fetch, thread) for name, batch in zip(names, batches, strict=True)]
 
 
-def _write_one(folder: Path, file: str, pieces: Sequence[Piece], fetch: Callable[[Piece], Tensor]) -> WrittenFile:
+def _write_one(
+    folder: Folder, file: str, pieces: Sequence[Piece], fetch: Callable[[Piece], Tensor], thread: ThreadPoolExecutor
+) -> WrittenFile:
     header, position = {}, 0
     for piece in pieces:
         end = position + piece.view.nbytes
@@ -85,67 +94,157 @@ def _write_one(folder: Path, file: str, pieces: Sequence[Piece], fetch: Callable
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    shards: list[tuple[str, Shard]] = []
+    checksums = [_BlockChecksums() for _ in pieces]
 
     def content() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
-        start = 8 + len(text)
-        for piece in pieces:
-            data = _bytes_of(fetch(piece))
-            checksums = tuple(zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
-            shards.append((piece.name, Shard(file, start, piece.offset, tuple(piece.view.shape), checksums)))
-            yield data
-            start += len(data)
+        pending: Future[None] | None = None
+        for piece, checksum in zip(pieces, checksums, strict=True):
+            for chunk in _chunks(fetch(piece).detach()):
+                data = chunk.cpu().view(torch.uint8).numpy().data
+                if pending is not None:
+                    pending.result()  # no more than one chunk waits for its checksums
+                pending = thread.submit(checksum.update, data)
+                yield data
+        if pending is not None:
+            pending.result()
 
-    return WrittenFile(file, write_file(folder / file, content()), shards)
+    size_bytes, start = folder.write(file, content()), 8 + len(text)
+    shards: list[tuple[str, Shard]] = []
+    for piece, checksum in zip(pieces, checksums, strict=True):
+        shards.append((piece.name, Shard(file, start, piece.offset, tuple(piece.view.shape), checksum.finish())))
+        start += piece.view.nbytes
+    return WrittenFile(file, size_bytes, shards)
 
 
-def _bytes_of(view: Tensor) -> memoryview:
-    return view.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _chunks(view: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of a tensor in row-major order as flat contiguous tensors of about ``_CHUNK_BYTES``."""
+    if view.is_contiguous():
+        flat, length = view.view(-1), _CHUNK_BYTES // view.itemsize
+        for start in range(0, len(flat), length):
+            yield flat[start : start + length]
+    elif view.nbytes <= _CHUNK_BYTES:
+        yield view.contiguous().view(-1)
+    elif view.shape[0] == 1:
+        yield from _chunks(view[0])
+    else:
+        rows = max(1, view.shape[0] * _CHUNK_BYTES // view.nbytes)
+        for start in range(0, view.shape[0], rows):
+            yield from _chunks(view[start : start + rows])
 
 
-def read_box(reader: RangeReader, shard: Shard, low: Shape, target: Tensor, dtype: torch.dtype) -> None:
-    """Copy a box of a shard into an existing tensor, verifying every block that is read.
+class _BlockChecksums:
+    """CRC-32 of each block of ``BLOCK_BYTES`` of bytes that come in parts of any length."""
 
-    A large box is read in parts of about 8 MiB, so that memory stays flat.
+    def __init__(self) -> None:
+        self._finished: list[int] = []
+        self._current, self._filled = 0, 0
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            part = data[: BLOCK_BYTES - self._filled]
+            self._current, self._filled, data = zlib.crc32(part, self._current), self._filled + len(part), data[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._finished.append(self._current)
+                self._current, self._filled = 0, 0
+
+    def finish(self) -> tuple[int, ...]:
+        return (*self._finished, self._current) if self._filled else tuple(self._finished)
+
+
+# ----------------------------------------------------------------------------------------------------------------- read
+
+
+class BoxRead(NamedTuple):
+    """Bytes of one shard that go into one tensor; at most about 8 MiB."""
+
+    shard: Shard
+    """Where the bytes are."""
+    start: int
+    """First byte inside the shard."""
+    stop: int
+    """End of the bytes inside the shard."""
+    target: Tensor
+    """Where the values go, converted to its dtype: flat, or of the box's shape."""
+    strides: Shape
+    """Strides of the box in the shard, in elements."""
+    dtype: torch.dtype
+    """The stored dtype."""
+
+    @property
+    def begin(self) -> int:
+        """Return the start of the first block that is read, inside the shard."""
+        return self.start // BLOCK_BYTES * BLOCK_BYTES
+
+    @property
+    def end(self) -> int:
+        """Return the end of the last block that is read, inside the shard."""
+        return min(-(-self.stop // BLOCK_BYTES) * BLOCK_BYTES, prod(self.shard.shape) * self.dtype.itemsize)
+
+
+def plan_box(shard: Shard, low: Shape, target: Tensor, dtype: torch.dtype) -> Iterator[BoxRead]:
+    """Divide the copy of a box of a shard into an existing tensor into reads of about 8 MiB.
+
+    Args:
+        shard: Where the bytes are.
+        low: First index of the box inside the shard.
+        target: Any view of the box's shape.
+        dtype: The stored dtype.
+    """
+    extent = tuple(target.shape)
+    strides = tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
+    first = sum(index * stride for index, stride in zip(low, strides, strict=True))
+    count = 1 + sum((n - 1) * stride for n, stride in zip(extent, strides, strict=True))
+    start, stop = first * dtype.itemsize, (first + count) * dtype.itemsize
+    if count == target.numel() and target.is_contiguous():  # one range of bytes: cut where checksums begin
+        flat = target.view(-1)
+        while start < stop:
+            cut = min(stop, (start // BLOCK_BYTES * BLOCK_BYTES) + _CHUNK_BYTES)
+            done = start // dtype.itemsize - first
+            yield BoxRead(shard, start, cut, flat[done : done + (cut - start) // dtype.itemsize], (1,), dtype)
+            start = cut
+    elif stop - start > _CHUNK_BYTES:
+        dim = next(dim for dim, n in enumerate(extent) if n > 1)
+        half = extent[dim] // 2
+        yield from plan_box(shard, low, target.narrow(dim, 0, half), dtype)
+        upper = (*low[:dim], low[dim] + half, *low[dim + 1 :])
+        yield from plan_box(shard, upper, target.narrow(dim, half, extent[dim] - half), dtype)
+    else:
+        yield BoxRead(shard, start, stop, target, strides, dtype)
+
+
+def read_box(reader: RangeReader, read: BoxRead, file: str) -> None:
+    """Carry out one read, verifying every block that it touches.
+
+    Whole blocks go straight into a target in CPU memory; others through a buffer.
 
     Args:
         reader: The shard's file.
-        shard: Where the bytes are.
-        low: First index of the box inside the shard.
-        target: Any view of the box's shape; values are converted to its dtype.
-        dtype: The stored dtype.
+        read: What to read.
+        file: The file's full name, for messages.
 
     Raises:
         CheckpointError: If a block's checksum differs, naming file and bytes.
     """
-    extent = tuple(target.shape)
-    strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
-    first = sum(index * stride for index, stride in zip(low, strides, strict=True))
-    count = 1 + sum((n - 1) * stride for n, stride in zip(extent, strides, strict=True))
-    start, stop = first * dtype.itemsize, (first + count) * dtype.itemsize
-    if stop - start > _READ_BYTES:
-        dim = next(dim for dim, n in enumerate(extent) if n > 1)
-        half = extent[dim] // 2
-        read_box(reader, shard, low, target.narrow(dim, 0, half), dtype)
-        upper = (*low[:dim], low[dim] + half, *low[dim + 1 :])
-        read_box(reader, shard, upper, target.narrow(dim, half, extent[dim] - half), dtype)
-        return
-    begin = start // BLOCK_BYTES * BLOCK_BYTES
-    end = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, prod(shard.shape) * dtype.itemsize)
-    buffer = reader.read(shard.start + begin, end - begin)
-    _verify(reader, shard, begin, buffer)
-    values = torch.frombuffer(buffer, dtype=torch.uint8)[start - begin : stop - begin].view(dtype)
-    target.copy_(values.as_strided(extent, strides))
+    begin, end, target = read.begin, read.end, read.target
+    direct = (begin, end) == (read.start, read.stop) and read.strides == (1,) and target.is_cpu and target.dtype == read.dtype
+    if direct:
+        buffer = target.detach().view(torch.uint8).numpy().data
+        reader.read_into(read.shard.start + begin, buffer)
+    else:
+        buffer = memoryview(read_range(reader, read.shard.start + begin, end - begin))
+    _verify(file, read.shard, begin, buffer)
+    if not direct:
+        values = torch.frombuffer(buffer, dtype=torch.uint8)[read.start - begin : read.stop - begin].view(read.dtype)
+        target.detach().copy_(values.as_strided(tuple(target.shape), read.strides))
 
 
-def _verify(reader: RangeReader, shard: Shard, begin: int, buffer: bytearray) -> None:
-    view = memoryview(buffer)
-    for position in range(0, len(view), BLOCK_BYTES):
-        block = view[position : position + BLOCK_BYTES]
+def _verify(file: str, shard: Shard, begin: int, buffer: memoryview) -> None:
+    for position in range(0, len(buffer), BLOCK_BYTES):
+        block = buffer[position : position + BLOCK_BYTES]
         if zlib.crc32(block) != shard.checksums[(begin + position) // BLOCK_BYTES]:
             at = shard.start + begin + position
             raise CheckpointError(
-                f"{reader.path} is damaged: bytes {at} to {at + len(block)} do not match their checksum. Restore the file or "
+                f"{file} is damaged: bytes {at} to {at + len(block)} do not match their checksum. Restore the file or "
                 "resume from another checkpoint."
             )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lightning import __version__
 from megatron_lightning.checkpoint.agreement import ALONE, all_gather, gather, on_first_rank, together
-from megatron_lightning.checkpoint.commit import PendingCheckpoint, new_identifier
+from megatron_lightning.checkpoint.commit import PendingSave, new_identifier, pending_save
 from megatron_lightning.checkpoint.manifest import Shape, Shard, TensorEntry, dtype_name
 from megatron_lightning.checkpoint.shard_file import Piece, WrittenFile, write_shards
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo
@@ -132,7 +132,7 @@ def save_sharded(
         CheckpointError: On every rank, if one of them failed, the state has no plain form, or the tensors written by all
             ranks do not cover each global tensor exactly once.
     """
-    pending = PendingCheckpoint(path, on_first_rank(group, new_identifier))
+    pending = pending_save(path, on_first_rank(group, new_identifier))
     with pending.discarded_on_error():
         on_first_rank(group, lambda: pending.begin(dump_state(state)))
         written = together(group, f"saving {path}", lambda: _write_rank(pending, group.rank, tensors, max_file_bytes))
@@ -145,7 +145,7 @@ class _RankReport(NamedTuple):
     tensors: dict[str, tuple[Shape, torch.dtype]]
 
 
-def _write_rank(pending: PendingCheckpoint, rank: int, tensors: Iterable[TensorShards], max_file_bytes: int) -> _RankReport:
+def _write_rank(pending: PendingSave, rank: int, tensors: Iterable[TensorShards], max_file_bytes: int) -> _RankReport:
     written = [shards for shards in tensors if shards.writes]
     for shards in written:
         dtype_name(shards.dtype)

@@ -5,26 +5,38 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from megatron_lightning.checkpoint.agreement import ALONE, on_first_rank, together
-from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
-from megatron_lightning.checkpoint.manifest import Manifest, Shape, Shard
+from megatron_lightning.checkpoint.commit import MANIFEST
+from megatron_lightning.checkpoint.manifest import Manifest, Shape
 from megatron_lightning.checkpoint.naming import name_optimizer_state, split_tensors
-from megatron_lightning.checkpoint.shard_file import Piece, read_box
+from megatron_lightning.checkpoint.shard_file import BoxRead, Piece, plan_box, read_box
 from megatron_lightning.checkpoint.state import load_plain_file, load_state
-from megatron_lightning.checkpoint.storage import RangeReader
+from megatron_lightning.checkpoint.storage import (
+    Folder,
+    folder_of,
+    is_plain_file,
+    is_remote,
+    local_path,
+    opened,
+    read_range,
+    unreadable,
+    wrong_size,
+)
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import AxisGroup
 
 _MISSING = (b"", b"")
+_READ_THREADS = 4
+_OPEN_FILES = 64
 
 
 class TensorInfo(NamedTuple):
@@ -56,13 +68,13 @@ class DirectorySource:
     """A sharded checkpoint.
 
     Args:
-        path: Its directory.
+        folder: Its directory.
         manifest: Its checked manifest.
         state: Content of its state file.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, state: bytes) -> None:
-        self.path, self.manifest, self._state = path, manifest, state
+    def __init__(self, folder: Folder, manifest: Manifest, state: bytes) -> None:
+        self.folder, self.manifest, self._state = folder, manifest, state
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
@@ -70,7 +82,7 @@ class DirectorySource:
 
     def state(self) -> dict[str, Any]:
         """See :class:`CheckpointSource`."""
-        return load_state(self._state, str(self.path / self.manifest.state_file))
+        return load_state(self._state, f"{self.folder}/{self.manifest.state_file}")
 
     def read(self, pieces: Iterable[Piece]) -> None:
         """See :class:`CheckpointSource`; reads only the byte ranges that the pieces need.
@@ -78,7 +90,7 @@ class DirectorySource:
         Raises:
             CheckpointError: If a file is missing or damaged.
         """
-        by_file: dict[str, list[tuple[Shard, Shape, Tensor, torch.dtype]]] = {}
+        by_file: dict[str, list[BoxRead]] = {}
         for piece in pieces:
             entry = self.manifest.tensors[piece.name]
             for shard in entry.shards:
@@ -87,11 +99,27 @@ class DirectorySource:
                     low, extent = box
                     target = piece.view[_slices(low, extent, piece.offset)]
                     inside = tuple(a - o for a, o in zip(low, shard.offset, strict=True))
-                    by_file.setdefault(shard.file, []).append((shard, inside, target, entry.dtype))
-        for file, reads in by_file.items():
-            with RangeReader(self.path / file, self.manifest.files[file]) as reader:
-                for shard, inside, target, dtype in sorted(reads, key=lambda read: read[0].start):
-                    read_box(reader, shard, inside, target, dtype)
+                    by_file.setdefault(shard.file, []).extend(plan_box(shard, inside, target, entry.dtype))
+        files = list(by_file)
+        with ThreadPoolExecutor(_READ_THREADS, "checkpoint-read") as threads:
+            for first in range(0, len(files), _OPEN_FILES):
+                self._read_files({file: by_file[file] for file in files[first : first + _OPEN_FILES]}, threads)
+
+    def _read_files(self, reads: Mapping[str, Sequence[BoxRead]], threads: ThreadPoolExecutor) -> None:
+        """Read from several files at once: a thread verifies while another waits for the disk."""
+        with ExitStack() as stack:
+            pending: list[Future[None]] = []
+            for file, boxes in reads.items():
+                reader = stack.enter_context(opened(self.folder, file, self.manifest.files[file]))
+                for read in sorted(boxes, key=lambda read: read.shard.start + read.start):
+                    pending.append(threads.submit(read_box, reader, read, f"{self.folder}/{file}"))
+            try:
+                for future in pending:
+                    future.result()
+            finally:  # before the files are closed
+                for future in pending:
+                    future.cancel()
+                wait(pending)
 
 
 class PlainSource:
@@ -106,8 +134,8 @@ class PlainSource:
         CheckpointError: If the file cannot be read as plain data, or its optimizers have other parameters.
     """
 
-    def __init__(self, path: Path, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
-        checkpoint = load_plain_file(str(path))
+    def __init__(self, path: str, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
+        checkpoint = load_plain_file(path)
         optimizers = checkpoint.pop("optimizer_states", None)
         if optimizer_parameters:
             optimizers = optimizers or []
@@ -153,39 +181,46 @@ def open_checkpoint(
         MissingCheckpointError: On every rank, if nothing stands at ``path``.
         CheckpointError: On every rank, if what stands there is not complete or cannot be read safely.
     """
-    folder = Path(path)
-    content = on_first_rank(group, lambda: _read_directory(folder))
+    content = on_first_rank(group, lambda: _read_directory(path))
     if content == _MISSING:
-        raise MissingCheckpointError(f"there is no checkpoint at {folder}. Check the path.")
+        raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
 
     def build() -> CheckpointSource:
         if content is None:
-            return PlainSource(folder, optimizer_parameters)
-        return DirectorySource(folder, Manifest.loads(content[0]), content[1])
+            return PlainSource(str(path), optimizer_parameters)
+        return DirectorySource(folder_of(path), Manifest.loads(content[0]), content[1])
 
-    return together(group, f"opening {folder}", build)
+    return together(group, f"opening {path}", build)
 
 
-def _read_directory(path: Path) -> tuple[bytes, bytes] | None:
+def _read_directory(path: str | os.PathLike[str]) -> tuple[bytes, bytes] | None:
     """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing."""
-    if path.is_file():
+    if is_plain_file(path):
         return None
-    if not path.exists():
+    folder = folder_of(path)
+    sizes = folder.sizes()
+    if not sizes and (is_remote(path) or not local_path(path).exists()):
         return _MISSING
-    if not is_committed(path):
+    if MANIFEST not in sizes:
         raise CheckpointError(
             f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of this package. "
             "Resume from another checkpoint."
         )
-    text = (path / MANIFEST).read_bytes()
+    with opened(folder, MANIFEST, sizes[MANIFEST]) as reader:
+        text = bytes(read_range(reader, 0, sizes[MANIFEST]))
     try:
         manifest = Manifest.loads(text)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    with RangeReader(path / manifest.state_file, manifest.files[manifest.state_file]) as reader:
-        state = bytes(reader.read(0, manifest.files[manifest.state_file]))
+    for name, size_bytes in manifest.files.items():  # before anything is changed
+        if name not in sizes:
+            raise unreadable(f"{path}/{name}", "no such file; links are not followed")
+        if sizes[name] != size_bytes:
+            raise wrong_size(f"{path}/{name}", sizes[name], size_bytes)
+    with opened(folder, manifest.state_file, manifest.files[manifest.state_file]) as reader:
+        state = bytes(read_range(reader, 0, manifest.files[manifest.state_file]))
     if zlib.crc32(state) != manifest.state_checksum:
-        raise CheckpointError(f"{path / manifest.state_file} is damaged: its checksum differs. Resume from another checkpoint.")
+        raise CheckpointError(f"{path}/{manifest.state_file} is damaged: its checksum differs. Resume from another checkpoint.")
     return text, state
 
 

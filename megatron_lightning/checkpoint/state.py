@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lightning.checkpoint.storage import RemoteFolder, is_remote, local_path
 from megatron_lightning.errors import CheckpointError
 
 _ATOMS = (bool, int, float, complex, str, bytes)
@@ -63,12 +64,15 @@ def load_state(data: bytes | bytearray, origin: str) -> dict[str, Any]:
 
 
 def load_plain_file(path: str) -> dict[str, Any]:
-    """Read a plain ``.ckpt`` file, memory-mapped, without running any code from it.
+    """Read a plain ``.ckpt`` file without running any code from it; a local one is memory-mapped.
 
     Raises:
         CheckpointError: If the file is damaged or asks for anything but plain data.
     """
-    return _load_plain(path, path)
+    if is_remote(path):
+        remote = RemoteFolder(path)
+        return _load_plain(io.BytesIO(remote.files.cat_file(remote.root)), path)
+    return _load_plain(str(local_path(path)), path)
 
 
 def _load_plain(file: io.BytesIO | str, origin: str) -> dict[str, Any]:

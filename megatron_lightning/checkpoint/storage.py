@@ -1,21 +1,89 @@
-"""Local files: durable writes and reads of byte ranges.
+"""Where a checkpoint's files are: a folder of this machine's file system, or of an object store that fsspec reaches.
 
-A shared file system (NFS, Lustre) is a local path to us. Errors of the operating system leave as ``OSError``; callers
-that know what the file means turn them into a ``CheckpointError``.
+A shared file system (NFS, Lustre) is a local path to us; ``s3://bucket/run/step=5.ckpt`` is a remote one. Errors of the storage
+leave as they are (``OSError``, or what its client raises); callers that know what the file means turn them into a
+``CheckpointError``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Any, Protocol
+
+import fsspec
 
 from megatron_lightning.errors import CheckpointError
 
 
+class RangeReader(Protocol):
+    """Reads byte ranges of one file; threads may share it."""
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``start`` on."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class Folder(Protocol):
+    """A flat folder of files. ``str(folder)`` names it in messages."""
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """Write a new file durably and return its size in bytes."""
+        ...
+
+    def open(self, name: str, size_bytes: int) -> RangeReader:
+        """Open a file for reading.
+
+        Raises:
+            CheckpointError: If it is missing, unreadable, a link that could lead out of the folder, or of another size.
+        """
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Return the regular files of the folder and their sizes in bytes; nothing if it does not exist."""
+        ...
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete files; missing ones are fine."""
+        ...
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a URL of an object store and not a path of this machine's file system."""
+    protocol, separator, _ = str(path).partition("://")
+    return bool(separator) and protocol not in ("file", "local")
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a local path, ``file://`` or not, as an absolute one."""
+    text = str(path)
+    for protocol in ("file://", "local://"):
+        text = text.removeprefix(protocol)
+    return Path(text).absolute()
+
+
+def folder_of(path: str | os.PathLike[str]) -> Folder:
+    """Return the folder at a local path or URL, whether it exists or not."""
+    return RemoteFolder(str(path)) if is_remote(path) else LocalFolder(local_path(path))
+
+
+def is_plain_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file, and no directory, stands at a local path or URL."""
+    if not is_remote(path):
+        return local_path(path).is_file()
+    folder = RemoteFolder(str(path))
+    return bool(folder.files.isfile(folder.root))
+
+
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a new file and flush it to the disk.
+    """Write a new local file and flush it to the disk.
 
     Args:
         path: A file that does not exist yet.
@@ -34,7 +102,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk, so that a rename survives a loss of power."""
+    """Flush the names in a local directory to the disk, so that a rename survives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,53 +110,179 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class RangeReader:
-    """Reads byte ranges of one file whose size is known beforehand.
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two names of one local directory in one step; False where the system cannot."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        return bool(libc.renameat2(here, os.fsencode(first), here, os.fsencode(second), swap) == 0)
+    except (OSError, AttributeError):  # no such call in this C library
+        return False
+
+
+@contextmanager
+def opened(folder: Folder, name: str, size_bytes: int) -> Iterator[RangeReader]:
+    """Open a file of a folder for the block, see :meth:`Folder.open`."""
+    reader = folder.open(name, size_bytes)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def read_range(reader: RangeReader, start: int, length: int) -> bytearray:
+    """Return ``length`` bytes of a file from byte ``start``."""
+    buffer = bytearray(length)
+    reader.read_into(start, memoryview(buffer))
+    return buffer
+
+
+class LocalFolder:
+    """A directory of this machine's file system.
 
     Args:
-        path: The file; a symbolic link is refused, because it could lead out of the checkpoint.
-        size_bytes: The size the file must have.
-
-    Raises:
-        CheckpointError: If the file is missing, unreadable, or of another size.
+        path: The directory.
     """
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See :class:`Folder`."""
+        return write_file(self.path / name, chunks)
+
+    def open(self, name: str, size_bytes: int) -> RangeReader:
+        """See :class:`Folder`."""
+        return _LocalReader(self.path / name, size_bytes)
+
+    def sizes(self) -> dict[str, int]:
+        """See :class:`Folder`."""
+        if not self.path.is_dir():
+            return {}
+        with os.scandir(self.path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """See :class:`Folder`."""
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+
+class _LocalReader:
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error.strerror}), and the checkpoint's manifest names it. Restore the file or "
-                "resume from another checkpoint."
-            ) from error
+            raise unreadable(path, error.strerror or str(error)) from error
         found = os.fstat(self._descriptor).st_size
         if found != size_bytes:
             self.close()
-            raise CheckpointError(
-                f"{path} has {found} bytes, and the manifest says {size_bytes}: the file was truncated or replaced. "
-                "Restore it or resume from another checkpoint."
-            )
+            raise wrong_size(path, found, size_bytes)
 
-    def read(self, start: int, length: int) -> bytearray:
-        """Return ``length`` bytes from byte ``start``."""
-        buffer = bytearray(length)
-        view, position = memoryview(buffer), start
+    def read_into(self, start: int, view: memoryview) -> None:
+        position = start
         while view:
             count = os.preadv(self._descriptor, [view], position)
             if count == 0:
-                raise CheckpointError(
-                    f"{self.path} ended at byte {position} while it was read. Resume from another checkpoint."
-                )
+                raise _ended(self._path, position)
             view, position = view[count:], position + count
-        return buffer
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
-    def __enter__(self) -> RangeReader:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+class RemoteFolder:
+    """A prefix of an object store (or any other file system of fsspec's).
+
+    Args:
+        url: With its protocol, such as ``s3://bucket/run/last.ckpt``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.files: Any
+        self.files, self.root = fsspec.core.url_to_fs(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See :class:`Folder`; an object appears when it is whole.
+
+        Raises:
+            CheckpointError: If the store holds another number of bytes afterwards.
+        """
+        path, size_bytes = f"{self.root}/{name}", 0
+        with self.files.open(path, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                size_bytes += len(chunk)
+        self.files.invalidate_cache(self.root)
+        found = self.files.size(path)
+        if found != size_bytes:
+            raise CheckpointError(f"{self.url}/{name} has {found} bytes after {size_bytes} were written to it. Save again.")
+        return size_bytes
+
+    def open(self, name: str, size_bytes: int) -> RangeReader:
+        """See :class:`Folder`."""
+        return _RemoteReader(self.files, f"{self.root}/{name}", f"{self.url}/{name}", size_bytes)
+
+    def sizes(self) -> dict[str, int]:
+        """See :class:`Folder`."""
+        self.files.invalidate_cache(self.root)
+        try:
+            entries = self.files.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rpartition("/")[2]: entry["size"] or 0 for entry in entries if entry["type"] == "file"}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """See :class:`Folder`."""
+        present = self.sizes().keys()
+        doomed = [f"{self.root}/{name}" for name in names if name in present]
+        if doomed:
+            self.files.rm(doomed)
+
+
+class _RemoteReader:
+    def __init__(self, files: Any, path: str, name: str, size_bytes: int) -> None:
+        self._files, self._path, self._name = files, path, name
+        try:
+            found = files.size(path)
+        except (OSError, LookupError) as error:
+            raise unreadable(name, str(error)) from error
+        if found != size_bytes:
+            raise wrong_size(name, found, size_bytes)
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        data = self._files.cat_file(self._path, start=start, end=start + len(view)) if view else b""
+        if len(data) != len(view):
+            raise _ended(self._name, start + len(data))
+        view[:] = data
+
+    def close(self) -> None:
+        pass
+
+
+def wrong_size(file: object, found: int, expected: int) -> CheckpointError:
+    """Return the error for a file of another size than the manifest says."""
+    return CheckpointError(
+        f"{file} has {found} bytes, and the manifest says {expected}: the file was truncated or replaced. "
+        "Restore it or resume from another checkpoint."
+    )
+
+
+def unreadable(file: object, reason: str) -> CheckpointError:
+    """Return the error for a file that the manifest names and that cannot be read."""
+    return CheckpointError(
+        f"{file} cannot be read ({reason}), and the checkpoint's manifest names it. Restore the file or "
+        "resume from another checkpoint."
+    )
+
+
+def _ended(file: object, position: int) -> CheckpointError:
+    return CheckpointError(f"{file} ended at byte {position} while it was read. Resume from another checkpoint.")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint.commit import PendingCheckpoint, new_identifier
+from megatron_lightning.checkpoint.commit import new_identifier, pending_save
 from megatron_lightning.checkpoint.manifest import Shape, Shard, TensorEntry
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import Piece, write_shards
@@ -112,7 +112,7 @@ def write_checkpoint(
         advance(values.nbytes)
         return values
 
-    pending = PendingCheckpoint(target, new_identifier())
+    pending = pending_save(target, new_identifier())
     shards: dict[str, list[Shard]] = {name: [] for name in tensors}
     files: dict[str, int] = {}
     with pending.discarded_on_error():

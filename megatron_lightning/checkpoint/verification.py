@@ -7,13 +7,12 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, Shard, TensorEntry, dtype_name
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.storage import RangeReader
+from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of, opened, read_range
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 _READ_BYTES = 8 * BLOCK_BYTES
@@ -48,18 +47,17 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: If there is none, or it is damaged.
     """
-    folder = Path(path)
-    if not folder.exists():
-        raise MissingCheckpointError(f"there is no checkpoint at {folder}. Check the path.")
+    folder = folder_of(path)
+    sizes = folder.sizes()
+    if MANIFEST not in sizes:
+        if not sizes:
+            raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
+        raise CheckpointError(f"{path} has no {MANIFEST}, so it is not a committed checkpoint directory. Name one that is.")
     try:
-        return Manifest.loads((folder / MANIFEST).read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is not a committed checkpoint directory: its {MANIFEST} cannot be read ({error.strerror}). Name one "
-            "that is."
-        ) from error
+        with opened(folder, MANIFEST, sizes[MANIFEST]) as reader:
+            return Manifest.loads(bytes(read_range(reader, 0, sizes[MANIFEST])))
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def verify(path: str | os.PathLike[str], *, num_threads: int = 4, advance: Advance = silent) -> list[Damage]:
@@ -76,7 +74,7 @@ def verify(path: str | os.PathLike[str], *, num_threads: int = 4, advance: Advan
     Raises:
         CheckpointError: If the manifest itself is missing or damaged, so that there is nothing to compare with.
     """
-    folder, manifest = Path(path), read_manifest(path)
+    folder, manifest = folder_of(path), read_manifest(path)
     parts: dict[str, list[_Part]] = {name: [] for name in manifest.files}
     for name, entry in manifest.tensors.items():
         for shard in entry.shards:
@@ -90,12 +88,12 @@ def verify(path: str | os.PathLike[str], *, num_threads: int = 4, advance: Advan
         return [damage for found in pool.map(check, manifest.files) for damage in found]
 
 
-def _check_file(folder: Path, manifest: Manifest, file: str, parts: Sequence[_Part], advance: Advance) -> Iterator[Damage]:
+def _check_file(folder: Folder, manifest: Manifest, file: str, parts: Sequence[_Part], advance: Advance) -> Iterator[Damage]:
     size = manifest.files[file]
     try:
-        with RangeReader(folder / file, size) as reader:
+        with opened(folder, file, size) as reader:
             if file == manifest.state_file:
-                if zlib.crc32(reader.read(0, size)) != manifest.state_checksum:
+                if zlib.crc32(read_range(reader, 0, size)) != manifest.state_checksum:
                     yield Damage(file, 0, size, "do not match their checksum")
                 advance(size)
             else:
@@ -110,7 +108,7 @@ def _check_file(folder: Path, manifest: Manifest, file: str, parts: Sequence[_Pa
 def _check_part(reader: RangeReader, file: str, part: _Part, advance: Advance) -> Iterator[Damage]:
     shard, length = part.shard, part.entry.num_bytes(part.shard.shape)
     for begin in range(0, length, _READ_BYTES):
-        data = memoryview(reader.read(shard.start + begin, min(_READ_BYTES, length - begin)))
+        data = memoryview(read_range(reader, shard.start + begin, min(_READ_BYTES, length - begin)))
         for position in range(0, len(data), BLOCK_BYTES):
             block = data[position : position + BLOCK_BYTES]
             if zlib.crc32(block) != shard.checksums[(begin + position) // BLOCK_BYTES]:
@@ -121,7 +119,7 @@ def _check_part(reader: RangeReader, file: str, part: _Part, advance: Advance) -
 
 def _header_matches(reader: RangeReader, parts: Sequence[_Part]) -> bool:
     """Whether other readers of safetensors find in the file what the manifest says."""
-    data = bytes(reader.read(0, parts[0].shard.start))
+    data = bytes(read_range(reader, 0, parts[0].shard.start))
     base = 8 + int.from_bytes(data[:8], "little")
     expected = {}
     for name, entry, shard in parts:

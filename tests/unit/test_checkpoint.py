@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +73,7 @@ def _rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> N
     del body["checksum"]
     change(body)
     body["checksum"] = zlib.crc32(json.dumps(body, separators=(",", ":")).encode())
-    (path / "manifest.json").write_text(json.dumps(body))
+    (path / "manifest.json").write_text(json.dumps(body, separators=(",", ":")))
 
 
 # Round trips
@@ -110,7 +110,7 @@ def test_every_listed_dtype_survives_and_safetensors_reads_the_files(tmp_path: P
 
 
 def test_pieces_larger_than_a_read_and_unaligned_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.shard_file._READ_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("megatron_lightning.checkpoint.shard_file._CHUNK_BYTES", 2 * BLOCK_BYTES)
     full = torch.arange(1300 * 999, dtype=torch.float32).reshape(1300, 999)
     _save(tmp_path / "a", {"w": full})
     whole, columns = torch.zeros_like(full), torch.zeros(1300, 7)
@@ -277,6 +277,8 @@ def test_incomplete_and_absent_directories_are_refused(tmp_path: Path) -> None:
         (lambda b: b["tensors"]["state_dict.weight"].update(shards=[]), "exactly once"),
         (lambda b: b["tensors"]["state_dict.weight"].update(dtype="load"), "unknown dtype"),
         (lambda b: b["tensors"].update(x=5), "malformed"),
+        (lambda b: b["tensors"].update(x=b["tensors"]["state_dict.weight"]), "belong to two tensors"),
+        (lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}), "60 dims are more"),
         (lambda b: b.update(version=2), "version 2"),
         (lambda b: b.update(format="other"), "not a megatron_lightning manifest"),
     ],
@@ -551,8 +553,9 @@ def test_a_plain_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 def test_the_manifest_of_many_ranks_stays_small() -> None:
     shards = [Shard(f"tensors.0123456789ab.{i:05d}.000.safetensors", 8, (i, 0), (1, 256), (2**31,)) for i in range(2048)]
     entry = TensorEntry((2048, 256), torch.float32, tuple(shards))
-    files = {s.file: 1032 for s in shards} | {"state.pt": 1}
-    manifest = Manifest(tensors={"w": entry, "v": entry}, files=files, state_file="state.pt", state_checksum=1)
+    other = TensorEntry((2048, 256), torch.float32, tuple(replace(shard, start=1032) for shard in shards))
+    files = {s.file: 2056 for s in shards} | {"state.pt": 1}
+    manifest = Manifest(tensors={"w": entry, "v": other}, files=files, state_file="state.pt", state_checksum=1)
     text = manifest.dumps()
     assert len(text) / (2 * len(shards)) < 80  # bytes a shard
     assert Manifest.loads(text) == manifest
