@@ -228,3 +228,49 @@ class DataParallelOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How the model is cut into pipeline stages and how micro-batches visit them, with Megatron-Core's names.
+
+    Raises:
+        ConfigError: If a value is out of range, or two ways of cutting are asked for.
+    """
+
+    pipeline_model_parallel_layout: str | list[list[str]] | None = None
+    """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of "embedding", "decoder", "mtp"
+    and "loss"; None: layers are spread evenly."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first pipeline rank, all of its chunks together; None: like the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last pipeline rank, all of its chunks together; None: like the others."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer when layers are spread."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count output layer and loss as a layer when layers are spread."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Micro-batches that visit a model chunk in one go, for the interleaved schedule; None: as few as possible."""
+
+    def __post_init__(self) -> None:
+        counts = (
+            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "microbatch_group_size_per_vp_stage"
+        )  # fmt: skip
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+        ways = {
+            "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout is not None,
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage is not None,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage is not None,
+            "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split,
+            "account_for_loss_in_pipeline_split": self.account_for_loss_in_pipeline_split,
+        }
+        found = [name for name, is_set in ways.items() if is_set]
+        kinds = {name.split("_")[0] for name in found}  # pipeline, num or account
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{' and '.join(found)} are set; each is a way of its own to cut the model into stages. Set a layout, or the "
+                "layers of the first and last stage, or count embedding and loss."
+            )

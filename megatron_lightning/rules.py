@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def check_model_layout(
-    config: TransformerConfig, layout: ParallelLayout, world_size: int, *, sequence_length: int | None = None
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    world_size: int,
+    *,
+    sequence_length: int | None = None,
+    explicit_stages: bool = False,
 ) -> None:
     """Check that ``world_size`` ranks in ``layout`` can hold and run the model.
 
@@ -21,6 +26,7 @@ def check_model_layout(
         layout: Sizes of the parallel axes.
         world_size: Number of ranks.
         sequence_length: Tokens of a training sample, where it is known.
+        explicit_stages: Whether the user lists the layers of every stage, of which some may have none.
 
     Raises:
         ConfigError: Naming the two values that do not fit, why, and what to set.
@@ -28,7 +34,7 @@ def check_model_layout(
     layout.data_parallel_size(world_size)
     _check_tensor(config, layout)
     _check_sequence(config, layout, sequence_length)
-    if layout.num_stages > config.num_layers:
+    if layout.num_stages > config.num_layers and not explicit_stages:
         raise ConfigError(
             f"num_layers={config.num_layers} are fewer than the {layout.num_stages} pipeline stages "
             f"(pipeline_model_parallel_size={layout.pp} x virtual_pipeline_model_parallel_size={layout.vpp}), and a stage "

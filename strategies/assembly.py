@@ -6,7 +6,7 @@ ranks, replace layers by their parallel counterparts, allocate and initialise wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -27,8 +28,8 @@ from megatron_lightning.parallel.sharding import (
     tied_names,
 )
 from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.partition import Unit, partition_units
-from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module
+from megatron_lightning.pipeline.layouts import cut_units
+from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module, pipeline_units
 from megatron_lightning.strategies.batches import tensors_of
 
 
@@ -37,6 +38,7 @@ class _Mark(NamedTuple):
 
     layout: ParallelLayout
     placement: Placement
+    options: PipelineOptions
     stages: tuple[tuple[str, ...], ...]
     """Unit paths of every stage; empty without a pipeline."""
     names: tuple[str, ...]
@@ -81,7 +83,13 @@ def can_be_cut(module: pl.LightningModule) -> bool:
     return any(hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan") for child in module.modules())
 
 
-def assemble(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None, placement: Placement) -> Assembly:
+def assemble(
+    module: pl.LightningModule,
+    context: ParallelContext,
+    plan: ShardingPlan | None,
+    placement: Placement,
+    options: PipelineOptions,
+) -> Assembly:
     """Reduce ``module`` to this rank's part, in place; a module that already is, is only described.
 
     Args:
@@ -89,16 +97,18 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         context: Groups of this rank.
         plan: Tensor-parallel table by module path; None: the ``sharding_plan()`` of the modules that have one.
         placement: Where the pipeline stages live.
+        options: How the model is cut into stages.
 
     Raises:
         ConfigError: If the module has no pipeline units or no table though the layout needs them, or was assembled for
             another layout.
     """
     mark: _Mark | None = module.__dict__.get("_megatron_mark")
-    if mark is not None and (mark.layout, mark.placement) != (context.layout, placement):
+    wanted = (context.layout, placement, options)
+    if mark is not None and mark[:3] != wanted:
         raise ConfigError(
-            f"{type(module).__name__} was sharded for {_describe(mark.layout, mark.placement)} by an earlier Trainer and "
-            f"cannot be used with {_describe(context.layout, placement)}. Create a new module, and load a checkpoint into it."
+            f"{type(module).__name__} was sharded for {_describe(*mark[:3])} by an earlier Trainer and cannot be used with "
+            f"{_describe(*wanted)}. Create a new module, and load a checkpoint into it."
         )
     partition, names = None, mark.names if mark else tuple(module.state_dict())
     num_parameters = mark.num_parameters if mark else sum(parameter.numel() for parameter in module.parameters())
@@ -106,16 +116,15 @@ def assemble(module: pl.LightningModule, context: ParallelContext, plan: Shardin
         _equalize(module, context.axis("world"))
     if context.layout.num_stages > 1:
         path, pipelined = find_pipelined_module(module)
-        stages = mark.stages if mark else partition_units(_units_of(pipelined), context.layout.num_stages)
+        stages = mark.stages if mark else cut_units(pipeline_units(pipelined), placement, options)
         own = placement.stages_of(context.pp.rank)
         partition = StagePartition(pipelined, stages, own, whole=mark is None)
     if mark is None:
         if context.layout.tp > 1:
             _parallelize(module, context, plan)
         materialize(module, context.device)
-        module.__dict__["_megatron_mark"] = _Mark(
-            context.layout, placement, partition.stages if partition else (), names, num_parameters
-        )
+        stages = partition.stages if partition else ()
+        module.__dict__["_megatron_mark"] = _Mark(*wanted, stages, names, num_parameters)
     assembly = Assembly(named_shard_specs(module), tied_names(module), names, num_parameters)
     if partition is not None:
         assembly.path, assembly.partition = path, partition
@@ -136,14 +145,12 @@ def _stage_of(module: nn.Module, assembly: Assembly) -> dict[str, int]:
     return {name: stage for name, stages in only.items() if len(stages) == 1 for stage in stages if stage is not None}
 
 
-def _units_of(pipelined: nn.Module) -> Sequence[Unit]:
-    list_units: Callable[[], Sequence[Unit]] = getattr(pipelined, "pipeline_units")  # noqa: B009 (no attribute of nn.Module)
-    return list_units()
-
-
-def _describe(layout: ParallelLayout, placement: Placement) -> str:
-    stages = f"stages on pipeline ranks {', '.join(map(str, placement.coordinates))}; " if layout.pp > 1 else ""
-    return f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} ({stages}sequence parallel {layout.sp})"
+def _describe(layout: ParallelLayout, placement: Placement, options: PipelineOptions) -> str:
+    text = f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp}"
+    if layout.num_stages > 1:
+        text += f", stages on pipeline ranks {', '.join(map(str, placement.coordinates))}"
+    changed = [f"{name}={value!r}" for name, value in vars(options).items() if value != getattr(PipelineOptions(), name)]
+    return ", ".join([text, *changed]) + ")"
 
 
 def _summed_over_stages(name: str, spec: ShardSpec, assembly: Assembly) -> ShardSpec:

@@ -153,8 +153,6 @@ class MegatronEnvironment(ParallelStrategy):
         Raises:
             ConfigError: If the module cannot run under the layout.
         """
-        if self.lightning_module is not None:
-            preflight.check_config(self.lightning_module, self.layout, self._planned_world_size, data)
 
     @property
     def module(self) -> pl.LightningModule:

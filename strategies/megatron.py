@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallel, DataParallelOptions
+from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
@@ -55,6 +55,7 @@ class MegatronStrategy(MegatronCheckpoints):
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
         pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; "auto" picks by
             layout; or your own table: a CSV file, rows of actions, or the class path of a function that makes one.
+        pipeline_options: How the model is cut into stages and how micro-batches visit them; None: layers are spread evenly.
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
@@ -80,6 +81,7 @@ class MegatronStrategy(MegatronCheckpoints):
         sequence_parallel: bool | Literal["auto"] = "auto",
         micro_batch_size: int | None = None,
         pipeline_schedule: str | list[str] = "auto",
+        pipeline_options: PipelineOptions | None = None,
         data_parallel: DataParallel = "zero1",
         data_parallel_options: DataParallelOptions | None = None,
         start_method: StartMethod = "popen",
@@ -97,10 +99,17 @@ class MegatronStrategy(MegatronCheckpoints):
             sequence_parallel=sequence_parallel,
         )
         preflight.check_options(layout, micro_batch_size, data_parallel, start_method)
+        cut = pipeline_options or PipelineOptions()
         super().__init__(
             layout,
             micro_batch_size=micro_batch_size,
-            schedule=schedules.resolve(pipeline_schedule, num_coordinates=layout.pp, num_chunks=layout.vpp),
+            schedule=schedules.resolve(
+                pipeline_schedule,
+                num_coordinates=layout.pp,
+                num_chunks=layout.vpp,
+                microbatch_group_size=cut.microbatch_group_size_per_vp_stage,
+            ),
+            pipeline_options=cut,
             data_parallel=data_parallel,
             data_parallel_options=data_parallel_options,
             sharding_plan=sharding_plan,

@@ -13,11 +13,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
 
-from megatron_lightning.config import DataParallelOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.stage import find_pipelined_module
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.layouts import cut_units
+from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
 from megatron_lightning.rules import check_model_layout
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
@@ -131,7 +133,12 @@ def check_callbacks(trainer: pl.Trainer, *, sharded: bool) -> None:
 
 
 def check_config(
-    module: pl.LightningModule, layout: ParallelLayout, world_size: int, data: pl.LightningDataModule | None = None
+    module: pl.LightningModule,
+    layout: ParallelLayout,
+    world_size: int,
+    data: pl.LightningDataModule | None = None,
+    *,
+    explicit_stages: bool = False,
 ) -> None:
     """Check the model's sizes against the layout, where the module says them in ``config`` and the data its length.
 
@@ -140,7 +147,25 @@ def check_config(
     """
     config, length = getattr(module, "config", None), getattr(data, "sequence_length", None)
     if isinstance(config, TransformerConfig):
-        check_model_layout(config, layout, world_size, sequence_length=length if isinstance(length, int) else None)
+        known = length if isinstance(length, int) else None
+        check_model_layout(config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages)
+
+
+def check_cut(module: pl.LightningModule, placement: Placement, options: PipelineOptions) -> None:
+    """Check that the model can be cut into stages as the user wants, as far as its layers are known before it exists.
+
+    Raises:
+        ConfigError: Naming the numbers that do not fit.
+    """
+    config = getattr(module, "config", None)
+    if any(hasattr(child, "pipeline_units") for child in module.modules()):
+        units = pipeline_units(find_pipelined_module(module)[1])
+    elif isinstance(config, TransformerConfig):
+        units = ["embedding", *(f"layers.{index}" for index in range(config.num_layers)), "output_layer"]
+    else:
+        return
+    if options != PipelineOptions() or placement.num_stages > 1:
+        cut_units(units, placement, options)
 
 
 @contextmanager

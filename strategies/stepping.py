@@ -11,10 +11,11 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from megatron_lightning.config import DataParallel, DataParallelOptions
+from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -45,6 +46,7 @@ class MegatronSteps(MegatronEnvironment):
         layout: Sizes of the parallel axes.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
         schedule: Order of work in the pipeline.
+        pipeline_options: How the model is cut into stages.
         data_parallel: What the data-parallel ranks share of gradients and optimizer state.
         data_parallel_options: How they lie on those ranks and travel; None: the defaults.
         sharding_plan: Tensor-parallel table of a model that has no ``sharding_plan()`` of its own.
@@ -59,6 +61,7 @@ class MegatronSteps(MegatronEnvironment):
         *,
         micro_batch_size: int | None,
         schedule: ScheduleChoice,
+        pipeline_options: PipelineOptions,
         data_parallel: DataParallel,
         data_parallel_options: DataParallelOptions | None,
         sharding_plan: ShardingPlan | None,
@@ -69,7 +72,7 @@ class MegatronSteps(MegatronEnvironment):
         super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
         self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
         self.data_parallel_options = data_parallel_options or DataParallelOptions()
-        self.pipeline_schedule = schedule
+        self.pipeline_schedule, self.pipeline_options = schedule, pipeline_options
         self.consumed_samples = 0
         """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
         self.skipped_steps = 0
@@ -100,8 +103,18 @@ class MegatronSteps(MegatronEnvironment):
         preflight.check_data_parallel(self.layout, self.data_parallel, self.data_parallel_options, world_size)
         super()._configure_launcher()
 
+    def check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None = None) -> None:
+        """Check what is known of the module and the data before any process is started or group created."""
+        super().check_before_launch(trainer, data)
+        module, options = self.lightning_module, self.pipeline_options
+        if module is not None:
+            explicit = options.pipeline_model_parallel_layout is not None
+            preflight.check_config(module, self.layout, self._planned_world_size, data, explicit_stages=explicit)
+            preflight.check_cut(module, self.pipeline_schedule.placement, options)
+
     def _assemble(self) -> None:
-        self._assembly = assemble(self.module, self.context, self.sharding_plan, self.pipeline_schedule.placement)
+        placement, options = self.pipeline_schedule.placement, self.pipeline_options
+        self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
 
     @property
     def assembly(self) -> Assembly:

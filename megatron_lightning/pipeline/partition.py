@@ -19,10 +19,15 @@ def unit_names(units: Sequence[Unit]) -> tuple[str, ...]:
     return tuple(unit if isinstance(unit, str) else unit[0] for unit in units)
 
 
+def is_layer(name: str) -> bool:
+    """Return whether a unit is a layer of a list: the last segment of its path is its number."""
+    return name.rpartition(".")[2].isdigit()
+
+
 def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     """Return the weight of every unit.
 
-    Where a unit has none of its own, a layer of a list (its last path segment is a number) weighs 1 and anything else 0;
+    Where a unit has none of its own, a layer of a list (see :func:`is_layer`) weighs 1 and anything else 0;
     if then nothing weighs, every unit weighs 1.
 
     Raises:
@@ -30,7 +35,7 @@ def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     """
     weights = []
     for unit in units:
-        weight = float(unit.rpartition(".")[2].isdigit()) if isinstance(unit, str) else unit[1]
+        weight = float(is_layer(unit)) if isinstance(unit, str) else unit[1]
         if weight < 0:
             raise ConfigError(f"pipeline unit {unit[0]!r} weighs {weight}; weights are shares of time. Set it to 0 or more.")
         weights.append(weight)

@@ -8,12 +8,12 @@ keeps the integer names of its remaining children: iterate over it, since indice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.partition import unit_names
+from megatron_lightning.pipeline.partition import Unit, unit_names
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -33,6 +33,12 @@ def find_pipelined_module(root: nn.Module) -> tuple[str, nn.Module]:
             "units, or set pipeline_model_parallel_size to 1."
         )
     return found[0]
+
+
+def pipeline_units(module: nn.Module) -> Sequence[Unit]:
+    """Return what ``module.pipeline_units()`` lists."""
+    list_units: Callable[[], Sequence[Unit]] = getattr(module, "pipeline_units")  # noqa: B009 (no attribute of nn.Module)
+    return list_units()
 
 
 class StagePartition:
@@ -83,7 +89,7 @@ def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _check_units(module: nn.Module, units: Sequence[str]) -> None:
-    listed = unit_names(getattr(module, "pipeline_units")()) if hasattr(module, "pipeline_units") else units  # noqa: B009
+    listed = unit_names(pipeline_units(module)) if hasattr(module, "pipeline_units") else units
     if set(listed) != set(units):
         odd = sorted(set(listed) ^ set(units))
         raise ConfigError(f"the stages and pipeline_units() differ in {', '.join(odd)}. Put every unit on one stage.")

@@ -9,10 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
+from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
+from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launchers import ScriptLauncher
 from tests.helpers.toy import ToyData, ToyModule
@@ -30,6 +33,11 @@ from tests.lightning.support import DP2, MICRO, PP2, Layout, run
         ({"micro_batch_size": 0}, r"micro_batch_size is 0; set it to 1 or more"),
         ({"start_method": "thread"}, r"'thread'. Set it to"),
         ({"pipeline_schedule": "zigzag"}, r"zigzag"),
+        ({"pipeline_schedule": "zbv", "pipeline_model_parallel_size": 2}, r"two model chunks.* there are 1"),
+        (
+            {"pipeline_schedule": ["0F0 0B0", "1B0 1F0"], "pipeline_model_parallel_size": 2},
+            r"deadlocks: pp rank 0 waits at 1B0",
+        ),
         ({"pipeline_model_parallel_size": 0}, r"pipeline.*0"),
         ({"tensor_model_parallel_size": -1}, r"tensor.*-1"),
     ],
@@ -38,6 +46,15 @@ from tests.lightning.support import DP2, MICRO, PP2, Layout, run
 def test_values(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MegatronStrategy(**options)
+
+
+def test_a_cut_that_does_not_fit_the_model() -> None:
+    config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    cut = PipelineOptions(pipeline_model_parallel_layout="Et|ttttL")
+    strategy = MegatronStrategy(pipeline_model_parallel_size=2, pipeline_options=cut)
+    with pytest.raises(ConfigError, match=r"has 5 layers t \(decoder\), and pipeline_units\(\) lists 4. Write 4"):
+        trainer(strategy, devices=2, max_steps=1).fit(GPTLightningModule(config), ToyData())
+    assert not dist.is_initialized()
 
 
 def test_a_world_that_the_layout_does_not_divide() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -104,3 +104,16 @@ def test_layout_equals_one_device(tp: int, pp: int, dp: int, sp: bool, mode: str
 def test_model_variants_equal_one_device(config: dict[str, Any]) -> None:
     options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     _check(8, config, options)
+
+
+@pytest.mark.parametrize(
+    ("pp", "cut"),
+    [
+        pytest.param(2, PipelineOptions(pipeline_model_parallel_layout="Et|t*4L"), id="layout"),
+        pytest.param(4, PipelineOptions(pipeline_model_parallel_layout="Ett|ttt||L"), id="stages-without-layers"),
+        pytest.param(2, PipelineOptions(num_layers_in_last_pipeline_stage=1), id="uneven"),
+    ],
+)
+def test_any_cut_equals_one_device(pp: int, cut: PipelineOptions) -> None:
+    tied = {"share_embeddings_and_output_weights": True}
+    _check(pp, tied, {"pipeline_model_parallel_size": pp, "micro_batch_size": 2, "pipeline_options": cut})

@@ -87,6 +87,22 @@ def test_a_value_of_the_strategy_is_set_over_the_file(config: str) -> None:
     assert strategy.data_parallel == "ddp" and strategy.micro_batch_size == 2
 
 
+def test_a_pipeline_is_described_in_the_file(config: str, tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        "trainer: {devices: 2, strategy: {class_path: megatron_lightning.strategies.MegatronStrategy, init_args: {\n"
+        "  pipeline_model_parallel_size: 2,\n"
+        "  pipeline_schedule: [1F0 1B0, 0F0 0B0],\n"
+        "  pipeline_options: {pipeline_model_parallel_layout: 'Ett*1|(t)*2,L'}}}}\n" + TOY
+    )
+    strategy = _made(["--config", str(path)]).trainer.strategy
+    assert isinstance(strategy, MegatronStrategy) and str(strategy.pipeline_schedule.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0"
+    assert strategy.pipeline_options.pipeline_model_parallel_layout == "Ett*1|(t)*2,L"
+    option = "--trainer.strategy.pipeline_options.num_layers_in_first_pipeline_stage=1"
+    strategy = _made(["--config", config, option]).trainer.strategy
+    assert isinstance(strategy, MegatronStrategy) and strategy.pipeline_options.num_layers_in_first_pipeline_stage == 1
+
+
 def test_the_strategy_is_known_by_name(config: str) -> None:
     assert isinstance(_made(["--config", config, "--trainer.strategy", "megatron"]).trainer.strategy, MegatronStrategy)
 

@@ -24,6 +24,7 @@ PURE = (
     "megatron_lightning.pipeline.schedules",
     "megatron_lightning.pipeline.simulate",
     "megatron_lightning.pipeline.partition",
+    "megatron_lightning.pipeline.layouts",
 )
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray", "ContextVar", "local"}
 READ_ONLY_TYPES = {"Mapping", "Sequence", "Set", "Collection"}  # mypy refuses to change such a name

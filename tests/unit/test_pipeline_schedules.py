@@ -90,9 +90,9 @@ def test_names_resolve_and_unknown_ones_list_the_known() -> None:
         schedules.make_schedule("zbv", num_coordinates=2, num_microbatches=2, num_chunks=3)
     with pytest.raises(ConfigError, match="num_chunks is 0"):
         schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=2, num_chunks=0)
-    with pytest.raises(ConfigError, match=r"microbatch_group_size is 4, and schedule 1f1b.*interleaved"):
+    with pytest.raises(ConfigError, match=r"microbatch_group_size_per_vp_stage is 4, and schedule 1f1b.*interleaved"):
         schedules.resolve("1f1b", num_coordinates=2, microbatch_group_size=4)
-    with pytest.raises(ConfigError, match=r"microbatch_group_size is 4.*nothing to group"):
+    with pytest.raises(ConfigError, match=r"microbatch_group_size_per_vp_stage is 4.*nothing to group"):
         schedules.resolve("interleaved", num_coordinates=2, microbatch_group_size=4)
 
 
@@ -119,7 +119,7 @@ def test_interleaved_is_megatrons(fact: dict) -> None:
     ("num_microbatches", "group", "message"),
     [
         (8, 3, r"is 3, below the 4 pipeline ranks.*Set it to 4 or more"),
-        (9, 4, r"9 micro-batches.*size=4 leave a last group of 1.*group_size to 5 or 9, or run 8 or 12"),
+        (9, 4, r"9 micro-batches.*stage=4 leave a last group of 1.*stage to 5 or 9, or run 8 or 12"),
     ],
 )
 def test_groups_that_do_not_fit_are_named(num_microbatches: int, group: int, message: str) -> None:

@@ -105,8 +105,8 @@ def resolve(
     if microbatch_group_size is not None:
         if label != "interleaved":
             raise ConfigError(
-                f"microbatch_group_size is {microbatch_group_size}, and schedule {label} does not group micro-batches. Leave "
-                'it unset, or set pipeline_schedule to "interleaved".'
+                f"microbatch_group_size_per_vp_stage is {microbatch_group_size}, and schedule {label} does not group "
+                'micro-batches. Leave it unset, or set pipeline_schedule to "interleaved".'
             )
         generator = partial(interleaved, group_size=microbatch_group_size)
     placement = _placement(label, generator, num_coordinates, num_chunks, microbatch_group_size)

@@ -81,16 +81,16 @@ def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1
     if num_chunks == 1:
         if group_size is not None:
             raise ConfigError(
-                f"microbatch_group_size is {group_size}, and with one model chunk on each pipeline rank there is nothing to "
-                "group. Leave it unset, or set virtual_pipeline_model_parallel_size to 2 or more."
+                f"microbatch_group_size_per_vp_stage is {group_size}, and with one model chunk on each pipeline rank there is "
+                "nothing to group. Leave it unset, or set virtual_pipeline_model_parallel_size to 2 or more."
             )
         schedule = one_f_one_b(num_coordinates, num_microbatches)
         return Schedule("interleaved", schedule.placement, num_microbatches, schedule.actions)
     size = _fitting_sizes(num_coordinates, num_microbatches)[0] if group_size is None else group_size
     if size < num_coordinates:
         raise ConfigError(
-            f"microbatch_group_size is {size}, below the {num_coordinates} pipeline ranks: the first would wait for its own "
-            f"next chunk. Set it to {num_coordinates} or more."
+            f"microbatch_group_size_per_vp_stage is {size}, below the {num_coordinates} pipeline ranks: the first would wait "
+            f"for its own next chunk. Set it to {num_coordinates} or more."
         )
     visits = [
         (chunk, microbatch)
@@ -137,8 +137,8 @@ def _check_groups(schedule: Schedule, group_size: int) -> None:
         sizes = _fitting_sizes(num_coordinates, num_microbatches)
         nearest = sorted(sorted(sizes, key=lambda size: abs(size - group_size))[:2])
         raise ConfigError(
-            f"{num_microbatches} micro-batches in groups of microbatch_group_size={group_size} leave a last group of {tail}, "
-            f"smaller than the {num_coordinates} pipeline ranks, which would wait for each other forever. Set "
-            f"microbatch_group_size to {' or '.join(map(str, nearest))}, or run {num_microbatches - tail} or "
+            f"{num_microbatches} micro-batches in groups of microbatch_group_size_per_vp_stage={group_size} leave a last group "
+            f"of {tail}, smaller than the {num_coordinates} pipeline ranks, which would wait for each other forever. Set "
+            f"microbatch_group_size_per_vp_stage to {' or '.join(map(str, nearest))}, or run {num_microbatches - tail} or "
             f"{num_microbatches - tail + num_coordinates} micro-batches."
         ) from error
