@@ -134,6 +134,8 @@ class MegatronEnvironment(ParallelStrategy):
         if self.cluster_environment is not None and self._planned_world_size > 1:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self._planned_world_size)
+        elif dist.is_initialized():
+            return  # an earlier Trainer's ranks: those that were silent stay so
         # One function under two names in Lightning's packages; loggers and messages of rank 0 ask it.
         vars(rank_zero_only)["rank"] = vars(utilities_rank_zero_only)["rank"] = self.global_rank
 
@@ -172,15 +174,31 @@ class MegatronEnvironment(ParallelStrategy):
         if self._planned_world_size > 1 and self.cluster_environment is not None:
             default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
             _init_dist_connection(self.cluster_environment, self._backend or default, timeout=self._timeout)
+            self._check_world()
             self._failure_watch = FailureWatch()
             self._failure_watch.start()
         if self._context is None:
             # What users draw from here on is what one device would draw, however the ranks came to life.
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
             seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
-            self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout)
+            alone = self._planned_world_size == 1
+            self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout, alone=alone)
         if self.context.world_size > 1:
             self.module._device_mesh = self.context.device_mesh()
+
+    def _check_world(self) -> None:
+        """The ranks of an earlier Trainer in this process are there to stay."""
+        if dist.get_world_size() != self._planned_world_size:
+            raise ConfigError(
+                f"num_nodes x devices is {self._planned_world_size}, and this process is already one of "
+                f"{dist.get_world_size()} ranks that an earlier Trainer started. Set devices as it did, or to 1, or use "
+                "another process."
+            )
+
+    @property
+    def _connected(self) -> bool:
+        """Whether there are other ranks to talk to; a Trainer of one device talks to none that an earlier one started."""
+        return dist.is_initialized() and self._planned_world_size > 1
 
     def all_ranks_interrupted(self, within_s: float = 10.0) -> bool:
         """Return whether every rank calls this within ``within_s`` seconds; no collective, so that none can hang.
@@ -200,13 +218,13 @@ class MegatronEnvironment(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if dist.is_initialized() and not self._alone:
+        if self._connected and not self._alone:
             device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
             dist.barrier(device_ids=device_ids)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s object on every rank."""
-        if not dist.is_initialized():
+        if not self._connected:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
@@ -222,11 +240,13 @@ class MegatronEnvironment(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data-parallel ranks."""
         group = group if group is not None else (self.context.dp.process_group if self._context else None)
-        return tensor.unsqueeze(0) if group is None and dist.is_initialized() else super().all_gather(tensor, group, sync_grads)
+        if group is None:
+            return tensor.unsqueeze(0) if self._connected else tensor
+        return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over the world: control flow must be the same on every rank."""
-        if not dist.is_initialized():
+        if not self._connected:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)

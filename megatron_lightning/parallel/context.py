@@ -59,15 +59,22 @@ class ParallelContext:
         device: Where this rank's tensors live.
         seed: Base of the named random streams.
         timeout: Limit of a collective; None: the default process group's.
+        alone: Whether this process is a world of its own, though it may be a rank of a default process group as well.
 
     Raises:
         ConfigError: If the world size does not fit the layout.
     """
 
     def __init__(
-        self, layout: ParallelLayout, *, device: torch.device | str = "cpu", seed: int = 1234, timeout: timedelta | None = None
+        self,
+        layout: ParallelLayout,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 1234,
+        timeout: timedelta | None = None,
+        alone: bool = False,
     ) -> None:
-        initialized = dist.is_available() and dist.is_initialized()
+        initialized = dist.is_available() and dist.is_initialized() and not alone
         self.layout, self.device = layout, torch.device(device)
         self.world_size = dist.get_world_size() if initialized else 1
         self.rank = dist.get_rank() if initialized else 0

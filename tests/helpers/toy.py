@@ -107,6 +107,8 @@ class ToyData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         options = {"shuffle": self.hparams.shuffle, "num_workers": self.hparams.num_workers}
+        if self.hparams.num_workers:  # a rank of the fork server would start workers through a fork server of its own
+            options["multiprocessing_context"] = "fork"
         return self._loader(self.hparams.num_samples, 1, **options)
 
     def val_dataloader(self) -> DataLoader[Any]:

@@ -6,12 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses, trainer
-from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, metrics_of, run, single
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    MICRO,
+    PP2,
+    PP2_DP2,
+    SINGLE,
+    Layout,
+    assert_close,
+    layouts,
+    metrics_of,
+    run,
+    single,
+)
 
 
 def _in_turn(layout: Layout, folder: str) -> dict[str, Any]:
@@ -87,3 +101,35 @@ def _another_layout(layout: Layout, folder: str) -> None:
 
 def test_a_module_cannot_change_its_layout(tmp_path: Path) -> None:
     run(PP2, _another_layout, tmp_path)
+
+
+def _another_strategy(layout: Layout, folder: str) -> dict[str, Any]:
+    """Two Trainers of different layouts after one another, and one of a single device, in the same processes."""
+    layout.trainer(folder, max_epochs=1).fit(ToyModule(), datamodule=layout.data_module())
+    module, record = ToyModule(), Losses()
+    other = layout if layout.options is None else DP2
+    second = other.trainer(folder, max_epochs=1, callbacks=[record])
+    second.fit(module, datamodule=other.data_module())
+    results = {"norms": record.norms, "metrics": metrics_of(second)}
+    strategy = MegatronStrategy() if layout.options is not None else "auto"
+    alone = trainer(strategy, devices=1, default_root_dir=folder, plugins=[LightningEnvironment()])
+    results["alone"] = alone.test(ToyModule(), datamodule=SINGLE.data_module(), verbose=False)
+    results["predicted"] = alone.predict(ToyModule(), datamodule=SINGLE.data_module())
+    return {**results, "world": alone.world_size}
+
+
+def test_another_layout_in_the_same_process(tmp_path: Path) -> None:
+    expected = single(_another_strategy)
+    for rank in run(PP2, _another_strategy, tmp_path):
+        assert_close(rank, expected)
+
+
+def _other_world(layout: Layout, folder: str) -> None:
+    layout.trainer(folder).test(ToyModule(), datamodule=layout.data_module(), verbose=False)
+    with pytest.raises(ConfigError, match=r"devices is 4, and this process is already one of 2 ranks.* Set devices"):
+        larger = trainer(MegatronStrategy(), devices=4, plugins=[LightningEnvironment()])
+        larger.test(ToyModule(), datamodule=layout.data_module(), verbose=False)
+
+
+def test_a_larger_world_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    run(DP2, _other_world, tmp_path)
