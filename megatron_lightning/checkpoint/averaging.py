@@ -50,9 +50,9 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         entry = tensors[-1][name]
         if not entry.dtype.is_floating_point:
             return read_box(opened[-1], name, entry.dtype, offset, shape)
-        total = torch.zeros(shape, dtype=torch.promote_types(entry.dtype, torch.float32))
+        total = torch.zeros(shape, dtype=torch.float64 if entry.dtype == torch.float64 else torch.float32)
         for source in opened:
-            total += read_box(source, name, entry.dtype, offset, shape)
+            total += read_box(source, name, entry.dtype, offset, shape).to(total.dtype)
             advance(prod(shape) * entry.dtype.itemsize)
         return (total / len(opened)).to(entry.dtype)
 

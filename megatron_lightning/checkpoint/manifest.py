@@ -231,7 +231,7 @@ def _is_plain_name(name: str) -> bool:
 
 def _check(condition: bool, problem: str) -> None:
     if not condition:
-        raise CheckpointError(f"the checkpoint's manifest cannot be used: {problem}.")
+        raise CheckpointError(f"the checkpoint's manifest cannot be used: {problem}. Resume from another checkpoint.")
 
 
 def _count(value: object) -> int:
