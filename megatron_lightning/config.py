@@ -15,6 +15,7 @@ from megatron_lightning.errors import ConfigError
 Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 DataParallel = Literal["ddp", "zero1", "fsdp"]
+MomentsDtype = Literal["fp32", "bf16"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -222,12 +223,21 @@ class DataParallelOptions:
     num_distributed_optimizer_instances: int = 1
     """Into how many groups of neighbouring ranks the data-parallel ranks are divided: zero1 shards inside a group (a node)
     and keeps a replica in each of the others (hybrid sharding)."""
+    overlap_param_gather: bool = False
+    """Gather the parameters that zero1 has stepped beside the next forward instead of inside the step. Whoever reads weights
+    between the two (a callback, the module's own hooks) sees old ones."""
+    optimizer_cpu_offload: bool = False
+    """Keep the optimizer's state and master weights in host memory, and step there."""
+    moments_dtype: MomentsDtype = "fp32"
+    """Dtype of the optimizer's moments between the steps; the step itself computes in fp32."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_size", "num_distributed_optimizer_instances"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+        if self.moments_dtype not in get_args(MomentsDtype):
+            raise ConfigError(f'moments_dtype is {self.moments_dtype!r}. Set it to "fp32" or "bf16".')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ class MegatronCheckpoints(MegatronSteps):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the module's state."""
+        self.wait_for_parameters()
         return self.module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardSpec
@@ -80,8 +81,12 @@ class GradientFlow:
         trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
         self.reducer = GradientReducer(trainable, self._specs, self._context, sharded=self._sharded, options=self._options)
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
+        self.gather = ParameterGather(self.reducer, self._module if self._options.overlap_param_gather else None)
+        """Whoever reads weights between the steps waits for it."""
         self._views = [
-            DistributedOptimizer(optimizer, self.reducer, self._names) if isinstance(optimizer, Optimizer) else None
+            DistributedOptimizer(optimizer, self.reducer, self._names, self.gather)
+            if isinstance(optimizer, Optimizer)
+            else None
             for optimizer in self._optimizers
         ]
 
@@ -100,8 +105,14 @@ class GradientFlow:
                 'Layers are frozen or unfrozen during fit only with data_parallel="ddp" and pipeline_model_parallel_size=1. '
                 "Set these, or choose what is trained before fit."
             )
+        self.gather.detach()
         self.reducer.detach()
         self._attach()
+
+    @property
+    def managed(self) -> bool:
+        """Whether gradients are kept in buckets, or read by something else than the parameters they belong to."""
+        return bool(self.reducer.buckets) or any(view is not None and view.exchanged for view in self._views)
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizers read, by parameter name."""
@@ -110,7 +121,7 @@ class GradientFlow:
     def view(self, optimizer: Optimizer) -> DistributedOptimizer:
         """Return an optimizer as checkpoints see it: by global parameter name."""
         for view in self._views:
-            if view is not None and view.optimizer is optimizer and self.reducer.buckets:
+            if self.managed and view is not None and view.optimizer is optimizer:
                 return view
         # Nothing was exchanged: described anew, since callbacks may have added parameter groups.
         return DistributedOptimizer(optimizer, self.reducer, self._names)
@@ -192,9 +203,9 @@ class GradientFlow:
     def native_backward(self) -> Generator[None, None, None]:
         """Around one backward pass that produces all gradients of a flush."""
         self._follow_unfreezing()
-        if self.reducer.buckets and not self._module.automatic_optimization:
+        if self.managed and not self._module.automatic_optimization:
             self._held = {name: gradient.clone() for name, gradient in self.by_name().items()}
-        if self.reducer.buckets:
+        if self.managed:
             if self._window_open:
                 self.reducer.expose()
             else:
@@ -212,7 +223,7 @@ class GradientFlow:
             return
         self.reducer.launch()
         scale = self._scale()
-        if self.reducer.buckets or isinstance(scale, Tensor) or scale != 1.0:
+        if self.managed or isinstance(scale, Tensor) or scale != 1.0:
             self.reducer.finish(scale)
         self._window_open = False
         self._add_held()
@@ -260,9 +271,23 @@ class GradientFlow:
         """Return the gradients by name, without those that ``optimizer`` does not step."""
         if optimizer is None:
             return self.by_name()
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = self._carriers(optimizer)
         targets = self.reducer.targets()
         return {name: gradient for name, gradient in self.by_name().items() if id(targets[name]) in stepped}
+
+    def _carriers(self, optimizer: Optimizer) -> set[int]:
+        """Return which tensors carry the gradients that ``optimizer`` reads; not always what it steps."""
+        for view in self._views:
+            if view is not None and view.exchanged and view.optimizer is getattr(optimizer, "_optimizer", optimizer):
+                return view.carriers()
+        return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def read_by(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients that ``optimizer`` is going to read, where they can still be changed."""
+        gradients = list(self._read_by(optimizer).values())
+        known = {id(target) for target in self.reducer.targets().values()}
+        others = [p.grad for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        return gradients + [gradient for gradient in others if gradient is not None]
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.last_norm = self.norm(optimizer)
@@ -274,6 +299,7 @@ class GradientFlow:
     def release(self) -> None:
         """Remove hooks from the parameters and give clipping back to the plugin."""
         if not self._released:
+            self.gather.detach()
             self.reducer.detach()
         self._released = True
         if self._clipped is not None:

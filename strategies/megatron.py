@@ -139,7 +139,8 @@ class MegatronStrategy(MegatronCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         preflight.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
         replicas = self.layout.data_parallel_size(self._planned_world_size)
-        preflight.check_callbacks(trainer, sharded=self.data_parallel == "zero1" and replicas > 1)
+        sharded = self.data_parallel == "zero1" and replicas > 1
+        preflight.check_callbacks(trainer, sharded=sharded, overlapped=self.data_parallel_options.overlap_param_gather)
 
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
@@ -198,7 +199,7 @@ class MegatronStrategy(MegatronCheckpoints):
         if fitting:
             self._setup_training(trainer)
         self.setup_precision_plugin()
-        if fitting:
+        if fitting and not self.data_parallel_options.optimizer_cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _describe_share(self) -> None:
@@ -228,10 +229,10 @@ class MegatronStrategy(MegatronCheckpoints):
             options=self.data_parallel_options,
             stage_of=self.assembly.stage_of,
         )
-        if self.context.world_size > 1:
+        if self.context.world_size > 1 or self._gradients.managed:
             self._gradients.take_over_clipping(self.precision_plugin)
         if self._loss_scaling is not None:
-            self._loss_scaling.ranks = self.context.axis("world")
+            self._loss_scaling.ranks, self._loss_scaling.read_by = self.context.axis("world"), self._gradients.read_by
             self._hold_schedulers()
 
     def model_to_device(self) -> None:

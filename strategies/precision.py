@@ -52,6 +52,8 @@ class MegatronMixedPrecision(MixedPrecision):
         self.loss_scale = DynamicLossScale(loss_scale) if precision == "16-mixed" else None
         self.ranks: AxisGroup | None = None
         """All ranks, which share one verdict on overflow; set by the strategy."""
+        self.read_by: Callable[[Optimizer], list[Tensor]] | None = None
+        """Returns the gradients that an optimizer is going to read, also of copies that it steps; set by the strategy."""
         self.step_skipped = False
         """Whether the last optimizer step was skipped because of an overflow."""
 
@@ -92,6 +94,7 @@ class MegatronMixedPrecision(MixedPrecision):
     def _unscale(self, optimizer: Optimizer, device: torch.device) -> bool:
         """Divide this optimizer's gradients by the scale; return whether any rank found one that is not finite."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = gradients if self.read_by is None else self.read_by(optimizer)
         found = unscale_(gradients, self.scale, device)
         if self.ranks is not None and self.ranks.process_group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.ranks.process_group)

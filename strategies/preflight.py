@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -53,12 +53,14 @@ def check_data_parallel(layout: ParallelLayout, data_parallel: str, options: Dat
     Raises:
         ConfigError: For options that the mode does not have, or that do not divide the ranks.
     """
-    instances = options.num_distributed_optimizer_instances
-    if instances > 1 and data_parallel != "zero1":
-        raise ConfigError(
-            f"num_distributed_optimizer_instances={instances} divides the shards of the optimizer among groups of ranks, and "
-            f'data_parallel="{data_parallel}" has none. Set data_parallel="zero1", or num_distributed_optimizer_instances=1.'
-        )
+    instances, default = options.num_distributed_optimizer_instances, DataParallelOptions()
+    needs_shards = {"num_distributed_optimizer_instances": "divides the shards", "overlap_param_gather": "gathers the shards"}
+    for name, does in needs_shards.items():
+        if data_parallel != "zero1" and getattr(options, name) != getattr(default, name):
+            raise ConfigError(
+                f"{name}={getattr(options, name)} {does} of the zero1 optimizer, and data_parallel is {data_parallel!r}. "
+                f'Set data_parallel="zero1", or {name}={getattr(default, name)}.'
+            )
     grid = RankGrid(layout, world_size)
     sizes = {"data x context": grid.size("dp-cp")}
     if layout.ep > 1:
@@ -117,13 +119,21 @@ def check_storage(path: str, storage_options: object) -> None:
         )
 
 
-def check_callbacks(trainer: pl.Trainer, *, sharded: bool) -> None:
-    """Check what callbacks do to the optimizer.
+def check_callbacks(trainer: pl.Trainer, *, sharded: bool, overlapped: bool = False) -> None:
+    """Check what callbacks do to the optimizer and the weights.
 
     Raises:
-        ConfigError: If one looks for whole parameters in an optimizer that has parts of them.
+        ConfigError: If one looks for whole parameters in an optimizer that has parts of them, or reads weights while they are
+            being gathered.
     """
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    readers = (WeightAveraging, StochasticWeightAveraging)
+    reader = next((c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None)
+    if overlapped and reader is not None:
+        raise ConfigError(
+            f"{type(reader).__name__} reads the weights between a step and the next forward, when overlap_param_gather=True "
+            "has them on their way. Set overlap_param_gather=False, or remove the callback."
+        )
     finetuning = next((callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None)
     if sharded and finetuning is not None:
         raise ConfigError(

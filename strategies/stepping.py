@@ -140,6 +140,15 @@ class MegatronSteps(MegatronEnvironment):
         """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""
         return self._gradients.by_name() if self._gradients else {}
 
+    def wait_for_parameters(self) -> None:
+        """Wait until the weights are those of the last step on every rank; needed with ``overlap_param_gather`` only."""
+        if self._gradients is not None:
+            self._gradients.gather.wait()
+
+    def on_train_end(self) -> None:
+        """Leave the module with the weights of the last step."""
+        self.wait_for_parameters()
+
     def train_samplers(self) -> list[ResumableSampler]:
         """Return the samplers of the training data that this strategy made."""
         combined = self.module.trainer.fit_loop._combined_loader
@@ -151,6 +160,7 @@ class MegatronSteps(MegatronEnvironment):
         runner, gradients = self.runner, self.gradient_flow
         microbatches = runner.split(batch, self.micro_batch_size)
         trainer = self.module.trainer
+        gradients.gather.begin_step()
         if not self._batch_checked:
             check_same_batch(batch, self.context)
             self._batch_checked = True
@@ -260,6 +270,7 @@ class MegatronSteps(MegatronEnvironment):
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self.wait_for_parameters()
         microbatches = self.runner.split(batch, self.micro_batch_size)
         if self._is_native:
             return getattr(super(), hook)(batch, *args, **kwargs)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.compat import allow_any_grad_dtype
@@ -105,6 +106,8 @@ class Bucket:
     ready: set[int] = field(init=False, default_factory=set)
     """Which parameters have received their last gradient of this window."""
     launched: bool = field(init=False, default=False)
+    gathering: dist.Work | None = field(init=False, default=None)
+    """The gather of the parameters that is under way; until it ends, those of other ranks' shards are old."""
 
     def __post_init__(self) -> None:
         numels = [parameter.numel() for parameter in self.parameters]

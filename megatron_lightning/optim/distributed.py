@@ -3,11 +3,7 @@
 ZeRO stage 1 (https://arxiv.org/abs/1910.02054): every data-parallel rank keeps the optimizer state, and for half-precision
 parameters the fp32 masters, of its shard of each bucket; after the step the ranks gather the parameters from one another.
 The optimizer object, its groups and their hyper-parameters stay, so learning-rate schedulers and loggers see no difference;
-only the tensors in the groups are exchanged:
-
-    fp32, not sharded    the parameter itself
-    half, not sharded    an fp32 master of the parameter's shape
-    sharded              this rank's fragment of the parameter: a view of it when it is fp32, else an fp32 master
+only the tensors in the groups are exchanged, as ``entries`` says.
 
 Checkpoints see the state through :meth:`DistributedOptimizer.state_tensors`, by global parameter name and global offset,
 so that any layout can read what another has written.
@@ -17,20 +13,22 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron_lightning.compat import all_gather
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.optim import moments
 from megatron_lightning.optim.buckets import Bucket, Fragment, main_dtype
 from megatron_lightning.optim.clipping import counts_once
 from megatron_lightning.optim.elementwise import require_elementwise
+from megatron_lightning.optim.entries import Entry, Part, Pieces
+from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.parallel.sharding import Shape, ShardSpec
 
@@ -59,54 +57,29 @@ class StateTensor:
         return self.pieces[0][1].dtype
 
 
-@dataclass(eq=False)
-class _Entry:
-    """One parameter of the user's optimizer and what takes its place on this rank."""
-
-    name: str
-    spec: ShardSpec
-    group: dict[str, Any]
-    sharded: bool
-    """Whether data-parallel ranks hold different parts of its state."""
-    fragment: Fragment | None
-    """This rank's part of a bucketed parameter."""
-    target: nn.Parameter | None
-    """What the optimizer steps; None: nothing of this parameter is here."""
-
-    @property
-    def global_name(self) -> str:
-        return self.spec.tied_to or self.name
-
-    @property
-    def start(self) -> int:
-        return self.fragment.start if self.fragment else 0
-
-    @property
-    def whole(self) -> bool:
-        return self.fragment.whole if self.fragment else True
-
-    @property
-    def master(self) -> Tensor | None:
-        """The fp32 master, when the parameter itself has less precision."""
-        low = self.fragment is not None and self.fragment.value.dtype != self.fragment.gradient.dtype
-        return self.target if low else None
-
-
 class DistributedOptimizer:
     """Makes ``optimizer`` step this rank's share; construct it once, before the first step.
 
     Args:
         optimizer: What ``configure_optimizers`` returned. Its parameters are exchanged in place, state included.
-        reducer: The gradient reduction whose results it steps.
+        reducer: The gradient reduction whose results it steps; its options say where and how the state is kept.
         names: Name -> parameter of the whole module, frozen ones included; None: the reducer's.
+        gather: Gathers what was stepped; None: inside the step.
 
     Raises:
         ConfigError: If gradients are sharded and the optimizer is not element-wise, or a trainable parameter is not part
             of the module, so that its gradient would not be reduced.
     """
 
-    def __init__(self, optimizer: Optimizer, reducer: GradientReducer, names: Mapping[str, nn.Parameter] | None = None) -> None:
-        self.optimizer, self._reducer = optimizer, reducer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reducer: GradientReducer,
+        names: Mapping[str, nn.Parameter] | None = None,
+        gather: ParameterGather | None = None,
+    ) -> None:
+        self.optimizer, self._reducer, self._options = optimizer, reducer, reducer.options
+        self._gather = gather or ParameterGather(reducer)
         self._name_of = {id(parameter): name for name, parameter in (names or reducer.parameters).items()}
         self._entries = [
             [self._entry(parameter, group, f"param_groups.{i}.{j}") for j, parameter in enumerate(group["params"])]
@@ -120,65 +93,129 @@ class DistributedOptimizer:
             require_elementwise(optimizer)
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
             self._exchange(group, entries)
-        self._masters = [entry.fragment for entry in self._all_entries() if entry.fragment and entry.master is not None]
+        self._copied = [entry for entry in self._all_entries() if entry.copied]
         self._restored_masters: set[str] = set()
-        if self._buckets or self._masters:
-            optimizer.register_step_post_hook(lambda *_: self.synchronize())
+        if self._options.moments_dtype == "bf16":
+            moments.warn_if_lost(optimizer)
+        if self._options.moments_dtype == "bf16" or self._options.optimizer_cpu_offload:
+            optimizer.register_step_pre_hook(self._prepare_after_closure)
+        if self._buckets or self._copied or self._options.moments_dtype == "bf16":
+            optimizer.register_step_post_hook(lambda *_: self._finish_step())
 
-    def _all_entries(self) -> Iterator[_Entry]:
+    @property
+    def exchanged(self) -> bool:
+        """Whether the optimizer steps something else than the module's parameters, or does something around its steps."""
+        return bool(self._buckets or self._copied or self._options.moments_dtype == "bf16")
+
+    def carriers(self) -> set[int]:
+        """Return the ids of the tensors that carry the reduced gradients which the optimizer reads here."""
+        return {id(entry.carrier) for entry in self._all_entries() if entry.carrier is not None}
+
+    def _all_entries(self) -> Iterator[Entry]:
         for entries in self._entries:
             yield from entries
 
-    def _entry(self, parameter: nn.Parameter, group: dict[str, Any], fallback: str) -> _Entry:
+    def _targets(self) -> Iterator[nn.Parameter]:
+        return (part.target for entry in self._all_entries() for part in entry.parts)
+
+    def _entry(self, parameter: nn.Parameter, group: dict[str, Any], fallback: str) -> Entry:
         reducer, name = self._reducer, self._name_of.get(id(parameter), fallback)
-        if reducer.parameters.get(name) is parameter:
-            fragment = reducer.fragments.get(name)
-            if fragment is not None and main_dtype(parameter.dtype) != parameter.dtype:
-                fragment.target = nn.Parameter(fragment.value.to(fragment.gradient.dtype))
-            bucket = reducer.bucket_of.get(name)
-            target = parameter if bucket is None else fragment.target if fragment is not None else None
-            sharded = bucket is not None and bucket.sharded
-            return _Entry(name, reducer.specs[name], group, sharded, fragment, target)
         spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
-        groups = [reducer.context.data_group(spec.grid), *(reducer.context.axis(a, spec.grid) for a in spec.partial_over)]
+        if reducer.parameters.get(name) is not parameter:
+            self._check_unreduced(name, parameter, spec)
+            return Entry(name, spec, group, carrier=parameter, value=parameter.detach(), parts=[Part(parameter, spec.pieces)])
+        bucket, fragment = reducer.bucket_of.get(name), reducer.fragments.get(name)
+        sharded = bucket is not None and bucket.sharded
+        if bucket is not None and fragment is None:
+            return Entry(name, spec, group, sharded)
+        if fragment is None:
+            return self._stepped(Entry(name, spec, group, carrier=parameter, value=parameter.detach()), spec.pieces, None)
+        place = spec.pieces if fragment.whole else partial(spec.flat_pieces, start=fragment.start)
+        entry = Entry(name, spec, group, sharded, fragment.target, fragment.value, fragment.start)
+        return self._stepped(entry, place, fragment)
+
+    def _stepped(self, entry: Entry, place: Callable[[Tensor], Pieces], fragment: Fragment | None) -> Entry:
+        """Fill in what is stepped: what carries the gradient, or a copy of the value in another dtype or memory."""
+        if entry.carrier is None or entry.value is None:
+            return entry
+        offload, dtype = self._options.optimizer_cpu_offload, main_dtype(entry.value.dtype)
+        target = entry.carrier
+        if offload:
+            target = nn.Parameter(_host_copy(entry.value, dtype))
+        elif fragment is not None and dtype != entry.value.dtype:
+            target = entry.carrier = fragment.target = nn.Parameter(entry.value.to(dtype))
+        entry.parts = [Part(target, place)]
+        return entry
+
+    def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
+        context = self._reducer.context
+        groups = [context.data_group(spec.grid), *(context.axis(axis, spec.grid) for axis in spec.partial_over)]
         if parameter.requires_grad and any(group.size > 1 for group in groups):
             raise ConfigError(
                 f"{name} of {type(self.optimizer).__name__}, of shape {tuple(parameter.shape)}, is not a trainable parameter "
                 "of the module, so its gradient would not be reduced over the ranks. Make it a parameter of the module, or "
                 "set requires_grad before the optimizer is set up."
             )
-        return _Entry(name, spec, group, False, None, parameter)
 
-    def _exchange(self, group: dict[str, Any], entries: Sequence[_Entry]) -> None:
+    def _exchange(self, group: dict[str, Any], entries: Sequence[Entry]) -> None:
         """Put the targets into the group, and this rank's part of existing state beside them."""
-        kept = [index for index, entry in enumerate(entries) if entry.target is not None]
         for parameter, entry in zip(group["params"], entries, strict=True):
-            if entry.target is parameter or parameter not in self.optimizer.state:
+            if parameter not in self.optimizer.state or any(part.target is parameter for part in entry.parts):
                 continue
             state = self.optimizer.state.pop(parameter)
-            if entry.fragment is not None and entry.target is not None:
-                self.optimizer.state[entry.target] = {
-                    key: _cut(value, parameter, entry.fragment) for key, value in state.items()
+            for part in entry.parts:
+                self.optimizer.state[part.target] = {
+                    key: _cut(value, parameter, entry.start, part.target) for key, value in state.items()
                 }
-        group["params"] = [entries[index].target for index in kept]
+        group["params"] = [part.target for entry in entries for part in entry.parts]
         if "param_names" in group:
-            group["param_names"] = [group["param_names"][index] for index in kept]
+            names = zip(group["param_names"], entries, strict=True)
+            group["param_names"] = [name for name, entry in names for _ in entry.parts]
+
+    def _prepare_after_closure(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare the step when the gradients exist: a closure, which computes them, runs inside the step."""
+        itself, *positional = args
+        closure = positional[0] if positional else kwargs.get("closure")
+        if closure is None:
+            self._prepare_step()
+            return args, kwargs
+
+        def prepared() -> Any:
+            result = closure()
+            self._prepare_step()
+            return result
+
+        return (itself, prepared), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    @torch.no_grad()
+    def _prepare_step(self) -> None:
+        if self._options.moments_dtype == "bf16":
+            moments.widen(self.optimizer, self._targets())
+        if not self._options.optimizer_cpu_offload:
+            return
+        for entry in self._copied:
+            gradient = None if entry.carrier is None else entry.carrier.grad
+            for part in entry.parts:
+                part.target.grad = None if gradient is None else gradient.to("cpu", part.target.dtype)
+
+    @torch.no_grad()
+    def _finish_step(self) -> None:
+        if self._options.moments_dtype == "bf16":
+            moments.narrow(self.optimizer, self._targets())
+        if self._options.optimizer_cpu_offload:
+            for target in self._targets():
+                target.grad = None
+        self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Bring the parameters up to date with what was stepped; runs at the end of every step. A collective."""
-        if self._masters:
-            torch._foreach_copy_([fragment.value for fragment in self._masters], [f.target for f in self._masters])
-        for work in [self._gather(bucket) for bucket in self._buckets]:
-            if work is not None:
-                work.wait()
-
-    def _gather(self, bucket: Bucket) -> dist.Work | None:
-        group = bucket.data.shard.process_group
-        if bucket.value is None or group is None:
-            return None
-        self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
-        return all_gather(bucket.value, bucket.value[bucket.shard], group, async_op=True)
+        if self._copied:
+            values = [entry.value for entry in self._copied if entry.value is not None]
+            torch._foreach_copy_(values, [entry.parts[0].target for entry in self._copied])
+        self._gather.start(self._buckets)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return every group's hyper-parameters, with the global names of this rank's parameters as ``params``."""
@@ -211,15 +248,13 @@ class DistributedOptimizer:
         """
         tensors = []
         for entry in self._all_entries():
-            if entry.target is None:
-                continue
-            if entry.master is not None:
-                tensors.append(self._state_tensor(entry, MASTER, entry.master.detach()))
-            for key, value in self.optimizer.state.get(entry.target, {}).items():
-                if isinstance(value, (bool, int, float)):
-                    value = torch.tensor(value)  # noqa: PLW2901
-                if value is not None:
-                    tensors.append(self._state_tensor(entry, key, value))
+            states = [self.optimizer.state.get(part.target, {}) for part in entry.parts]
+            if entry.has_master:
+                tensors.append(self._state_tensor(entry, MASTER, [part.target.detach() for part in entry.parts]))
+            for key in states[0] if states else ():
+                values = [state[key] for state in states]
+                if values[0] is not None:
+                    tensors.append(self._state_tensor(entry, key, [_as_tensor(value) for value in values]))
         return tensors
 
     def allocate_state(self, saved: Mapping[tuple[str, str], tuple[Shape, torch.dtype]]) -> list[StateTensor]:
@@ -237,53 +272,56 @@ class DistributedOptimizer:
             by_name[name][key] = described
         tensors = []
         for entry in self._all_entries():
-            target = entry.target
-            if target is None:
-                continue
-            self.optimizer.state.pop(target, None)
-            for key, (shape, dtype) in by_name[entry.global_name].items():
+            for part in entry.parts:
+                self.optimizer.state.pop(part.target, None)
+            for key, (shape, dtype) in by_name[entry.global_name].items() if entry.parts else ():
                 if key == MASTER:
-                    value = target.detach()
+                    values = [part.target.detach() for part in entry.parts]
                 else:
-                    value = _empty_state(entry, target, shape, dtype)
-                    self.optimizer.state[target][key] = value
-                tensors.append(self._state_tensor(entry, key, value))
+                    values = [_empty_state(entry, part.target, shape, dtype) for part in entry.parts]
+                    for part, value in zip(entry.parts, values, strict=True):
+                        self.optimizer.state[part.target][key] = value
+                tensors.append(self._state_tensor(entry, key, values, all_copies=True))
         self._restored_masters = {name for name, key in saved if key == MASTER}
         return tensors
 
     @torch.no_grad()
     def finish_restore(self) -> None:
         """After loading: masters that were not saved are made from the parameters, then all ranks agree. A collective."""
-        for entry in self._all_entries():
-            if entry.target is None:
-                continue
-            if entry.fragment and entry.master is not None and entry.global_name not in self._restored_masters:
-                entry.master.copy_(entry.fragment.value)
-            state = self.optimizer.state.get(entry.target, {})
+        for entry in self._copied:
+            if entry.global_name not in self._restored_masters and entry.value is not None:
+                entry.parts[0].target.copy_(entry.value)
+        for target in self._targets():
+            state = self.optimizer.state.get(target, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == entry.target.shape and value.is_floating_point():
-                    state[key] = value.to(entry.target.dtype)
+                if isinstance(value, Tensor) and value.shape == target.shape and value.is_floating_point():
+                    state[key] = value.to(target.dtype)
+        if self._options.moments_dtype == "bf16":
+            moments.narrow(self.optimizer, self._targets())
         self._restored_masters = set()
         self.synchronize()
 
-    def _state_tensor(self, entry: _Entry, key: str, value: Any) -> StateTensor:
+    def _state_tensor(self, entry: Entry, key: str, values: Sequence[Tensor], *, all_copies: bool = False) -> StateTensor:
+        """Describe one state; ``all_copies`` of a scalar are filled, and one of them is saved."""
         spec, context = entry.spec, self._reducer.context
         groups = self._reducer.groups[spec.grid]
         here = groups.replicas.rank == 0 if entry.sharded else groups.all.rank == 0
-        writes = here and counts_once(spec, context)
-        if isinstance(value, Tensor) and entry.target is not None and value.shape == entry.target.shape:
-            pieces = spec.pieces(value) if entry.whole else spec.flat_pieces(value, entry.start)
+        writes = here and (entry.exchanged or counts_once(spec, context))
+        value, target = values[0], entry.parts[0].target
+        if value.shape == target.shape:
+            pieces = [piece for part, v in zip(entry.parts, values, strict=True) for piece in part.place(v)]
             return StateTensor(entry.global_name, key, spec.global_shape, pieces, writes)
-        if isinstance(value, Tensor) and value.dim() == 0:  # every part has a copy; the holder of the first element writes
-            first = entry.start == 0 and counts_once(replace(spec, sharded_over=()), context)
-            return StateTensor(entry.global_name, key, (), [((), value)], here and first)
-        if isinstance(value, Tensor) and entry.whole and not spec.sharded_over:
+        if value.dim() == 0:  # every part has a copy; the holder of the first element writes
+            first = entry.start == 0 and (entry.exchanged or counts_once(replace(spec, sharded_over=()), context))
+            copies: Pieces = [((), v) for v in (values if all_copies else values[:1])]
+            return StateTensor(entry.global_name, key, (), copies, here and first)
+        whole = entry.value is not None and entry.value.shape == spec.global_shape
+        if whole and len(entry.parts) == 1 and not spec.sharded_over:
             return StateTensor(entry.global_name, key, tuple(value.shape), [((0,) * value.dim(), value)], writes)
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
         raise CheckpointError(
-            f"state {key!r} of {entry.name} in {type(self.optimizer).__name__} has {found}, and only a part of the parameter "
-            f"of shape {spec.global_shape} is here, so its place in the whole is unknown. Save with an optimizer whose state "
-            "is a scalar or has its parameter's shape, or with tensor_model_parallel_size=1."
+            f"state {key!r} of {entry.name} in {type(self.optimizer).__name__} has shape {tuple(value.shape)}, and only a part "
+            f"of the parameter of shape {spec.global_shape} is here, so its place in the whole is unknown. Save with an "
+            "optimizer whose state is a scalar or has its parameter's shape, or with tensor_model_parallel_size=1."
         )
 
 
@@ -291,15 +329,32 @@ def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _cut(value: Any, parameter: Tensor, fragment: Fragment) -> Any:
-    """Return the fragment's part of one existing state of ``parameter``."""
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value)
+    raise CheckpointError(
+        f"an optimizer state of type {type(value).__name__} is neither a tensor nor a number, and cannot be saved."
+    )
+
+
+def _host_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy in host memory, page-locked where the value is on a GPU."""
+    copied = torch.empty(value.shape, dtype=dtype, pin_memory=value.is_cuda)
+    return copied.copy_(value)
+
+
+def _cut(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any:
+    """Return the target's part of one existing state of ``parameter``."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    part = value.flatten()[fragment.start : fragment.start + fragment.value.numel()].view(fragment.value.shape)
-    return part.to(fragment.gradient.dtype, copy=True) if value.is_floating_point() else part.clone()
+    part = value.flatten()[start : start + target.numel()].view(target.shape)
+    dtype = target.dtype if value.is_floating_point() else value.dtype
+    return part.to(target.device, dtype, copy=True)
 
 
-def _empty_state(entry: _Entry, target: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+def _empty_state(entry: Entry, target: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     if tuple(shape) == entry.spec.global_shape:
         return torch.zeros_like(target, dtype=dtype, requires_grad=False)
     # torch keeps step counters on the CPU unless the step itself runs on the device.

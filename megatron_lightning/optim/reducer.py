@@ -58,7 +58,7 @@ class GradientReducer:
         whole: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
     ) -> None:
-        options = options or DataParallelOptions()
+        self.options = options = options or DataParallelOptions()
         self.parameters, self.specs, self.context = dict(parameters), dict(specs), context
         self.sync = False
         """Whether the gradients that arrive now are their parameters' last ones of this step."""
@@ -216,6 +216,11 @@ class GradientReducer:
             raise PipelineError(
                 f"{bucket.names[index]} received a gradient after the reduction of its bucket had started, so it would be "
                 "lost. Set sync only for the last backward that reaches a parameter in an optimizer step."
+            )
+        if bucket.gathering is not None:
+            raise PipelineError(
+                f"{bucket.names[index]} was used while its new value was still on its way: no call of the module that owns it "
+                "announced the use. Read a parameter only in the forward of its own module, or set overlap_param_gather=False."
             )
         view = bucket.views[index]
         if parameter.grad is not None and parameter.grad is not view:

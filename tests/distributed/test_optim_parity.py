@@ -108,7 +108,15 @@ def train(
         optimizer.step()
         scheduler.step()
         norms.append(float(norm))
-    return {"weights": weights_of(model), "norms": norms}
+    weights = {p.data_ptr() for p in model.parameters()}
+    state = [value for states in optimizer.state.values() for value in states.values() if value.dim() > 0]
+    return {
+        "weights": weights_of(model),
+        "norms": norms,
+        "moments": {value.dtype for value in state},
+        "state_on": {value.device.type for value in state},
+        "steps_weights": any(p.data_ptr() in weights for p in optimizer.state),
+    }
 
 
 def reference(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -184,6 +192,26 @@ def test_gradients_sent_as_bf16(sharded: bool) -> None:
     expected = reference("adamw")
     check(results, expected, 2**-8)
     assert results[0]["norms"] != pytest.approx(expected["norms"], rel=1e-6)  # else nothing was rounded
+
+
+@pytest.mark.parametrize(("name", "sharded", "ranks"), [("adamw", True, 2), ("adamw-fused", False, 1), ("sgd", True, 1)])
+def test_optimizer_on_the_cpu_equals_one_process(name: str, sharded: bool, ranks: int) -> None:
+    """Gradients go to host memory before the step and the stepped values come back, fp32 parameters included."""
+    options = DataParallelOptions(bucket_size=100, optimizer_cpu_offload=True)
+    results = run_ranks(ranks, train, name, sharded, 2, 1, torch.float32, options)
+    check(results, reference(name), 1e-6)
+    assert all(result["state_on"] == {"cpu"} and not result["steps_weights"] for result in results)
+
+
+# Moments round to bf16 after every step, 2^-9 relative to the nearest; Adam divides one by the root of the other, so that an
+# update of about lr changes by less than 2^-8 of itself, and 4 steps of 1e-2 by 2e-4.
+@pytest.mark.parametrize(("name", "sharded", "ranks"), [("adamw", True, 2), ("sgd", False, 1)])
+@pytest.mark.filterwarnings("ignore:moments_dtype")
+def test_moments_in_bf16(name: str, sharded: bool, ranks: int) -> None:
+    options = DataParallelOptions(bucket_size=100, moments_dtype="bf16")
+    results = run_ranks(ranks, train, name, sharded, 2, 1, torch.float32, options)
+    check(results, reference(name), 1e-2 if name == "sgd" else 2e-4)
+    assert all(result["moments"] == {torch.bfloat16} for result in results)
 
 
 # bf16: gradients are rounded per sample as in the reference, then summed in fp32; a weight may round to the next bf16 value

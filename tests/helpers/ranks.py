@@ -43,6 +43,7 @@ def _rank_main(
         if size > 1:
             file_store = dist.FileStore(store, size)
             dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+            dist.barrier()  # a body without collectives would end while a peer still connects to this rank
         result = body(*args)
         pipe.send((True, result))
         if dist.is_initialized():

@@ -19,10 +19,17 @@ def test_counts_are_whole_numbers(value: object) -> None:
         DataParallelOptions(bucket_size=value)  # type: ignore[arg-type]
 
 
+def test_moments_have_two_dtypes() -> None:
+    with pytest.raises(ConfigError, match=r"moments_dtype is 'fp8'. Set it to \"fp32\" or \"bf16\""):
+        DataParallelOptions(moments_dtype="fp8")  # type: ignore[arg-type]
+
+
 def test_instances_need_shards_and_divide_the_ranks() -> None:
     options = DataParallelOptions(num_distributed_optimizer_instances=2)
-    with pytest.raises(ConfigError, match=r'instances=2 .*data_parallel="ddp" has none. Set data_parallel="zero1"'):
+    with pytest.raises(ConfigError, match=r"instances=2 divides .* data_parallel is 'ddp'. Set data_parallel=\"zero1\""):
         check_data_parallel(ParallelLayout(), "ddp", options, 4)
+    with pytest.raises(ConfigError, match=r"overlap_param_gather=True gathers .* data_parallel is 'ddp'"):
+        check_data_parallel(ParallelLayout(), "ddp", DataParallelOptions(overlap_param_gather=True), 4)
     with pytest.raises(ConfigError, match=r"instances=2 does not divide the 3 data x context parallel ranks"):
         check_data_parallel(ParallelLayout(tensor_model_parallel_size=2), "zero1", options, 6)
     check_data_parallel(ParallelLayout(tensor_model_parallel_size=2), "zero1", options, 8)
