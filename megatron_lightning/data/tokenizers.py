@@ -114,9 +114,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._model)
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{model}: no Hugging Face tokenizer can be loaded from here; set tokenizer_model: {error}"
-            ) from error
+            raise DataError(f"{model}: {_why_not(self._model)}; set tokenizer_model: {error}") from error
         self.vocab_size: int = len(self._tokenizer)
         eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         if eos is None:
@@ -137,6 +135,19 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
         return str(self._tokenizer.decode(list(ids)))
+
+
+def _why_not(model: str) -> str:
+    """Say why ``transformers`` could not load a tokenizer; its own message comes after it."""
+    if Path(model).exists():
+        return "no Hugging Face tokenizer can be loaded from here"
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        return "there is no such folder"
+    return (
+        "no such folder is here, and no tokenizer of this name could be fetched from the Hugging Face hub. On a machine "
+        "without network, use a folder with the tokenizer's files, copied from one that has it, and set HF_HUB_OFFLINE=1 to "
+        "save the attempts"
+    )
 
 
 def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = "sentencepiece") -> Tokenizer:

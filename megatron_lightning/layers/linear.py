@@ -8,6 +8,7 @@ are shards along the sequence.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, TypeVar
 
 import torch
@@ -77,7 +78,7 @@ def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: AxisGr
     return y
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module, ABC):
     """What both kinds share: global sizes, and a weight cut out of a plain linear layer's.
 
     The weights equal those of ``nn.Linear`` built from the same random state, whatever the number of ranks.
@@ -107,8 +108,9 @@ class _ParallelLinear(nn.Module):
         take_shards(module, linear, module._specs(bias))
         return module.train(linear.training)
 
+    @abstractmethod
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
-        raise NotImplementedError
+        """Return the shard specs of the weight and, if there is one, the bias."""
 
     def extra_repr(self) -> str:
         """Return the global sizes."""

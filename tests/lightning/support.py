@@ -50,18 +50,22 @@ class Layout:
         return ToyData(**{"batch_size": GLOBAL_BATCH // self.data, "num_samples": 32, **options})
 
 
-def _layout(name: str, ranks: int, data: int, **options: Any) -> Layout:
+def make_layout(name: str, ranks: int, data: int, **options: Any) -> Layout:
     return Layout(name, ranks, data, tuple(options.items()))
 
 
 SINGLE = Layout("single", 1, 1, None)
-MICRO = _layout("micro", 1, 1, micro_batch_size=2)
-PP2 = _layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2)
-PP2_WHOLE = _layout("pp2-whole", 2, 1, pipeline_model_parallel_size=2)
-DP2 = _layout("dp2", 2, 2)
-DDP2 = _layout("ddp2", 2, 2, data_parallel="ddp")
-PP2_DP2 = _layout("pp2-dp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2)
-PP2_DDP2 = _layout("pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp")
+ONE = make_layout("one", 1, 1)
+MICRO = make_layout("micro", 1, 1, micro_batch_size=2)
+PP2 = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2)
+PP2_WHOLE = make_layout("pp2-whole", 2, 1, pipeline_model_parallel_size=2)
+TP2 = make_layout("tp2", 2, 1, tensor_model_parallel_size=2)
+TP2_DP2 = make_layout("tp2-dp2", 4, 2, tensor_model_parallel_size=2)
+DP2 = make_layout("dp2", 2, 2)
+DP4 = make_layout("dp4", 4, 4)
+DDP2 = make_layout("ddp2", 2, 2, data_parallel="ddp")
+PP2_DP2 = make_layout("pp2-dp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2)
+PP2_DDP2 = make_layout("pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp")
 
 
 def layouts(*usual: Layout, slow: Sequence[Layout] = ()) -> Any:

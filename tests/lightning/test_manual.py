@@ -15,10 +15,19 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.models import GPTModel
 from tests.helpers.toy import HIDDEN, VOCABULARY, ToyData
 from tests.helpers.trainers import trainer
-from tests.lightning.support import DDP2, DP2, Layout, _layout, assert_close, layouts, mean_over_ranks, metrics_of, run, single
-
-TP2 = _layout("tp2", 2, 1, tensor_model_parallel_size=2)
-TP2_DP2 = _layout("tp2-dp2", 4, 2, tensor_model_parallel_size=2)
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    TP2,
+    TP2_DP2,
+    Layout,
+    assert_close,
+    layouts,
+    mean_over_ranks,
+    metrics_of,
+    run,
+    single,
+)
 
 
 class _Game(pl.LightningModule):

@@ -23,6 +23,7 @@ from tests.lightning.support import (
     DDP2,
     DP2,
     MICRO,
+    ONE,
     PP2,
     PP2_DP2,
     Layout,
@@ -227,7 +228,6 @@ def test_strings_and_plugins_become_ours() -> None:
 
 def test_layouts_without_ranks_scale_too(tmp_path: Path) -> None:
     """One rank and one micro-batch: Lightning's own steps run, and skipped steps hold the schedule all the same."""
-    layout = Layout("one", 1, 1, ())
-    (rank,) = run(layout, _scripted, tmp_path)
+    (rank,) = run(ONE, _scripted, tmp_path)
     assert [seen[0] for seen in rank["seen"]] == SCALES
     assert rank["moved"] == [mark == "." for mark in SCRIPT]

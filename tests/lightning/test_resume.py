@@ -17,11 +17,7 @@ from megatron_lightning.errors import CheckpointError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule, samples
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, SINGLE, Layout, _layout, assert_close, layouts, run, single
-
-DP4 = _layout("dp4", 4, 4)
-MEGATRON1 = _layout("one", 1, 1)
-
+from tests.lightning.support import DDP2, DP2, DP4, MICRO, ONE, PP2, PP2_DP2, SINGLE, Layout, assert_close, layouts, run, single
 
 STEPS_PER_EPOCH = 5
 
@@ -94,7 +90,7 @@ ALL_STOPS = [(shuffle, workers, stop) for shuffle in (True, False) for workers i
     [pytest.param(layout, *case, id=f"{layout.name}-{case}") for layout, case in zip((PP2, DP2, PP2_DP2), STOPS, strict=True)]
     + [
         pytest.param(layout, *case, id=f"{layout.name}-{case}", marks=pytest.mark.slow)
-        for layout in (MEGATRON1, MICRO, PP2, DP2, DDP2, PP2_DP2)
+        for layout in (ONE, MICRO, PP2, DP2, DDP2, PP2_DP2)
         for case in ALL_STOPS
         if (layout, case) not in list(zip((PP2, DP2, PP2_DP2), STOPS, strict=True))
     ],
@@ -138,9 +134,9 @@ def _global(ranks: list[list[list[int]]]) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("before", "after", "shuffle"),
     [
-        pytest.param(DP2, MEGATRON1, True, id="2-to-1"),
+        pytest.param(DP2, ONE, True, id="2-to-1"),
         pytest.param(PP2, DP2, True, id="pp2-to-dp2"),
-        pytest.param(MEGATRON1, DP4, False, id="1-to-4", marks=pytest.mark.slow),
+        pytest.param(ONE, DP4, False, id="1-to-4", marks=pytest.mark.slow),
         pytest.param(DP4, DP2, True, id="4-to-2", marks=pytest.mark.slow),
         pytest.param(PP2_DP2, DP4, True, id="pp2-dp2-to-dp4", marks=pytest.mark.slow),
         pytest.param(DP2, PP2_DP2, True, id="2-to-pp2-dp2", marks=pytest.mark.slow),
@@ -151,7 +147,7 @@ def test_another_number_of_replicas_goes_on_with_the_same_samples(
     before: Layout, after: Layout, shuffle: bool, tmp_path: Path
 ) -> None:
     """No sample twice, none lost; the optimizer's state moves to the other layout as well (gradient norms agree)."""
-    expected_ids, expected_norms = run(MEGATRON1, _whole, tmp_path / "whole", shuffle)[0]
+    expected_ids, expected_norms = run(ONE, _whole, tmp_path / "whole", shuffle)[0]
     first = _global(run(before, _first_part, tmp_path, shuffle))
     second = run(after, _second_part, tmp_path, shuffle)
     assert first + _global([rank[0] for rank in second]) == _global([expected_ids])
@@ -234,7 +230,7 @@ def _wrong_number(layout: Layout, folder: str) -> None:
 
 def test_stateful_loaders_refuse_another_number_of_replicas(tmp_path: Path) -> None:
     run(DP2, _streamed, tmp_path, True, "whole")
-    run(MEGATRON1, _wrong_number, tmp_path)
+    run(ONE, _wrong_number, tmp_path)
 
 
 @layouts(PP2, slow=[PP2_DP2, DP2])

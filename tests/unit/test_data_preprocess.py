@@ -109,6 +109,19 @@ def test_hugging_face_tokenizer_errors(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no Hugging Face tokenizer can be loaded"):
         HuggingFaceTokenizer(tmp_path / "empty")
+    with pytest.raises(DataError, match="absent: there is no such folder; set tokenizer_model"):
+        HuggingFaceTokenizer(tmp_path / "absent")
+
+
+def test_a_hugging_face_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    with pytest.raises(
+        DataError, match=r"some/name: .* without network, use a folder with the tokenizer's files.* couldn't connect"
+    ):
+        HuggingFaceTokenizer("some/name")
 
 
 def test_stdlib_corpus_is_ordered_and_readable() -> None:
