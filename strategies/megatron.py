@@ -25,6 +25,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
@@ -194,6 +196,8 @@ class MegatronStrategy(MegatronCheckpoints):
         if self._executor is None:
             self._executor = PipelineExecutor(self.context, self.pipeline_schedule.placement)
             self._executor.warm_up()
+        if fitting and self.pipeline_schedule.splits_backward:
+            self._split_backwards()
         self._runner = StepRunner(module, self.context, self.assembly, executor=self._executor, schedule=self.pipeline_schedule)
         self.barrier()
         if fitting:
@@ -211,6 +215,26 @@ class MegatronStrategy(MegatronCheckpoints):
                 f"{'on' if layout.sp else 'off'}, {self.data_parallel}, schedule {self.pipeline_schedule}. The model has "
                 f"{self.assembly.num_parameters:,} parameters; this rank holds {share:,} of them, which is what summaries show."
             )
+
+    @property
+    def executor(self) -> PipelineExecutor:
+        """Runs the action tables of the pipeline.
+
+        Raises:
+            ConfigError: Before the Trainer has set the strategy up.
+        """
+        if self._executor is None:
+            raise ConfigError("the pipeline exists after the Trainer has set the strategy up.")
+        return self._executor
+
+    def _split_backwards(self) -> None:
+        """Let linear layers put off their weight gradients, and say on rank 0 which layers cannot."""
+        split, whole = split_backwards(self.module, self.executor.weight_gradients)
+        rank_zero_info(
+            f"MegatronStrategy: schedule {self.pipeline_schedule.name} puts off the weight gradients of {len(split)} layers on "
+            f"this rank. {len(whole)} others with matrices compute theirs with the input gradients"
+            f"{': ' if whole else ''}{', '.join(whole[:5])}{', …' if len(whole) > 5 else ''}."
+        )
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
         self._batch_checked = False
@@ -270,6 +294,7 @@ class MegatronStrategy(MegatronCheckpoints):
             self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
         if self._runner is not None:
             self._runner.metrics.release()
+            join_backwards(self.module)
         if self._failure_watch is not None:
             self._failure_watch.stop()
             self._failure_watch = None

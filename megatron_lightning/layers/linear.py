@@ -9,12 +9,14 @@ are shards along the sequence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.layers.split_backward import Owner, hide, linear, rows
 from megatron_lightning.parallel.collectives import (
     all_gather_start,
     all_reduce_start,
@@ -27,6 +29,7 @@ from megatron_lightning.parallel.collectives import (
 )
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import ShardSpec, take_shards
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 Self = TypeVar("Self", bound="_ParallelLinear")
 
@@ -35,46 +38,69 @@ class _ColumnLinear(torch.autograd.Function):
     """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or reduce-scattered) backward.
 
     Backward keeps the sequence shard only and gathers it again while the input's gradient is computed; that gradient's
-    reduction then runs beside the weight's gradient.
+    reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0917 (autograd passes by position)
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: AxisGroup, sequence_dim: int | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: AxisGroup,
+        sequence_dim: int | None,
+        owner: Owner | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_dim = group, sequence_dim
+        ctx.group, ctx.sequence_dim, ctx.owner = group, sequence_dim, owner
         if sequence_dim is not None:
             x = finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        group, dim = ctx.group, ctx.sequence_dim
+        group, dim, owner = ctx.group, ctx.sequence_dim, ctx.owner
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if dim is not None and need_weight:
-            x = all_gather_start(x, group, dim)
+            started = all_gather_start(x, group, dim)
         if need_x:
-            grad_x = grad.matmul(weight)
+            grad_x = grad.matmul(weight.to(grad.dtype))
             grad_x = all_reduce_start(grad_x, group) if dim is None else reduce_scatter_start(grad_x, group, dim)
         if need_weight:
-            x = x if dim is None else finish(x, group, dim)
-            grad_weight = grad.flatten(0, -2).t().matmul(x.flatten(0, -2))
+            whole = x if dim is None else finish(started, group, dim)
+            grad_weight = grad.flatten(0, -2).t().matmul(whole.flatten(0, -2))
+        elif owner is not None:
+            owner.deliver(partial(_put_off_product, grad, x, group, dim))
         if need_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         if grad_x is not None:
             grad_x = finish(grad_x, group, dim or 0)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: AxisGroup, sequence_dim: int | None) -> Tensor:
+def _put_off_product(grad: Tensor, x: Tensor, group: AxisGroup, sequence_dim: int | None) -> Tensor:
+    whole = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
+    return rows(grad).t().matmul(rows(whole))
+
+
+def _column_linear(  # noqa: PLR0917 (in the order of the Function)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: AxisGroup,
+    sequence_dim: int | None,
+    ledger: WeightGradients | None,
+) -> Tensor:
+    weight, owner = hide(x, weight, ledger if torch.is_grad_enabled() else None)
     device = x.device.type
     if torch.is_autocast_enabled(device):  # a custom Function's backward sees no autocast, so its operands agree from the start
         dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    y: Tensor = _ColumnLinear.apply(x, weight, bias, group, sequence_dim)  # type: ignore[no-untyped-call]
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        if owner is None:  # else it is cast inside, and its gradient is the parameter's own
+            weight = weight.to(dtype)
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, group, sequence_dim, owner)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -87,6 +113,8 @@ class _ParallelLinear(nn.Module, ABC):
     weight: nn.Parameter
     bias: nn.Parameter | None
     shard_specs: dict[str, ShardSpec]
+    weight_gradients: WeightGradients | None = None
+    """Where the gradient of ``weight`` may be put off."""
 
     def __init__(
         self, in_features: int, out_features: int, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
@@ -167,9 +195,10 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks], or [..., out] with ``gather_output``."""
         if self.group.size == 1 or not (self.copy_input or self.sequence_parallel):
-            y = F.linear(x, self.weight, self.bias)
+            y = linear(x, self.weight, self.bias, self.weight_gradients)
         else:
-            y = _column_linear(x, self.weight, self.bias, self.group, self.sequence_dim if self.sequence_parallel else None)
+            dim = self.sequence_dim if self.sequence_parallel else None
+            y = _column_linear(x, self.weight, self.bias, self.group, dim, self.weight_gradients)
         return gather(y, self.group, -1, self.out_features) if self.gather_output else y
 
 
@@ -226,8 +255,9 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in / ranks] to [..., out]."""
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        partial = F.linear(x if self.input_is_parallel else scatter(x, self.group, -1), self.weight)
+            return linear(x, self.weight, self.bias, self.weight_gradients)
+        part = x if self.input_is_parallel else scatter(x, self.group, -1)
+        partial = linear(part, self.weight, None, self.weight_gradients)
         if self.sequence_parallel:
             y = reduce_scatter(partial, self.group, self.sequence_dim)
         else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -288,14 +288,16 @@ class _Run:
         stage, kind, microbatch = planned.action
         flight = self._in_flight.pop((stage, microbatch))
         gradients = flight.seed if received is None else received
-        split = kind is Kind.INPUT_GRADIENT
-        with self._executor.weight_gradients.collect((stage, microbatch)) if split else nullcontext():
+        weight_gradients = self._executor.weight_gradients
+        with weight_gradients.collect((stage, microbatch)):
             if flight.edges:
                 torch.autograd.backward(flight.edges, gradients)
         if planned.gives is not None:
             # An input that nothing used has no gradient, and the stage before waits for one.
             inputs = flight.inputs
             self._send(planned.gives, tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs))
+        if kind is Kind.BACKWARD:
+            weight_gradients.compute((stage, microbatch))
 
     def _send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
         """Give tensors to the stage that takes them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline import Action, PipelineExecutor, Placement, Schedule, schedules, simulate
 from megatron_lightning.pipeline.executor import PipelinePosition
@@ -97,7 +98,7 @@ def _schedule(name: str, pp: int, microbatches: int) -> Schedule:
             rows.append(forwards + [f"{stage}B{m}" for stage in (down, up) for m in range(microbatches)])
         actions = tuple(tuple(map(Action.parse, row)) for row in rows)
         return Schedule("v", placement, microbatches, actions)
-    name, _, chunks = name.partition("-")
+    name, _, chunks = name.partition("/")
     return schedules.make_schedule(name, num_coordinates=pp, num_microbatches=microbatches, num_chunks=int(chunks or 1))
 
 
@@ -114,6 +115,8 @@ def _train(cases: list[tuple[str, list[list[int]], int | None]]) -> None:
         executor.forget_boundaries()
         num_stages, own = placement.num_stages, placement.stages_of(context.pp.rank)
         stages = {stage: Stage(stage, stage == skip) for stage in own}
+        for module in stages.values():
+            split_backwards(module, executor.weight_gradients)
         losses: list[float] = []
         for step, lengths in enumerate(steps):
             schedule = _schedule(name, size, len(lengths))
@@ -133,22 +136,28 @@ def _train(cases: list[tuple[str, list[list[int]], int | None]]) -> None:
                     assert parameter.grad is None or not parameter.grad.any(), (name, steps, stage)
 
 
-NAMES = ("gpipe", "1f1b", "gpipe-2", "v")
+NAMES = ("gpipe", "1f1b", "gpipe/2", "v", "interleaved/2", "interleaved/3", "zb-h1", "zbv/2")
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_gradients_equal_one_process(pp: int) -> None:
     """Fewer micro-batches than stages, as many, more; equal and ragged, and other shapes in every step."""
     steps = [[3], [3, 3, 3], [4, 4, 4, 4, 2], [3, 5]]
-    names = [name for name in NAMES if pp > 1 or name != "gpipe-2"]
+    names = [name for name in NAMES if pp > 1 or not name.startswith(("gpipe/", "interleaved"))]
     run_ranks(pp, _train, [(name, steps, None) for name in names])
 
 
+MATRIX = ("gpipe", "1f1b", "zb-h1", "zbv/2", *(f"{name}/{chunks}" for name in ("gpipe", "interleaved") for chunks in (2, 3, 4)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", [2, 4])
-def test_gradients_equal_one_process_matrix(pp: int) -> None:
-    counts = [[[3] * count, [4] * (count - 1) + [2]] for count in range(1, 9)]
-    run_ranks(pp, _train, [(name, steps, skip) for name in NAMES for steps in counts for skip in (None, 1)])
+@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_gradients_equal_one_process_matrix(pp: int, name: str) -> None:
+    """Micro-batches that divide into the groups and that do not; with and without a stage that stops gradients."""
+    counts = [[[3] * count, [4] * (count - 1) + [2]] for count in (*range(1, 9), 11, 16)]
+    cases = [(name, steps, skip) for steps in counts for skip in (None, 1)]
+    run_ranks(pp, _train, cases, timeout_s=280)
 
 
 def test_stages_without_gradient_are_skipped() -> None:

@@ -117,3 +117,46 @@ def test_model_variants_equal_one_device(config: dict[str, Any]) -> None:
 def test_any_cut_equals_one_device(pp: int, cut: PipelineOptions) -> None:
     tied = {"share_embeddings_and_output_weights": True}
     _check(pp, tied, {"pipeline_model_parallel_size": pp, "micro_batch_size": 2, "pipeline_options": cut})
+
+
+def _schedules() -> list[Any]:
+    """Every schedule with every axis: (schedule, pp, vpp, tp, dp, mode, micro-batches, tied)."""
+    grid = [
+        (schedule, pp, vpp, tp, dp, mode, micro, tied)
+        for schedule, chunks in (("gpipe", (1, 2)), ("interleaved", (2, 3)), ("zb-h1", (1,)), ("zbv", (2,)))
+        for vpp in chunks
+        for pp in (2, 4)
+        for tp in (1, 2)
+        for dp in (1, 2)
+        for mode in ("ddp", "zero1")
+        for micro in (2, 4, 8)
+        for tied in (False, True)
+        if tp * pp * dp <= 8 and (dp > 1 or mode == "ddp") and micro <= GLOBAL_BATCH // dp
+    ]
+    spread = {
+        ("gpipe", 2, 2, 1, 1, "ddp", 4, True), ("interleaved", 2, 2, 2, 1, "ddp", 8, True),
+        ("interleaved", 2, 3, 1, 2, "zero1", 4, False), ("zb-h1", 2, 1, 2, 2, "zero1", 4, True),
+        ("zbv", 2, 2, 2, 1, "ddp", 4, True), ("zbv", 4, 2, 1, 2, "zero1", 2, True),
+    }  # fmt: skip
+    assert spread <= set(grid)
+    names = [f"{s}-pp{p}-vpp{v}-tp{t}-dp{d}-{mode}-{m}mb{'-tied' if tied else ''}" for s, p, v, t, d, mode, m, tied in grid]
+    return [
+        pytest.param(*case, id=name, marks=() if case in spread else pytest.mark.slow)
+        for case, name in zip(grid, names, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "vpp", "tp", "dp", "mode", "micro", "tied"), _schedules())
+def test_schedule_equals_one_device(
+    schedule: str, pp: int, vpp: int, tp: int, dp: int, mode: str, micro: int, tied: bool
+) -> None:
+    options = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "pipeline_schedule": schedule,
+        "data_parallel": mode,
+        "micro_batch_size": GLOBAL_BATCH // dp // micro,
+    }
+    layers = max(5, pp * vpp + 1)  # one more than stages: they are uneven
+    _check(tp * pp * dp, {"num_layers": layers, "share_embeddings_and_output_weights": tied}, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -62,6 +62,13 @@ class ScheduleChoice:
             )
         validate(schedule)
         return schedule
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        fixed = self.generator.schedule if isinstance(self.generator, FixedTable) else None
+        table = self.table(fixed.num_microbatches if fixed is not None else self.placement.num_stages)
+        return any(action.kind is Kind.WEIGHT_GRADIENT for row in table.actions for action in row)
 
     def forward_table(self, num_microbatches: int) -> Schedule:
         """Return the forwards alone, as validation and prediction run them.
