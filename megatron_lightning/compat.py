@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "PrefixStore",
@@ -16,6 +17,8 @@ __all__ = [
     "all_gather",
     "allow_any_grad_dtype",
     "default_store",
+    "finish_fsdp_backward",
+    "keep_fsdp_gradients_in_reduce_dtype",
     "reduce_scatter",
 ]
 
@@ -57,3 +60,35 @@ def abort_process_groups() -> None:
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is not None and dist.is_initialized():
         abort()
+
+
+def finish_fsdp_backward(root: FSDPModule) -> None:
+    """Reduce what the units under ``root`` have accumulated and not yet reduced, and wait for it.
+
+    FSDP2 does this at the end of a backward pass that autograd runs as a whole, and has no public name for it; torch's own
+    pipeline stages call the same.
+    """
+    state: Any = root._get_fsdp_state()
+    for unit in state._state_ctx.all_states:
+        if unit._fsdp_param_group is not None:
+            unit._fsdp_param_group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def keep_fsdp_gradients_in_reduce_dtype(unit: FSDPModule) -> None:
+    """Add each gradient of the unit's whole parameters to a sum in the reduction's dtype as soon as it appears.
+
+    FSDP2 does so once for every backward pass; weight gradients that are put off arrive outside of one, and several of them
+    would be summed in bf16. A collective: the whole parameters exist from the first all-gather on.
+    """
+    state: Any = unit._get_fsdp_state()
+    unit.unshard()
+    for parameter in state._fsdp_param_group.fsdp_params:
+        if parameter.sharded_param.requires_grad:
+
+            def add(_: Tensor, parameter: Any = parameter) -> None:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+            parameter.unsharded_param.register_post_accumulate_grad_hook(add)
+    unit.reshard()

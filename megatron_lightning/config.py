@@ -230,6 +230,11 @@ class DataParallelOptions:
     """Keep the optimizer's state and master weights in host memory, and step there."""
     moments_dtype: MomentsDtype = "fp32"
     """Dtype of the optimizer's moments between the steps; the step itself computes in fp32."""
+    reshard_after_forward: bool | None = None
+    """fsdp: let a unit's whole parameters go between forward and backward (ZeRO-3) and gather them again; None: where a step is
+    one micro-batch. With micro-batches they are otherwise gathered once a step (ZeRO-2)."""
+    reduce_every_microbatch: bool = False
+    """fsdp: reduce-scatter gradients after every micro-batch, so that they are never kept whole, instead of once a step."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_size", "num_distributed_optimizer_instances"):

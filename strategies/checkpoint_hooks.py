@@ -42,7 +42,8 @@ class MegatronCheckpoints(MegatronSteps):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the module's state."""
         self.wait_for_parameters()
-        return self.module.state_dict()
+        state = self.module.state_dict()
+        return state if self._units is None else self._units.as_used(state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_lightning.checkpoint import (
@@ -29,6 +30,7 @@ from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
+from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.parallel.sharding import ShardSpec
 
 if TYPE_CHECKING:
@@ -76,9 +78,7 @@ class CheckpointGlue:
             rest[key] = self._merged_over_stages({name: x for name, x in value.items() if not isinstance(x, Tensor)})
             for name, tensor in tensors.items():
                 if name not in self._strategy.assembly.tied:
-                    yield TensorShards.local(
-                        f"{key}.{name}", self._spec(name, tensor), tensor, writes=self._writes(name, tensor)
-                    )
+                    yield self._shards(f"{key}.{name}", name, tensor)
 
     def _merged_over_stages(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Return what the pipeline ranks have beside tensors (extra states of their layers), put together."""
@@ -94,9 +94,15 @@ class CheckpointGlue:
         spec = specs.get(name) or specs.get(tied.get(name, ""))  # a copy that is the owner's tensor has no spec of its own
         return spec if spec is not None and spec.local_shape == tuple(tensor.shape) else ShardSpec.replicated(tensor.shape)
 
-    def _writes(self, name: str, tensor: Tensor) -> bool:
+    def _shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
+        """Return what this rank holds of one of the module's tensors: its tensor-parallel part, or with FSDP rows of that."""
+        spec, context = self._spec(name, tensor), self._strategy.context
         replicated = () if self._strategy.assembly.in_unit(name) else ("pp",)
-        return is_writer(self._spec(name, tensor), self._strategy.context, replicated_over=replicated)
+        if isinstance(tensor, DTensor):
+            rows, start = local_rows(tensor)
+            writes = is_writer(spec, context, sharded_over=("dp", "cp"), replicated_over=replicated)
+            return TensorShards.flat(saved_as, spec, rows, start, writes=writes)
+        return TensorShards.local(saved_as, spec, tensor, writes=is_writer(spec, context, replicated_over=replicated))
 
     def _own_state(self, rest: Mapping[str, Any]) -> dict[str, Any]:
         """Return progress, and what each rank has of its own."""
@@ -196,7 +202,7 @@ class CheckpointGlue:
         shards = []
         for name, tensor in fresh.items():
             saved_as = name if f"state_dict.{name}" in stored else tied.get(name, name)
-            shards.append(TensorShards.local(f"state_dict.{saved_as}", self._spec(name, tensor), tensor))
+            shards.append(self._shards(f"state_dict.{saved_as}", name, tensor))
         shards += [_nothing(f"state_dict.{copy}", stored) for copy in tied if f"state_dict.{copy}" in stored]
         load_sharded(self.source, shards, prefix="state_dict.", strict=strict, group=self._strategy.context.axis("world"))
         return fresh
@@ -222,7 +228,7 @@ class CheckpointGlue:
             elif name not in elsewhere:
                 info = stored[f"{key}.{name}"]
                 fresh[name] = next(iter(local.values())).new_empty(info.shape, dtype=info.dtype)
-        shards = [TensorShards.local(f"{key}.{name}", self._spec(name, tensor), tensor) for name, tensor in fresh.items()]
+        shards = [self._shards(f"{key}.{name}", name, tensor) for name, tensor in fresh.items()]
         load_sharded(self.source, shards, prefix=f"{key}.", strict=False, group=self._strategy.context.axis("world"))
         for copy, owner in self._strategy.assembly.tied.items():
             if copy in local and owner in fresh:

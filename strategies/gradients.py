@@ -15,7 +15,7 @@ what the optimizers have from earlier ones, until the module clears them.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +29,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.optim.fully_sharded import FullyShardedReducer, ShardedUnits
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.parallel.context import ParallelContext
@@ -46,6 +47,7 @@ class GradientFlow:
         sharded: ZeRO-1.
         options: Buckets, communication and state of the data-parallel ranks.
         stage_of: The one pipeline stage that uses a parameter, by name; parameters that several stages use are absent.
+        units: What FSDP2 shards; None without it.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class GradientFlow:
         sharded: bool,
         options: DataParallelOptions,
         stage_of: Mapping[str, int],
+        units: ShardedUnits | None = None,
     ) -> None:
         self._module, self._context, self._specs, self._optimizers = module, context, specs, optimizers
-        self._sharded, self._options = sharded and context.dp_cp.size > 1, options
-        self._stage_of = stage_of
+        self._sharded, self._options = (sharded or units is not None) and context.dp_cp.size > 1, options
+        self._stage_of, self._units = stage_of, units
         self._attach()
         self.last_norm: Tensor | None = None
         """Global norm before the last clipping by norm."""
@@ -79,7 +82,11 @@ class GradientFlow:
         """Build the reduction of the parameters that are trainable now, and let the optimizers step its results."""
         self._names = dict(self._module.named_parameters())
         trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
-        self.reducer = GradientReducer(trainable, self._specs, self._context, sharded=self._sharded, options=self._options)
+        specs, context, options = self._specs, self._context, self._options
+        if self._units is None:
+            self.reducer = GradientReducer(trainable, specs, context, sharded=self._sharded, options=options)
+        else:
+            self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, options=options)
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self.gather = ParameterGather(self.reducer, self._module if self._options.overlap_param_gather else None)
         """Whoever reads weights between the steps waits for it."""
@@ -112,7 +119,7 @@ class GradientFlow:
     @property
     def managed(self) -> bool:
         """Whether gradients are kept in buckets, or read by something else than the parameters they belong to."""
-        return bool(self.reducer.buckets) or any(view is not None and view.exchanged for view in self._views)
+        return self.reducer.exchanges or any(view is not None and view.exchanged for view in self._views)
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizers read, by parameter name."""
@@ -157,7 +164,8 @@ class GradientFlow:
     def completing(self, stage: int) -> Generator[None, None, None]:
         """Around what completes a stage's gradients: in the window's last flush their reduction starts."""
         self.reducer.sync = self._is_last_flush
-        yield
+        with self._reducing_units([stage]):
+            yield
         self.reducer.sync = False
         if self._is_last_flush:
             self.reducer.complete(name for name, user in self._stage_of.items() if user == stage)
@@ -212,7 +220,12 @@ class GradientFlow:
                 self.reducer.start_window()
         self._window_open = True
         self.reducer.sync = self._is_last_flush
-        yield
+        with self._reducing_units(None):
+            yield
+
+    def _reducing_units(self, stages: Sequence[int] | None) -> AbstractContextManager[None]:
+        """Around the last backward pass of these stages (None: all) in a window: FSDP2 reduces what their units have."""
+        return self._units.completing(stages) if self._units is not None and self._is_last_flush else nullcontext()
 
     # ---------------------------------------------------------------------------------------------- both kinds
 

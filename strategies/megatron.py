@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
@@ -35,6 +36,7 @@ from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
@@ -58,7 +60,8 @@ class MegatronStrategy(MegatronCheckpoints):
         pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; "auto" picks by
             layout; or your own table: a CSV file, rows of actions, or the class path of a function that makes one.
         pipeline_options: How the model is cut into stages and how micro-batches visit them; None: layers are spread evenly.
-        data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks.
+        data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks; "fsdp": shard
+            gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
@@ -141,8 +144,10 @@ class MegatronStrategy(MegatronCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         preflight.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
         replicas = self.layout.data_parallel_size(self._planned_world_size)
-        sharded = self.data_parallel == "zero1" and replicas > 1
-        preflight.check_callbacks(trainer, sharded=sharded, overlapped=self.data_parallel_options.overlap_param_gather)
+        preflight.check_callbacks(
+            trainer, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
+        )
+        preflight.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
 
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
@@ -189,9 +194,7 @@ class MegatronStrategy(MegatronCheckpoints):
         if self._injects_samplers is None:
             self._injects_samplers = connector.use_distributed_sampler
         connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
-        self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        check_replicas(dict(module.named_parameters()), self.assembly.specs, self.context)
+        self._place()
         self._describe_share()
         if self._executor is None:
             self._executor = PipelineExecutor(self.context, self.pipeline_schedule.placement)
@@ -199,6 +202,7 @@ class MegatronStrategy(MegatronCheckpoints):
         if fitting and self.pipeline_schedule.splits_backward:
             self._split_backwards()
         self._runner = StepRunner(module, self.context, self.assembly, executor=self._executor, schedule=self.pipeline_schedule)
+        self._runner.units = self._units
         self.barrier()
         if fitting:
             self._setup_training(trainer)
@@ -206,14 +210,31 @@ class MegatronStrategy(MegatronCheckpoints):
         if fitting and not self.data_parallel_options.optimizer_cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
+    def _place(self) -> None:
+        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
+        module = self.module
+        if self._units is not None:
+            self._units.reshard()
+        if self._units is None or not is_sharded(module):
+            check_unsharded(module)
+            self.model, self._units = self.precision_plugin.convert_module(module), None
+        self.model_to_device()
+        plain = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
+        check_replicas(plain, self.assembly.specs, self.context)
+        if self.data_parallel == "fsdp" and self._units is None and self.context.dp_cp.size > 1:
+            options, micro_batches = self.data_parallel_options, not self._is_native
+            self._units = shard_units(module, self.assembly, self.context, options, micro_batches=micro_batches)
+
     def _describe_share(self) -> None:
         """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""
         if self.context.world_size > 1:
-            layout, share = self.layout, sum(parameter.numel() for parameter in self.module.parameters())
+            layout, share = self.layout, local_size(self.module)
+            shards = "" if self._units is None else f" {self._units.describe()}"
             rank_zero_info(
                 f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data {self.context.dp.size}, sequence parallel "
                 f"{'on' if layout.sp else 'off'}, {self.data_parallel}, schedule {self.pipeline_schedule}. The model has "
                 f"{self.assembly.num_parameters:,} parameters; this rank holds {share:,} of them, which is what summaries show."
+                f"{shards}"
             )
 
     @property
@@ -252,6 +273,7 @@ class MegatronStrategy(MegatronCheckpoints):
             sharded=self.data_parallel == "zero1",
             options=self.data_parallel_options,
             stage_of=self.assembly.stage_of,
+            units=self._units,
         )
         if self.context.world_size > 1 or self._gradients.managed:
             self._gradients.take_over_clipping(self.precision_plugin)
@@ -307,7 +329,7 @@ class MegatronStrategy(MegatronCheckpoints):
             self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = ("_context", "_assembly", "_executor", "_runner", "_gradients", "_failure_watch", "_launcher")
+        unpicklable = ("_context", "_assembly", "_units", "_executor", "_runner", "_gradients", "_failure_watch", "_launcher")
         return {**super().__getstate__(), **dict.fromkeys(unpicklable)}
 
 

@@ -41,8 +41,8 @@ def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_par
         )
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; set it to 1 or more, or leave it unset for whole batches.")
-    if data_parallel not in ("ddp", "zero1"):
-        raise ConfigError(f'data_parallel is {data_parallel!r}, which is not available. Set it to "zero1" or "ddp".')
+    if data_parallel not in ("ddp", "zero1", "fsdp"):
+        raise ConfigError(f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or "fsdp".')
     if start_method not in ("popen", "spawn", "fork"):
         raise ConfigError(f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".')
 
@@ -61,6 +61,18 @@ def check_data_parallel(layout: ParallelLayout, data_parallel: str, options: Dat
                 f"{name}={getattr(options, name)} {does} of the zero1 optimizer, and data_parallel is {data_parallel!r}. "
                 f'Set data_parallel="zero1", or {name}={getattr(default, name)}.'
             )
+    if options.grad_reduce_in_bf16 and data_parallel == "fsdp":
+        raise ConfigError(
+            "grad_reduce_in_bf16=True keeps sums over micro-batches in fp32 and sends them as bf16, and FSDP2 has one dtype "
+            'for both. Set data_parallel="zero1", or grad_reduce_in_bf16=False.'
+        )
+    if data_parallel != "fsdp" and (options.reshard_after_forward is not None or options.reduce_every_microbatch):
+        raise ConfigError(
+            f"reshard_after_forward={options.reshard_after_forward} and "
+            f"reduce_every_microbatch={options.reduce_every_microbatch} "
+            f'say how fsdp shards parameters and gradients, which data_parallel="{data_parallel}" keeps whole. Set '
+            'data_parallel="fsdp", or leave both unset.'
+        )
     grid = RankGrid(layout, world_size)
     sizes = {"data x context": grid.size("dp-cp")}
     if layout.ep > 1:
@@ -119,13 +131,20 @@ def check_storage(path: str, storage_options: object) -> None:
         )
 
 
-def check_callbacks(trainer: pl.Trainer, *, sharded: bool, overlapped: bool = False) -> None:
+def check_callbacks(trainer: pl.Trainer, data_parallel: str, num_replicas: int, *, overlapped: bool = False) -> None:
     """Check what callbacks do to the optimizer and the weights.
 
+    Args:
+        trainer: Who has the callbacks.
+        data_parallel: The strategy's mode.
+        num_replicas: Data-parallel ranks.
+        overlapped: Whether parameters are gathered beside the next forward.
+
     Raises:
-        ConfigError: If one looks for whole parameters in an optimizer that has parts of them, or reads weights while they are
-            being gathered.
+        ConfigError: If one looks for whole parameters where there are parts of them, or reads weights while they are being
+            gathered.
     """
+    sharded = data_parallel != "ddp" and num_replicas > 1
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     readers = (WeightAveraging, StochasticWeightAveraging)
     reader = next((c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None)
@@ -138,7 +157,13 @@ def check_callbacks(trainer: pl.Trainer, *, sharded: bool, overlapped: bool = Fa
     if sharded and finetuning is not None:
         raise ConfigError(
             f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state is sharded over the "
-            'data-parallel ranks with data_parallel="zero1". Set data_parallel="ddp".'
+            f'{num_replicas} data-parallel ranks with data_parallel="{data_parallel}". Set data_parallel="ddp".'
+        )
+    averaging = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
+    if data_parallel == "fsdp" and num_replicas > 1 and averaging is not None:
+        raise ConfigError(
+            f'{type(averaging).__name__} copies whole modules, and data_parallel="fsdp" keeps their parameters in '
+            f'{num_replicas} parts. Set data_parallel="zero1".'
         )
 
 
@@ -212,6 +237,24 @@ def check_optimizers(
             f"configure_optimizers returned {type(searching[0]).__name__}, which runs the step several times and decides by "
             f"this rank's part of the run (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks)."
             " Use a first-order optimizer such as AdamW, or one device and micro_batch_size=None."
+        )
+
+
+def check_sharded_units(module: pl.LightningModule, data_parallel: str, num_replicas: int, *, fitting: bool) -> None:
+    """Check that FSDP2 finds units to shard, and that one backward pass makes a step.
+
+    Raises:
+        ConfigError: For a model without ``pipeline_units()`` that exists already, and for manual optimization.
+    """
+    if data_parallel != "fsdp" or num_replicas == 1:
+        return
+    if not (is_overridden("configure_model", module) or is_overridden("setup", module)):
+        find_pipelined_module(module)
+    if fitting and not module.automatic_optimization:
+        raise ConfigError(
+            f'{type(module).__name__} optimizes manually (automatic_optimization=False), and with data_parallel="fsdp" the '
+            f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass that ends a step. Set "
+            'automatic_optimization=True, or data_parallel="zero1".'
         )
 
 

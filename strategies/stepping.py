@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
@@ -80,6 +82,7 @@ class MegatronSteps(MegatronEnvironment):
         self._assembly: Assembly | None = None
         self._runner: StepRunner | None = None
         self._gradients: GradientFlow | None = None
+        self._units: ShardedUnits | None = None
         self._batch_checked = False
         self._step_skipped = False
 
@@ -271,6 +274,9 @@ class MegatronSteps(MegatronEnvironment):
 
     def _evaluate(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.wait_for_parameters()
+        if self._units is not None and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # parameters gathered in inference mode could not be trained
+                return self._evaluate(hook, batch, *args, **kwargs)
         microbatches = self.runner.split(batch, self.micro_batch_size)
         if self._is_native:
             return getattr(super(), hook)(batch, *args, **kwargs)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.executor import PipelineExecutor
@@ -94,6 +95,8 @@ class StepRunner:
         self.num_stages = context.layout.num_stages
         self._choice, self._schedules = schedule, dict[tuple[int, bool], Schedule]()
         self._executor = executor
+        self.units: ShardedUnits | None = None
+        """What FSDP2 shards of the stages."""
         self._executor.forget_boundaries()
         self._epoch = 0
         self._broadcast = StageBroadcast(context.pp, context.device)
@@ -280,7 +283,10 @@ class _StepProgram:
                 kwargs = {**kwargs, first: stage_input}
         runner.rng.at_call(microbatch)
         with runner.context.rng.fork("data-parallel-rng") if runner.num_stages > 1 else nullcontext():
-            output = originals[stage](*args, **kwargs)
+            if runner.units is None:
+                output = originals[stage](*args, **kwargs)
+            else:
+                output = runner.units.call(stage, originals[stage], *args, **kwargs)
         if stage == runner.num_stages - 1:
             return output
         boundary = tuple(output) if isinstance(output, tuple | list) else (output,)

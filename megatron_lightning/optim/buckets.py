@@ -78,9 +78,11 @@ class Fragment:
     value: Tensor
     """View of the parameter: its own shape when the fragment is whole, else 1-D."""
     gradient: Tensor
-    """View of the gradient buffer, same shape as ``value``."""
+    """View of the gradient buffer, same shape as ``value``; where there is no buffer, any tensor like its gradients."""
     target: nn.Parameter
     """What the optimizer steps: the parameter itself, a view of it, or an fp32 master copy."""
+    is_master: bool = False
+    """Whether ``value`` itself is the fp32 master of a parameter that is used in lower precision."""
 
 
 @dataclass(eq=False)

@@ -89,7 +89,7 @@ class DistributedOptimizer:
         self._buckets: list[Bucket] = [
             bucket for bucket in reversed(reducer.buckets) if bucket.sharded and not used.isdisjoint(bucket.names)
         ]
-        if self._buckets:
+        if self._buckets or any(entry.sharded for entry in self._all_entries()):
             require_elementwise(optimizer)
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
             self._exchange(group, entries)
@@ -105,7 +105,8 @@ class DistributedOptimizer:
     @property
     def exchanged(self) -> bool:
         """Whether the optimizer steps something else than the module's parameters, or does something around its steps."""
-        return bool(self._buckets or self._copied or self._options.moments_dtype == "bf16")
+        sharded = any(entry.sharded for entry in self._all_entries())
+        return bool(sharded or self._copied or self._options.moments_dtype == "bf16")
 
     def carriers(self) -> set[int]:
         """Return the ids of the tensors that carry the reduced gradients which the optimizer reads here."""
@@ -124,14 +125,13 @@ class DistributedOptimizer:
         if reducer.parameters.get(name) is not parameter:
             self._check_unreduced(name, parameter, spec)
             return Entry(name, spec, group, carrier=parameter, value=parameter.detach(), parts=[Part(parameter, spec.pieces)])
-        bucket, fragment = reducer.bucket_of.get(name), reducer.fragments.get(name)
-        sharded = bucket is not None and bucket.sharded
-        if bucket is not None and fragment is None:
+        fragment, sharded = reducer.fragments.get(name), reducer.is_sharded(name)
+        if fragment is None and not reducer.is_plain(name):
             return Entry(name, spec, group, sharded)
         if fragment is None:
             return self._stepped(Entry(name, spec, group, carrier=parameter, value=parameter.detach()), spec.pieces, None)
         place = spec.pieces if fragment.whole else partial(spec.flat_pieces, start=fragment.start)
-        entry = Entry(name, spec, group, sharded, fragment.target, fragment.value, fragment.start)
+        entry = Entry(name, spec, group, sharded, fragment.target, fragment.value, fragment.start, is_master=fragment.is_master)
         return self._stepped(entry, place, fragment)
 
     def _stepped(self, entry: Entry, place: Callable[[Tensor], Pieces], fragment: Fragment | None) -> Entry:

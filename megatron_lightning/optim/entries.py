@@ -49,6 +49,8 @@ class Entry:
     """Index of its first element in the flattened local parameter."""
     parts: list[Part] = field(default_factory=list)
     """What is stepped here."""
+    is_master: bool = False
+    """Whether ``value`` itself is the fp32 master of a parameter that is used in lower precision."""
     exchanged: bool = False
     """Whether the parts are matrices that one tensor-parallel rank steps for all."""
 
@@ -60,7 +62,9 @@ class Entry:
     @property
     def has_master(self) -> bool:
         """Whether what is stepped is more precise than the parameter."""
-        return self.value is not None and bool(self.parts) and self.parts[0].target.dtype != self.value.dtype
+        if self.value is None or not self.parts:
+            return False
+        return self.is_master or self.parts[0].target.dtype != self.value.dtype
 
     @property
     def copied(self) -> bool:

@@ -102,6 +102,19 @@ class GradientReducer:
         """Whether data-parallel ranks hold different parts of the gradients."""
         return any(groups.sharded for groups in self.groups.values())
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether optimizers step something else than the parameters themselves, or gradients are reduced here."""
+        return bool(self.buckets)
+
+    def is_plain(self, name: str) -> bool:
+        """Return whether a parameter has the plain gradients of autograd."""
+        return name not in self.bucket_of
+
+    def is_sharded(self, name: str) -> bool:
+        """Return whether data-parallel ranks step different parts of a parameter."""
+        return name in self.bucket_of and self.bucket_of[name].sharded
+
     def detach(self) -> None:
         """Let go of the parameters, gradients included; the reducer is not used afterwards."""
         for hook in self._hooks:

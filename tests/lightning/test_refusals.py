@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
@@ -29,7 +29,7 @@ from tests.lightning.support import DP2, MICRO, PP2, Layout, run
         ({"context_parallel_size": 2}, r"context_parallel_size=2 is not available .* Set it to 1"),
         ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2 is not available .* Set it to 1"),
         ({"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size=2 differs .* Leave it unset"),
-        ({"data_parallel": "fsdp"}, r"'fsdp'.* Set it to \"zero1\" or \"ddp\""),
+        ({"data_parallel": "zero9"}, r"'zero9', which is unknown. Set it to \"ddp\", \"zero1\" or \"fsdp\""),
         ({"micro_batch_size": 0}, r"micro_batch_size is 0; set it to 1 or more"),
         ({"start_method": "thread"}, r"'thread'. Set it to"),
         ({"pipeline_schedule": "zigzag"}, r"zigzag"),
@@ -237,3 +237,45 @@ def test_modules_are_refused_before_any_process_starts(
     refused = trainer(MegatronStrategy(**options), devices=2, callbacks=callbacks)
     with pytest.raises(ConfigError, match=message):
         refused.fit(module(), datamodule=ToyData())
+
+
+class _Uncut(ToyModule):
+    """Exists before the groups do, and has no ``pipeline_units()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4)  # type: ignore[assignment]
+
+    configure_model = pl.LightningModule.configure_model
+
+
+def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
+    messages = []
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3)
+    for module, callbacks in (
+        (_Uncut(), []),
+        (_Manual(), []),
+        (ToyModule(), [averaging]),
+        (ToyModule(), [BackboneFinetuning()]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1, callbacks=callbacks).fit(module, layout.data_module())
+        messages.append(str(caught.value))
+    module = ToyModule()
+    trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1).fit(module, layout.data_module())
+    with pytest.raises(ConfigError) as caught:
+        trainer(MegatronStrategy(), max_steps=1).fit(module, layout.data_module())
+    return [*messages, str(caught.value)]
+
+
+def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
+    expected = [
+        r"the one with pipeline_units\(\), and _Uncut has 0",
+        r"_Manual optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
+        r"StochasticWeightAveraging copies whole modules, and data_parallel=\"fsdp\" .* 2 parts. Set data_parallel=\"zero1\"",
+        r"BackboneFinetuning adds parameters .* 2 data-parallel ranks with data_parallel=\"fsdp\"",
+        r"ToyModule was sharded by an earlier Trainer with data_parallel=\"fsdp\" .* Create a new module",
+    ]
+    for rank in run(DP2, _refused_fsdp, tmp_path):
+        for message, pattern in zip(rank, expected, strict=True):
+            assert re.search(pattern, message), message

@@ -35,6 +35,15 @@ def test_instances_need_shards_and_divide_the_ranks() -> None:
     check_data_parallel(ParallelLayout(tensor_model_parallel_size=2), "zero1", options, 8)
 
 
+def test_options_of_fsdp_are_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"grad_reduce_in_bf16=True .*FSDP2 has one dtype .*or grad_reduce_in_bf16=False"):
+        check_data_parallel(ParallelLayout(), "fsdp", DataParallelOptions(grad_reduce_in_bf16=True), 2)
+    for options in (DataParallelOptions(reshard_after_forward=False), DataParallelOptions(reduce_every_microbatch=True)):
+        check_data_parallel(ParallelLayout(), "fsdp", options, 2)
+        with pytest.raises(ConfigError, match=r'data_parallel="zero1" keeps whole. Set data_parallel="fsdp"'):
+            check_data_parallel(ParallelLayout(), "zero1", options, 2)
+
+
 def test_flat_layout_aligns_parameters_and_shards() -> None:
     assert flat_layout([10, 500, 64], 1) == ([0, 64, 576], 640)
     assert flat_layout([10, 500, 64], 3) == ([0, 64, 576], 768)  # a multiple of lcm(3, 128)

@@ -1,0 +1,99 @@
+"""``data_parallel="fsdp"``: which parts of an assembled module FSDP2 shards.
+
+Units are those of ``pipeline_units()``, on every layout: also without a pipeline, where the module that lists them is the root.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.buckets import main_dtype
+from megatron_lightning.optim.fully_sharded import ShardedUnits, ShardingPolicy
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.pipeline.partition import unit_names
+from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
+from megatron_lightning.strategies.assembly import Assembly
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether some parameters of the module are shards."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def local_size(module: nn.Module) -> int:
+    """Return how many elements of the module's parameters are on this rank."""
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return sum(part.numel() for part in parts)
+
+
+def check_unsharded(module: pl.LightningModule) -> None:
+    """Check that no earlier strategy has sharded the module.
+
+    Raises:
+        ConfigError: If one has.
+    """
+    if is_sharded(module):
+        raise ConfigError(
+            f'{type(module).__name__} was sharded by an earlier Trainer with data_parallel="fsdp" and has no whole parameters '
+            "to start from. Create a new module, and load a checkpoint into it."
+        )
+
+
+def shard_units(
+    module: pl.LightningModule,
+    assembly: Assembly,
+    context: ParallelContext,
+    options: DataParallelOptions,
+    *,
+    micro_batches: bool,
+) -> ShardedUnits:
+    """Shard the units of this rank's stages over the data-parallel ranks.
+
+    Args:
+        module: The assembled module, in its dtype and on its device.
+        assembly: What this rank holds of it.
+        context: The groups of this rank.
+        options: How much is kept whole.
+        micro_batches: Whether a step runs several micro-batches.
+
+    Raises:
+        ConfigError: If no submodule, or more than one, has ``pipeline_units()``.
+    """
+    path, pipelined = find_pipelined_module(module)
+    prefix = f"{path}." if path else ""
+    if assembly.partition is None:
+        stages = {0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]}
+    else:
+        stages = {stage: [prefix + unit for unit in assembly.partition.stages[stage]] for stage in assembly.partition.own}
+    return ShardedUnits(
+        module,
+        {stage: [unit for unit in units if _is_module(module, unit)] for stage, units in stages.items()},
+        root=path if assembly.partition is None else None,
+        whole={*assembly.tied, *assembly.tied.values()},
+        specs=assembly.specs,
+        context=context,
+        policy=ShardingPolicy.of(options, micro_batches=micro_batches, compute_dtype=_low_dtype(pipelined)),
+    )
+
+
+def _is_module(module: nn.Module, path: str) -> bool:
+    """Return whether a unit is a module; a parameter or buffer may be one, too."""
+    parent, _, name = path.rpartition(".")
+    return isinstance(module.get_submodule(parent)._modules.get(name), nn.Module)
+
+
+def _low_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that most of the parameters have, if it is less than fp32."""
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    dtype = max(sizes, key=lambda key: sizes[key], default=torch.float32)
+    return dtype if main_dtype(dtype) != dtype else None

@@ -1,0 +1,156 @@
+"""``data_parallel="fsdp"`` trains as one device does, and in half precision as ``zero1`` on the same ranks.
+
+1e-5 relative in fp32: sums in another order, and five AdamW steps that amplify that a little. Half precision is compared with
+zero1, which rounds the same products and sums them in fp32 in another order: 1e-5 in the first step, where the weights are the
+same; later a weight on the edge between two bf16 or fp16 values may round to the other, 2^-9 of it, and 1e-3 is allowed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import DataParallelOptions, LossScaleOptions
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+from tests.parity.test_layouts import GLOBAL_BATCH, STEPS, _config, _samples
+
+RTOL = 1e-5
+TP, PP, VPP = (f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "virtual_pipeline"))
+TIED = {"share_embeddings_and_output_weights": True}
+RESHARD = DataParallelOptions(reshard_after_forward=True)
+KEEP = DataParallelOptions(reshard_after_forward=False)
+EVERY = DataParallelOptions(reduce_every_microbatch=True)
+Case = tuple[str, dict[str, Any], dict[str, Any], int]  # name, model, strategy, flushes of an optimizer step
+CASES: dict[int, list[Case]] = {
+    2: [
+        ("native", {}, {}, 1),
+        ("native-accumulated", {}, {"data_parallel_options": KEEP}, 2),
+        ("tied", TIED, {}, 1),
+        ("micro-batches", {}, {"micro_batch_size": 1}, 1),
+        ("zero3", {}, {"micro_batch_size": 2, "data_parallel_options": RESHARD}, 2),
+        ("zero2", {}, {"micro_batch_size": 2, "data_parallel_options": EVERY}, 2),
+    ],
+    4: [
+        ("tp2-sp", {}, {TP: 2, "micro_batch_size": 2}, 1),
+        ("pp2-tied", TIED, {PP: 2, "micro_batch_size": 1}, 1),
+        ("pp2-bias", {"normalization": "LayerNorm", "add_bias_linear": True}, {PP: 2, "micro_batch_size": 1}, 2),
+        ("interleaved-zero3", {}, {PP: 2, VPP: 2, "micro_batch_size": 1, "data_parallel_options": RESHARD}, 1),
+        ("zb-h1", {}, {PP: 2, "micro_batch_size": 1, "pipeline_schedule": "zb-h1"}, 1),
+        ("zbv-tied", TIED, {PP: 2, VPP: 2, "micro_batch_size": 1, "pipeline_schedule": "zbv"}, 1),
+        (
+            "zbv-zero3",
+            {},
+            {PP: 2, VPP: 2, "micro_batch_size": 1, "pipeline_schedule": "zbv", "data_parallel_options": EVERY},
+            1,
+        ),
+    ],
+    8: [("tp2-pp2", {}, {TP: 2, PP: 2, "micro_batch_size": 1}, 1)],
+}
+
+
+def _train(world: int, case: Case | None, model: dict[str, Any], precision: str = "32-true", mode: str = "fsdp") -> list[Any]:
+    """Return the loss of every batch and the norm of every optimizer step."""
+    options, flushes = ({}, 1) if case is None else (case[2], case[3])
+    replicas = world // (options.get(TP, 1) * options.get(PP, 1))
+    precise: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # the string means bf16 on a CPU
+        precise = {"plugins": [MegatronMixedPrecision(precision, "cpu", LossScaleOptions(initial_scale=2.0**10))]}
+    if mode != "fsdp":
+        options = {key: value for key, value in options.items() if key != "data_parallel_options"}
+    record = Losses()
+    fit = trainer(
+        "auto" if case is None else MegatronStrategy(data_parallel=mode, **options),
+        max_steps=STEPS,
+        callbacks=[record],
+        gradient_clip_val=1.0,
+        accumulate_grad_batches=flushes,
+        **precise,
+    )
+    loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // replicas // flushes)
+    fit.fit(GPTLightningModule(_config(**model), learning_rate=3e-3), loader)
+    return [record.losses, record.norms]
+
+
+def _train_all(world: int, cases: list[Case], *args: Any) -> dict[str, list[Any]]:
+    return {case[0]: _train(world, case, case[1], *args) for case in cases}
+
+
+def _singles(models: list[dict[str, Any]]) -> list[list[Any]]:
+    return [_train(1, None, model) for model in models]
+
+
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_fsdp_equals_one_device(world: int) -> None:
+    cases = CASES[world]
+    expected = run_ranks(1, _singles, [case[1] for case in cases])[0]
+    for rank in run_ranks(world, _train_all, world, cases, timeout_s=200):
+        for case, (_, norms) in zip(cases, expected, strict=True):
+            assert rank[case[0]][1] == pytest.approx(norms, rel=RTOL), case[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("bf16-true", ["pp2-tied", "zb-h1"]),
+        ("16-mixed", ["tp2-sp"]),
+        pytest.param("bf16-true", [case[0] for case in CASES[4]], marks=pytest.mark.slow),
+        pytest.param("bf16-mixed", [case[0] for case in CASES[4]], marks=pytest.mark.slow),
+        pytest.param("16-mixed", [case[0] for case in CASES[4]], marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp_equals_zero1_in_half_precision(precision: str, names: list[str]) -> None:
+    cases = [case for case in CASES[4] if case[0] in names]
+    ranks = run_ranks(4, _train_all, 4, cases, precision, timeout_s=200)
+    for rank, expected in zip(ranks, run_ranks(4, _train_all, 4, cases, precision, "zero1", timeout_s=200), strict=True):
+        for name in names:
+            first, *later = rank[name][1]
+            assert first == pytest.approx(expected[name][1][0], rel=RTOL), name
+            assert later == pytest.approx(expected[name][1][1:], rel=1e-3), name
+            assert torch.tensor(rank[name][0]).isfinite().all()
+
+
+def _resumed(case: Case, precision: str, folder: str, resume: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Train six batches of two epochs, with evaluation and prediction in between; stop after the third, or go on from there."""
+    record, world = Losses(), 4
+    replicas = world // (case[2].get(TP, 1) * case[2].get(PP, 1))
+    fit = trainer(
+        MegatronStrategy(data_parallel="fsdp", **case[2]),
+        max_steps=STEPS,
+        callbacks=[record, ModelCheckpoint(dirpath=folder, filename="at", every_n_train_steps=3, save_top_k=-1)],
+        gradient_clip_val=1.0,
+        precision=precision,
+        enable_checkpointing=True,
+        val_check_interval=2,
+        limit_val_batches=1,
+        num_sanity_val_steps=1,
+    )
+    module = GPTLightningModule(_config(**case[1]), learning_rate=3e-3)
+    loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // replicas)
+    fit.fit(module, loader, loader, ckpt_path=f"{folder}/at.ckpt" if resume else None)
+    metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
+    fit.validate(module, loader, verbose=False)
+    again = float(fit.callback_metrics["val_loss"])
+    return [record.losses, record.norms], {**metrics, "again": again}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow)])
+def test_fsdp_resumes_bit_equal(precision: str, tmp_path: Path) -> None:
+    """Between evaluations, which gather parameters too; in bf16 the fp32 masters are part of the checkpoint."""
+    case = next(case for case in CASES[4] if case[0] == "pp2-tied")
+    whole = run_ranks(4, _resumed, case, precision, str(tmp_path), False, timeout_s=100)
+    for rank, rest in zip(whole, run_ranks(4, _resumed, case, precision, str(tmp_path), True, timeout_s=100), strict=True):
+        assert rest[0] == [rank[0][0][3:], rank[0][1][3:]]
+        assert rest[1] == rank[1]
+
+
+def test_fsdp_runs_twice_alike() -> None:
+    cases = [case for case in CASES[4] if case[0] in ("pp2-tied", "zb-h1")]
+    assert run_ranks(4, _train_all, 4, cases, timeout_s=200) == run_ranks(4, _train_all, 4, cases, timeout_s=200)
