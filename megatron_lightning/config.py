@@ -16,6 +16,7 @@ Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 MomentsDtype = Literal["fp32", "bf16"]
+SaveErrorAction = Literal["raise", "warn"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -205,6 +206,26 @@ class TransformerConfig:
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, as a checkpoint or a log keeps them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """How the strategy saves checkpoints.
+
+    Raises:
+        ConfigError: If a value is unknown.
+    """
+
+    async_save: bool = False
+    """Copy the state to host memory and write it in the background while training goes on. The copy takes as much memory as
+    the rank writes. The next save, and the end of training, wait until it is committed."""
+    on_save_error: SaveErrorAction = "raise"
+    """"raise" ends training when a checkpoint cannot be saved; "warn" goes on, and older checkpoints are kept until one can."""
+
+    def __post_init__(self) -> None:
+        if self.on_save_error not in get_args(SaveErrorAction):
+            choices = ", ".join(get_args(SaveErrorAction))
+            raise ConfigError(f"on_save_error is {self.on_save_error!r}, which is unknown. Set it to one of {choices}.")
 
 
 @dataclass(frozen=True, kw_only=True)

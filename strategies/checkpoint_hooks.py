@@ -6,11 +6,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.saver import SaveReport
 from megatron_lightning.strategies.stepping import MegatronSteps
 
 
@@ -18,6 +21,7 @@ class MegatronCheckpoints(MegatronSteps):
     """Saves and loads directories of any layout through Lightning's hooks."""
 
     _checkpoints: CheckpointGlue
+    checkpoint_options: CheckpointOptions
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -66,7 +70,7 @@ class MegatronCheckpoints(MegatronSteps):
         if self.user_checkpoint_io is not None:
             super().save_checkpoint(self._checkpoints.with_progress(checkpoint), filepath, storage_options)
             return
-        preflight.check_storage(str(filepath), storage_options)
+        preflight.check_storage(storage_options)
         interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
         if interrupted and self.context.world_size > 1 and not self.all_ranks_interrupted():
             warnings.warn(
@@ -74,7 +78,24 @@ class MegatronCheckpoints(MegatronSteps):
                 stacklevel=2,
             )
             return
-        self._checkpoints.save(checkpoint, str(self.broadcast(str(filepath))))
+        # After the run nobody would wait for a save in the background.
+        running = self.module.trainer.state.status == TrainerStatus.RUNNING
+        background = running and self.saves_in_background
+        self._checkpoints.save(checkpoint, str(self.broadcast(str(filepath))), background=background)
+        report = self._checkpoints.saver.last
+        if background and report is not None:
+            for logger in self.module.trainer.loggers:
+                logger.log_metrics({"checkpoint_stall_s": report.stall_s}, step=self.module.trainer.global_step)
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.checkpoint_options.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What the last checkpoint cost this rank: seconds that training waited, seconds until it was committed, bytes."""
+        return self._checkpoints.saver.last
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
@@ -85,6 +106,7 @@ class MegatronCheckpoints(MegatronSteps):
             return self._checkpoints.progress_of(super().load_checkpoint(checkpoint_path, weights_only))
         if self._assembly is None:
             self._assemble()
+        self.finish_saving()
         return self._checkpoints.load(str(self.broadcast(str(checkpoint_path))))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -105,4 +127,17 @@ class MegatronCheckpoints(MegatronSteps):
         if self.user_checkpoint_io is not None:
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
-            self._checkpoints.remove(str(filepath))
+            self._checkpoints.saver.remove(str(filepath))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a save in the background come to its end: the other ranks' threads write their parts of it."""
+        super().on_exception(exception)
+        self._checkpoints.saver.finish_quietly()
+
+    def finish_saving(self) -> None:
+        """Wait until the save in the background, if there is one, is committed.
+
+        Raises:
+            CheckpointError: If it failed and ``on_save_error`` is "raise".
+        """
+        self._checkpoints.saver.finish()

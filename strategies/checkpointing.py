@@ -20,18 +20,18 @@ from torch.optim import Optimizer
 
 from megatron_lightning.checkpoint import (
     TensorShards,
-    is_writer,
     load_sharded,
     open_checkpoint,
-    remove_checkpoint,
-    save_sharded,
+    stands_for,
 )
+from megatron_lightning.checkpoint.agreement import ALONE
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
 from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.strategies.saver import Saver
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -39,10 +39,15 @@ if TYPE_CHECKING:
 
 
 class CheckpointGlue:
-    """Saves and loads the checkpoints of one strategy."""
+    """Saves and loads the checkpoints of one strategy.
 
-    def __init__(self, strategy: MegatronStrategy) -> None:
-        self._strategy = strategy
+    Args:
+        strategy: Whose state it is.
+        saver: Writes them.
+    """
+
+    def __init__(self, strategy: MegatronStrategy, saver: Saver) -> None:
+        self._strategy, self.saver = strategy, saver
         self._source: CheckpointSource | None = None
         self._path = ""
         self._random_state: list[Tensor] | None = None
@@ -50,8 +55,8 @@ class CheckpointGlue:
 
     # ------------------------------------------------------------------------------------------------------ save
 
-    def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Write ``checkpoint`` as a directory; all ranks call this.
+    def save(self, checkpoint: dict[str, Any], path: str, *, background: bool = False) -> None:
+        """Write ``checkpoint`` as a directory, in the background if wanted; all ranks call this.
 
         Raises:
             CheckpointError: On every rank, if one of them failed; what stood under ``path`` before is intact.
@@ -67,7 +72,7 @@ class CheckpointGlue:
         rest[OWN] = self._own_state(rest)
         info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
         info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
-        save_sharded(path, tensors, rest, info=info, group=context.axis("world"))
+        self.saver.save(path, tensors, rest, info, context, background=background)
 
     def _module_shards(self, rest: dict[str, Any]) -> Iterator[TensorShards]:
         """Take every dict of tensors by module name out of ``rest``."""
@@ -95,14 +100,14 @@ class CheckpointGlue:
         return spec if spec is not None and spec.local_shape == tuple(tensor.shape) else ShardSpec.replicated(tensor.shape)
 
     def _shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
-        """Return what this rank holds of one of the module's tensors: its tensor-parallel part, or with FSDP rows of that."""
+        """Describe one of the module's tensors: its tensor-parallel part, or with FSDP rows of that, and who else holds it."""
         spec, context = self._spec(name, tensor), self._strategy.context
         replicated = () if self._strategy.assembly.in_unit(name) else ("pp",)
+        writes = stands_for(spec, context, replicated_over=replicated)
         if isinstance(tensor, DTensor):
             rows, start = local_rows(tensor)
-            writes = is_writer(spec, context, sharded_over=("dp", "cp"), replicated_over=replicated)
             return TensorShards.flat(saved_as, spec, rows, start, writes=writes)
-        return TensorShards.local(saved_as, spec, tensor, writes=is_writer(spec, context, replicated_over=replicated))
+        return TensorShards.local(saved_as, spec, tensor, writes=writes, replicas=context.data_group(spec.grid))
 
     def _own_state(self, rest: Mapping[str, Any]) -> dict[str, Any]:
         """Return progress, and what each rank has of its own."""
@@ -195,17 +200,16 @@ class CheckpointGlue:
         return self._source
 
     def _load_module(self, strict: bool) -> dict[str, Tensor]:
-        """Read this rank's part of the module into new tensors."""
+        """Read this rank's part of the module into its own tensors, which needs no further memory."""
         local = {name: t for name, t in self._strategy.module.state_dict().items() if isinstance(t, Tensor)}
-        fresh = {name: tensor.clone() for name, tensor in local.items()}
         stored, tied = self.source.tensors(), self._strategy.assembly.tied
         shards = []
-        for name, tensor in fresh.items():
+        for name, tensor in local.items():
             saved_as = name if f"state_dict.{name}" in stored else tied.get(name, name)
             shards.append(self._shards(f"state_dict.{saved_as}", name, tensor))
         shards += [_nothing(f"state_dict.{copy}", stored) for copy in tied if f"state_dict.{copy}" in stored]
         load_sharded(self.source, shards, prefix="state_dict.", strict=strict, group=self._strategy.context.axis("world"))
-        return fresh
+        return local
 
     def _tensor_dicts(self) -> dict[str, list[str]]:
         """Return key -> names of the dicts of tensors other than the module and the optimizers."""
@@ -306,10 +310,6 @@ class CheckpointGlue:
         self._source = open_checkpoint(self._path, optimizer_parameters=order, group=strategy.context.axis("world"))
         return self._source.state()
 
-    def remove(self, path: str) -> None:
-        """Delete a checkpoint directory, a plain file or a link."""
-        remove_checkpoint(path)
-
 
 class _OptimizerHandle(dict[str, Any]):
     """Stands for an optimizer's state between Lightning's dump and our save."""
@@ -329,7 +329,8 @@ def _is_tensor_dict(key: str, value: Any) -> bool:
 
 
 def _state_shards(prefix: str, state: StateTensor) -> TensorShards:
-    return TensorShards(f"{prefix}.{state.name}.{state.key}", state.global_shape, state.dtype, state.pieces, state.writes)
+    name, replicas = f"{prefix}.{state.name}.{state.key}", state.replicas or ALONE
+    return TensorShards(name, state.global_shape, state.dtype, state.pieces, state.writes, replicas)
 
 
 def _nothing(name: str, stored: Mapping[str, Any]) -> TensorShards:

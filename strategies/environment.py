@@ -19,7 +19,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
@@ -30,6 +30,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.failure import FailureWatch
 from megatron_lightning.strategies.launchers import StartMethod, make_launcher
 
@@ -121,8 +122,13 @@ class MegatronEnvironment(ParallelStrategy):
 
     @property
     def user_checkpoint_io(self) -> CheckpointIO | None:
-        """A checkpoint plugin of the user's own; None: checkpoints are sharded directories."""
-        return None if type(self._checkpoint_io) is TorchCheckpointIO else self._checkpoint_io
+        """A checkpoint plugin of the user's own; None: checkpoints are sharded directories.
+
+        Lightning's ``AsyncCheckpointIO`` around its default asks for sharded directories that are written in the background.
+        """
+        plugin = self._checkpoint_io
+        inner = plugin._checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
+        return None if inner is None or type(inner) in (TorchCheckpointIO, ShardedCheckpointIO) else plugin
 
     @property
     def failure_watch(self) -> FailureWatch | None:

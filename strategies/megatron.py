@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
+from megatron_lightning.config import CheckpointOptions, DataParallel, DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -40,6 +40,7 @@ from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, loca
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
+from megatron_lightning.strategies.saver import Saver
 from megatron_lightning.strategies.steps import StepRunner
 
 
@@ -66,6 +67,7 @@ class MegatronStrategy(MegatronCheckpoints):
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
             ``sharding_plan()`` of its own.
+        checkpoint_options: Whether checkpoints are written in the background, and what happens when one cannot be saved.
         process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
         timeout_s: Seconds after which a collective that waits for another rank fails.
 
@@ -91,6 +93,7 @@ class MegatronStrategy(MegatronCheckpoints):
         data_parallel_options: DataParallelOptions | None = None,
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | None = None,
+        checkpoint_options: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -123,7 +126,8 @@ class MegatronStrategy(MegatronCheckpoints):
             timeout_s=timeout_s,
         )
         self._executor: PipelineExecutor | None = None
-        self._checkpoints = CheckpointGlue(self)
+        self.checkpoint_options = checkpoint_options or CheckpointOptions()
+        self._checkpoints = CheckpointGlue(self, Saver(self.checkpoint_options, self._timeout))
         self._configure_model: Callable[[], None] | None = None
         self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
 
@@ -148,6 +152,7 @@ class MegatronStrategy(MegatronCheckpoints):
             trainer, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
         )
         preflight.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
+        preflight.check_checkpoint_links(trainer, background=self.saves_in_background)
 
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
@@ -309,7 +314,13 @@ class MegatronStrategy(MegatronCheckpoints):
             self._failure_watch.report(exception)
 
     def teardown(self) -> None:
-        """Give back hooks and threads; the module stays where it is."""
+        """Give back hooks and threads, after the last save is committed; the module stays where it is."""
+        try:
+            self.finish_saving()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         self._restore_configure_model()
         self._release_schedulers()
         if self._gradients is not None:

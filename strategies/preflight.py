@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
 
+from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.config import DataParallelOptions, PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
@@ -113,22 +114,38 @@ def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
         )
 
 
-def check_storage(path: str, storage_options: object) -> None:
-    """Check where a checkpoint is to be saved.
+def check_storage(storage_options: object) -> None:
+    """Check how a checkpoint is to be saved.
 
     Raises:
-        ConfigError: If it is not a local path, or there are options that nobody reads.
+        ConfigError: If there are options that nobody reads.
     """
     if storage_options is not None:
         raise ConfigError(
             f"storage_options={storage_options!r} has no meaning for a checkpoint directory. Leave it out, or, on one device, "
             "pass a CheckpointIO plugin that understands it: Trainer(plugins=[...])."
         )
-    if "://" in path:
-        raise ConfigError(
-            f"{path} is not a path of this machine's file system, and checkpoint directories are written there alone. Set "
-            "dirpath or default_root_dir to a directory that all ranks see, or, on one device, pass a CheckpointIO plugin."
-        )
+
+
+def check_checkpoint_links(trainer: pl.Trainer, *, background: bool) -> None:
+    """Check that no link would point to a checkpoint before it is there.
+
+    Raises:
+        ConfigError: If ModelCheckpoint links to what is still being written, or to an object store.
+    """
+    for callback in getattr(trainer, "checkpoint_callbacks", []):
+        if getattr(callback, "save_last", None) != "link":
+            continue
+        if background:
+            raise ConfigError(
+                'ModelCheckpoint has save_last="link", and with async_save the link would point to a checkpoint that is still '
+                "being written; if that save failed, last.ckpt would lead nowhere. Set save_last=True, or async_save=False."
+            )
+        if is_remote(str(callback.dirpath or "")):
+            raise ConfigError(
+                f'ModelCheckpoint has save_last="link" and dirpath={callback.dirpath}; an object store has no links. Set '
+                "save_last=True."
+            )
 
 
 def check_callbacks(trainer: pl.Trainer, data_parallel: str, num_replicas: int, *, overlapped: bool = False) -> None:

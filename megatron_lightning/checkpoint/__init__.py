@@ -14,7 +14,9 @@ from megatron_lightning._lazy import lazy_attributes
 if TYPE_CHECKING:
     from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
     from megatron_lightning.checkpoint.consolidation import consolidate, read_full
-    from megatron_lightning.checkpoint.sharded import TensorShards, is_writer, load_sharded, save_sharded
+    from megatron_lightning.checkpoint.loading import load_sharded
+    from megatron_lightning.checkpoint.saving import save_sharded
+    from megatron_lightning.checkpoint.sharded import TensorShards, stands_for
     from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 
 __all__ = [
@@ -22,12 +24,12 @@ __all__ = [
     "TensorShards",
     "consolidate",
     "is_committed",
-    "is_writer",
     "load_sharded",
     "open_checkpoint",
     "read_full",
     "remove_checkpoint",
     "save_sharded",
+    "stands_for",
 ]
 
 __getattr__, __dir__ = lazy_attributes(
@@ -37,11 +39,11 @@ __getattr__, __dir__ = lazy_attributes(
         "TensorShards": "megatron_lightning.checkpoint.sharded",
         "consolidate": "megatron_lightning.checkpoint.consolidation",
         "is_committed": "megatron_lightning.checkpoint.commit",
-        "is_writer": "megatron_lightning.checkpoint.sharded",
-        "load_sharded": "megatron_lightning.checkpoint.sharded",
+        "load_sharded": "megatron_lightning.checkpoint.loading",
         "open_checkpoint": "megatron_lightning.checkpoint.source",
         "read_full": "megatron_lightning.checkpoint.consolidation",
         "remove_checkpoint": "megatron_lightning.checkpoint.commit",
-        "save_sharded": "megatron_lightning.checkpoint.sharded",
+        "save_sharded": "megatron_lightning.checkpoint.saving",
+        "stands_for": "megatron_lightning.checkpoint.sharded",
     },
 )

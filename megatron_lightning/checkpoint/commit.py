@@ -148,9 +148,7 @@ class _LocalSave(PendingSave):
             raise _other_files(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self._path.parent)
-        self._temporary.mkdir()
-        self._lock = os.open(self._temporary, os.O_RDONLY)
-        _try_lock(self._lock, fcntl.LOCK_SH)
+        self._lock = _make_locked(self._temporary)
 
     def _publish(self, manifest: Manifest) -> None:
         self.folder.write(MANIFEST, [manifest.dumps().encode()])
@@ -182,7 +180,7 @@ class _LocalSave(PendingSave):
         directory = os.open(self._path, os.O_RDONLY)
         try:
             # One job at a time; where directories cannot be locked, only what our manifest replaces is known to be garbage.
-            alone = _lock(directory)
+            alone = _lock(directory, fcntl.LOCK_EX)
             for name in manifest.files:
                 os.rename(self._temporary / name, self._path / name)
             sync_directory(self._path)
@@ -304,10 +302,23 @@ def _other_files(path: object) -> CheckpointError:
     )
 
 
-def _lock(descriptor: int) -> bool:
+def _make_locked(directory: Path) -> int:
+    """Make a directory and lock it; again, if another job took it for abandoned before it was locked."""
+    while True:
+        directory.mkdir()
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if not _lock(descriptor, fcntl.LOCK_SH) or directory.exists():
+            return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
     """Wait for the lock; False where the file system has none."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, kind)
     except OSError:
         return False
     return True

@@ -30,6 +30,7 @@ from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import Entry, Part, Pieces
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import Shape, ShardSpec
 
 MASTER = "master"
@@ -49,7 +50,9 @@ class StateTensor:
     pieces: list[tuple[Shape, Tensor]]
     """(global offset, view of the state) for everything that this rank holds."""
     writes: bool
-    """Whether this rank is the one of those holding these pieces that saves them."""
+    """Whether this rank, alone or with its ``replicas``, saves these pieces."""
+    replicas: AxisGroup | None = None
+    """Data-parallel ranks that hold exactly these pieces; None: this rank is the only one to save them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -305,19 +308,19 @@ class DistributedOptimizer:
         """Describe one state; ``all_copies`` of a scalar are filled, and one of them is saved."""
         spec, context = entry.spec, self._reducer.context
         groups = self._reducer.groups[spec.grid]
-        here = groups.replicas.rank == 0 if entry.sharded else groups.all.rank == 0
-        writes = here and (entry.exchanged or counts_once(spec, context))
+        sharers = groups.replicas if entry.sharded else groups.all
+        writes = entry.exchanged or counts_once(spec, context)
         value, target = values[0], entry.parts[0].target
         if value.shape == target.shape:
             pieces = [piece for part, v in zip(entry.parts, values, strict=True) for piece in part.place(v)]
-            return StateTensor(entry.global_name, key, spec.global_shape, pieces, writes)
+            return StateTensor(entry.global_name, key, spec.global_shape, pieces, writes, sharers)
         if value.dim() == 0:  # every part has a copy; the holder of the first element writes
             first = entry.start == 0 and (entry.exchanged or counts_once(replace(spec, sharded_over=()), context))
             copies: Pieces = [((), v) for v in (values if all_copies else values[:1])]
-            return StateTensor(entry.global_name, key, (), copies, here and first)
+            return StateTensor(entry.global_name, key, (), copies, sharers.rank == 0 and first)
         whole = entry.value is not None and entry.value.shape == spec.global_shape
         if whole and len(entry.parts) == 1 and not spec.sharded_over:
-            return StateTensor(entry.global_name, key, tuple(value.shape), [((0,) * value.dim(), value)], writes)
+            return StateTensor(entry.global_name, key, tuple(value.shape), [((0,) * value.dim(), value)], writes, sharers)
         raise CheckpointError(
             f"state {key!r} of {entry.name} in {type(self.optimizer).__name__} has shape {tuple(value.shape)}, and only a part "
             f"of the parameter of shape {spec.global_shape} is here, so its place in the whole is unknown. Save with an "

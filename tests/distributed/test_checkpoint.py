@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_lightning.checkpoint import (
     TensorShards,
     is_committed,
-    is_writer,
     load_sharded,
     open_checkpoint,
     read_full,
     save_sharded,
+    stands_for,
 )
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
@@ -68,12 +68,12 @@ def _shards(context: ParallelContext, version: int | None) -> Iterator[TensorSha
             spec = ShardSpec.split(shape, dim=dim, size=context.tp.size, rank=context.tp.rank, blocks=blocks)
         full, moment = f"state_dict.{name}", f"optimizer_states.0.state.{name}.exp_avg"
         local = spec.shard(_value(full, shape, version)) if version else torch.zeros(spec.local_shape)
-        yield TensorShards.local(full, spec, local, writes=is_writer(spec, context))
+        yield TensorShards.local(full, spec, local, writes=stands_for(spec, context), replicas=context.dp_cp)
         local = spec.shard(_value(moment, shape, version)) if version else torch.zeros(spec.local_shape)
         flat = local.reshape(-1)
         part = -(-flat.numel() // context.dp.size)
         start = context.dp.rank * part
-        writes = is_writer(spec, context, sharded_over=("dp", "cp"))
+        writes = stands_for(spec, context)
         yield TensorShards.flat(moment, spec, flat[start : start + part].clone(), start, writes=writes)
 
 

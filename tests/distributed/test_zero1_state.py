@@ -58,7 +58,7 @@ def saved_by_this_rank(optimizer: DistributedOptimizer) -> list[tuple[Any, ...]]
     return [
         (t.name, t.key, t.global_shape, t.dtype, [(offset, view.float().numpy().copy()) for offset, view in t.pieces])
         for t in optimizer.state_tensors()
-        if t.writes
+        if t.writes and (t.replicas is None or t.replicas.rank == 0)
     ]
 
 
