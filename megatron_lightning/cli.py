@@ -1,4 +1,4 @@
-"""The command line: ``megatron-lightning fit|validate|test|predict|preprocess|generate|checkpoint``.
+"""The command line: ``megatron-lightning fit|validate|test|predict|preprocess|generate|checkpoint|schedule``.
 
 Signatures and their docstrings are the options; jsonargparse reads them. The Trainer's commands are LightningCLI's. A value
 that cannot work ends in one line on stderr and exit code 2; any other error keeps its traceback.
@@ -33,6 +33,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   preprocess  tokenize text into indexed files
   generate    continue prompts with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average or prune checkpoints
+  schedule    show a pipeline schedule: table, bubble, memory, picture
 
 megatron-lightning COMMAND --help lists the options of a command.
 """
@@ -127,6 +128,10 @@ def _run(command: str, options: list[str]) -> None:
 
         for text in _call(generate, options):
             print(text)
+    elif command == "schedule":
+        from megatron_lightning.pipeline.report import describe_schedule
+
+        print(_call(describe_schedule, options))
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.commands import COMMANDS
 

@@ -1,4 +1,5 @@
-"""Run a schedule on paper: is it complete, does every message arrive in the order it was sent, does no rank wait forever.
+"""Run a schedule on paper: is it complete, does every message arrive in the order it was sent, does no rank wait forever,
+and how long does a step take, how much of it is idle, how much memory is held.
 
 Three things are proven of a table. Every (stage, micro-batch) has one forward and one backward (whole, or split in two),
 on the coordinate that holds the stage. On every directed channel (forward or backward messages from one coordinate to
@@ -9,7 +10,8 @@ coordinate waits for an action that can never run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
@@ -17,17 +19,78 @@ from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Sc
 Channel = tuple[str, int, int]
 """Direction in the model ("forward" or "backward"), sending and receiving coordinate."""
 
+PerStage = float | tuple[float, ...]
+"""One number for all stages, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """How long the actions of every stage take and what they hold, in any unit of time and of memory.
+
+    Raises:
+        ConfigError: If a number is negative.
+    """
+
+    forward: PerStage = 1.0
+    """F: forward of one micro-batch."""
+    input_gradient: PerStage = 1.0
+    """I: gradient of the stage's input."""
+    weight_gradient: PerStage = 1.0
+    """W: gradient of the stage's weights."""
+    backward: PerStage | None = None
+    """B: whole backward; None: I and W together."""
+    communication: float = 0.0
+    """From the end of an action to the moment when another coordinate has its message; the sender goes on meanwhile."""
+    activation: PerStage = 1.0
+    """What a stage holds of one micro-batch from its forward to the end of its backward (W, where it is split)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and any(number < 0 for number in (value if isinstance(value, tuple) else (value,))):
+                raise ConfigError(f"cost {field.name} is {value}; nothing takes less than no time. Set it to 0 or more.")
+
+    def durations(self, num_stages: int) -> Mapping[Kind, tuple[float, ...]]:
+        """Return how long each kind of action takes on every stage.
+
+        Raises:
+            ConfigError: If there are numbers for another number of stages.
+        """
+        input_gradient, weight_gradient = (
+            _per_stage("input_gradient", self.input_gradient, num_stages),
+            _per_stage("weight_gradient", self.weight_gradient, num_stages),
+        )
+        both = tuple(map(sum, zip(input_gradient, weight_gradient, strict=True)))
+        return {
+            Kind.FORWARD: _per_stage("forward", self.forward, num_stages),
+            Kind.BACKWARD: both if self.backward is None else _per_stage("backward", self.backward, num_stages),
+            Kind.INPUT_GRADIENT: input_gradient,
+            Kind.WEIGHT_GRADIENT: weight_gradient,
+        }
+
+    def activations(self, num_stages: int) -> tuple[float, ...]:
+        """Return what every stage holds of a micro-batch.
+
+        Raises:
+            ConfigError: If there are numbers for another number of stages.
+        """
+        return _per_stage("activation", self.activation, num_stages)
+
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs when every action takes one tick and messages take none."""
+    """What a step costs by a schedule, in the units of the :class:`Costs`."""
 
-    ticks: int
-    """Length of the step."""
+    step_time: float
+    """From the first action's start to the last one's end."""
     bubble: float
-    """Idle share of all coordinates' ticks, 0 to 1."""
+    """Idle share of all coordinates' time, 0 to 1."""
     peak_in_flight: tuple[int, ...]
     """For each coordinate: the most (stage, micro-batch) activations it holds at once."""
+    peak_activations: tuple[float, ...]
+    """For each coordinate: the most memory it holds in activations."""
+    spans: Mapping[Action, tuple[float, float]]
+    """Start and end of every action."""
 
 
 def validate(schedule: Schedule) -> None:
@@ -38,28 +101,53 @@ def validate(schedule: Schedule) -> None:
             are received in another order than sent; if a coordinate waits forever (the message says at what, for what).
     """
     _check_complete(schedule)
-    _finish_ticks(schedule)
+    _execute(schedule, Costs())
     _check_channels(schedule)
 
 
-def simulate(schedule: Schedule) -> Simulation:
-    """Execute a table tick by tick.
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Execute a table on paper: every action starts as soon as its coordinate is free and what it needs has arrived.
+
+    Args:
+        schedule: The table.
+        costs: What actions take; None: F, I and W one unit each, B two, messages nothing.
 
     Raises:
-        ConfigError: If a coordinate waits forever.
+        ConfigError: If a coordinate waits forever, or the costs are for another number of stages.
     """
-    ticks = max(_finish_ticks(schedule).values(), default=0)
-    work = sum(map(len, schedule.actions))
-    bubble = 1 - work / (ticks * len(schedule.actions)) if ticks else 0.0
-    return Simulation(ticks, bubble, tuple(map(_peak_in_flight, schedule.actions)))
+    costs = costs or Costs()
+    spans = _execute(schedule, costs)
+    step_time = max((end for _, end in spans.values()), default=0.0)
+    busy = sum(end - start for start, end in spans.values())
+    bubble = 1 - busy / (step_time * len(schedule.actions)) if step_time else 0.0
+    units, weights = (1.0,) * schedule.placement.num_stages, costs.activations(schedule.placement.num_stages)
+    return Simulation(
+        step_time,
+        bubble,
+        tuple(round(_peak(row, units)) for row in schedule.actions),
+        tuple(_peak(row, weights) for row in schedule.actions),
+        spans,
+    )
 
 
-def _peak_in_flight(actions: tuple[Action, ...]) -> int:
-    held = peak = 0
-    for action in actions:
-        # The first half of a split backward frees nothing: the second still needs the activations.
-        held += {Kind.FORWARD: 1, Kind.INPUT_GRADIENT: 0}.get(action.kind, -1)
-        peak = max(peak, held)
+def _per_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]:
+    if not isinstance(value, tuple):
+        return (float(value),) * num_stages
+    if len(value) != num_stages:
+        raise ConfigError(
+            f"cost {name} has {len(value)} numbers, and there are {num_stages} stages. Give one for each stage, or one for all."
+        )
+    return value
+
+
+def _peak(actions: tuple[Action, ...], weights: tuple[float, ...]) -> float:
+    held = peak = 0.0
+    for stage, kind, _ in actions:
+        if kind is Kind.FORWARD:
+            held += weights[stage]
+            peak = max(peak, held)
+        elif kind is not Kind.INPUT_GRADIENT:  # which frees nothing: the weight gradient still needs the activations
+            held -= weights[stage]
     return peak
 
 
@@ -123,11 +211,13 @@ def _check_channels(schedule: Schedule) -> None:
                 )
 
 
-def _finish_ticks(schedule: Schedule) -> dict[Action, int]:
-    """Return the tick at the end of which each action is done; wakes a coordinate when what it waits for is done."""
-    finished: dict[Action, int] = {}
+def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
+    """Return start and end of each action; a coordinate is woken when what it waits for is done."""
+    spans: dict[Action, tuple[float, float]] = {}
+    holders, num_stages = schedule.placement.coordinates, schedule.placement.num_stages
+    durations, communication = costs.durations(num_stages), costs.communication
     present = {action for row in schedule.actions for action in row}
-    position, clock = [0] * len(schedule.actions), [0] * len(schedule.actions)
+    position, clock = [0] * len(schedule.actions), [0.0] * len(schedule.actions)
     waiting: dict[Action, list[int]] = defaultdict(list)
     runnable = list(range(len(schedule.actions)))
     while runnable:
@@ -135,20 +225,24 @@ def _finish_ticks(schedule: Schedule) -> dict[Action, int]:
         row = schedule.actions[coordinate]
         while position[coordinate] < len(row):
             action = row[position[coordinate]]
-            needs = _needs(action, present, schedule.placement.num_stages)
-            missing = next((need for need in needs if need not in finished), None)
-            if missing is not None:
-                waiting[missing].append(coordinate)
-                break
-            clock[coordinate] = 1 + max([clock[coordinate], *(finished[need] for need in needs)])
-            finished[action] = clock[coordinate]
-            position[coordinate] += 1
-            runnable.extend(waiting.pop(action, ()))
+            start = clock[coordinate]
+            for need in _needs(action, present, num_stages):
+                if need not in spans:
+                    waiting[need].append(coordinate)
+                    break
+                start = max(start, spans[need][1] + (communication if holders[need.stage] != coordinate else 0.0))
+            else:
+                clock[coordinate] = start + durations[action.kind][action.stage]
+                spans[action] = (start, clock[coordinate])
+                position[coordinate] += 1
+                runnable.extend(waiting.pop(action, ()))
+                continue
+            break
     if waiting:
         stuck = sorted((coordinate, need) for need, coordinates in waiting.items() for coordinate in coordinates)
         waits = "; ".join(f"pp rank {c} waits at {schedule.actions[c][position[c]]} for {need}" for c, need in stuck)
         raise ConfigError(f"schedule {schedule.name} deadlocks: {waits}. Move what is waited for ahead of what waits.")
-    return finished
+    return spans
 
 
 def _needs(action: Action, present: set[Action], num_stages: int) -> tuple[Action, ...]:

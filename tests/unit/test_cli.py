@@ -71,7 +71,7 @@ def _made(args: list[str]) -> LightningCLI:
 
 def test_help_lists_the_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "megatron_lightning", "--help"], capture_output=True, text=True, check=True)
-    for command in ("fit", "validate", "test", "predict", "preprocess", "generate", "checkpoint"):
+    for command in ("fit", "validate", "test", "predict", "preprocess", "generate", "checkpoint", "schedule"):
         assert f"\n  {command} " in result.stdout
 
 

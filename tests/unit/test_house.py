@@ -25,6 +25,10 @@ PURE = (
     "megatron_lightning.pipeline.simulate",
     "megatron_lightning.pipeline.partition",
     "megatron_lightning.pipeline.layouts",
+    "megatron_lightning.pipeline.formulas",
+    "megatron_lightning.pipeline.picture",
+    "megatron_lightning.pipeline.trace",
+    "megatron_lightning.pipeline.report",
 )
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray", "ContextVar", "local"}
 READ_ONLY_TYPES = {"Mapping", "Sequence", "Set", "Collection"}  # mypy refuses to change such a name

@@ -68,7 +68,7 @@ def test_bubble_and_memory_follow_the_formulas(num_coordinates: int, num_microba
         simulate.validate(schedules.forward_only(schedule))
         report = simulate.simulate(schedule)
         assert report.bubble == pytest.approx(bubble)
-        assert report.ticks == 2 * (num_microbatches + num_coordinates - 1)
+        assert report.step_time == 3 * (num_microbatches + num_coordinates - 1)
         held = [num_microbatches if name == "gpipe" else min(num_microbatches, c + 1) for c in range(num_coordinates)]
         assert list(report.peak_in_flight) == held
 
@@ -166,7 +166,7 @@ def test_zero_bubble_has_a_third_of_the_bubble_in_the_same_memory(num_coordinate
                 name, num_coordinates=num_coordinates, num_microbatches=num_microbatches, num_chunks=chunks
             )
             report = simulate.simulate(schedule)
-            assert report.ticks == 3 * chunks * num_microbatches + num_coordinates - 1
+            assert report.step_time == 3 * chunks * num_microbatches + num_coordinates - 1
             assert max(report.peak_in_flight) == chunks * num_coordinates
 
 

@@ -86,7 +86,7 @@ def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1
             )
         schedule = one_f_one_b(num_coordinates, num_microbatches)
         return Schedule("interleaved", schedule.placement, num_microbatches, schedule.actions)
-    size = _fitting_sizes(num_coordinates, num_microbatches)[0] if group_size is None else group_size
+    size = smallest_group_size(num_coordinates, num_microbatches) if group_size is None else group_size
     if size < num_coordinates:
         raise ConfigError(
             f"microbatch_group_size_per_vp_stage is {size}, below the {num_coordinates} pipeline ranks: the first would wait "
@@ -113,6 +113,11 @@ def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1
     schedule = Schedule("interleaved", placement, num_microbatches, actions)
     _check_groups(schedule, size)
     return schedule
+
+
+def smallest_group_size(num_coordinates: int, num_microbatches: int) -> int:
+    """Return the N that the interleaved schedule chooses."""
+    return _fitting_sizes(num_coordinates, num_microbatches)[0]
 
 
 def _always_runs(num_coordinates: int, num_microbatches: int, group_size: int) -> bool:

@@ -1,0 +1,232 @@
+"""The command ``megatron-lightning schedule``: what a schedule looks like, costs and holds, before it runs. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.formulas import expected
+from megatron_lightning.pipeline.picture import Panel, chrome_trace, draw, svg, write_png
+from megatron_lightning.pipeline.schedules import SCHEDULES, resolve
+from megatron_lightning.pipeline.simulate import Costs, PerStage, Simulation, simulate
+from megatron_lightning.pipeline.trace import Timeline, read_timeline
+
+
+def describe_schedule(
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int = 1,
+    schedule: str = "auto",
+    microbatch_group_size: int | None = None,
+    forward: Sequence[float] = (1.0,),
+    input_gradient: Sequence[float] = (1.0,),
+    weight_gradient: Sequence[float] = (1.0,),
+    communication: float = 0.0,
+    compare: bool = False,
+    trace: str | None = None,
+    output: str = ".",
+) -> str:
+    """Show a pipeline schedule: its table, bubble and memory; write its picture and a trace for Chrome's viewer.
+
+    Args:
+        ranks: Pipeline ranks.
+        microbatches: Micro-batches of a step.
+        chunks: Model chunks on each pipeline rank.
+        schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", a CSV file, or the class path of a function.
+        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved schedule.
+        forward: Time of a micro-batch's forward on the layers of one pipeline rank, divided among its chunks; several numbers:
+            on every stage.
+        input_gradient: Time of the gradient of the input, likewise.
+        weight_gradient: Time of the gradient of the weights, likewise.
+        communication: Time of a message between two ranks.
+        compare: Show all schedules side by side, those with several chunks with ``chunks`` (or 2).
+        trace: Directory of an executed timeline, to be laid beside the simulated one; nothing else needs to be given then.
+        output: Directory for the picture (SVG and PNG) and the Chrome trace.
+
+    Returns:
+        What is to be printed.
+
+    Raises:
+        ConfigError: If the schedule cannot run with these numbers.
+        DataError: If the trace cannot be read.
+    """
+    if trace is not None:
+        return _executed(read_timeline(trace), trace, Path(output))
+    if ranks is None or microbatches is None:
+        raise ConfigError(
+            f"ranks is {ranks} and microbatches is {microbatches}; a schedule is for numbers of both. Set --ranks and "
+            "--microbatches, or --trace."
+        )
+
+    def costs(placement: Placement) -> Costs:
+        share = placement.num_coordinates / placement.num_stages
+
+        def of_stages(times: Sequence[float]) -> PerStage:
+            return times[0] * share if len(times) == 1 else tuple(times)
+
+        return Costs(
+            forward=of_stages(forward),
+            input_gradient=of_stages(input_gradient),
+            weight_gradient=of_stages(weight_gradient),
+            communication=communication,
+            activation=share,
+        )
+
+    if compare:
+        names = {name: max(chunks, 2) if name == "interleaved" else 2 if name == "zbv" else 1 for name in SCHEDULES}
+        tables = [resolve(name, num_coordinates=ranks, num_chunks=n).table(microbatches) for name, n in names.items()]
+        return _compared(tables, [costs(table.placement) for table in tables], Path(output))
+    choice = resolve(schedule, num_coordinates=ranks, num_chunks=chunks, microbatch_group_size=microbatch_group_size)
+    table = choice.table(microbatches)
+    head = f"schedule {choice}: {_sizes(table)}"
+    return "\n".join([head, "", *_one(table, costs(table.placement), microbatch_group_size, Path(output))])
+
+
+def _one(schedule: Schedule, costs: Costs, group_size: int | None, output: Path) -> Iterable[str]:
+    simulation, formula = simulate(schedule, costs), expected(schedule, costs, group_size)
+    for coordinate, row in enumerate(schedule.actions):
+        yield f"pp rank {coordinate}: {' '.join(map(str, row))}"
+    rows = [["", "simulated"], ["step time", _number(simulation.step_time)], ["bubble", _percent(simulation.bubble)]]
+    shares = [_number(peak) for peak in simulation.peak_activations]
+    rows += [[f"activations held by pp rank {coordinate}", share] for coordinate, share in enumerate(shares)]
+    if formula is not None:
+        share = costs.activations(schedule.placement.num_stages)[0]
+        columns = [formula.step_time, None, *(peak * share for peak in formula.peak_in_flight)]
+        given = [
+            _number(value) if value is not None else _percent(_idle(schedule, simulation, formula.step_time))
+            for value in columns
+        ]
+        rows = [[*row, value] for row, value in zip(rows, ["formula", *given], strict=True)]
+        rows[1].append(formula.formula)
+    yield from ("", *_aligned(rows))
+    yield "Activations are counted in micro-batches on all layers of one rank."
+    if formula is None:
+        yield "There is no formula for this schedule with these numbers."
+    panel = Panel(
+        f"{schedule.name}: {_sizes(schedule)}, bubble {_percent(simulation.bubble)}", schedule.placement, simulation.spans
+    )
+    chunks = schedule.placement.num_stages // schedule.placement.num_coordinates
+    sizes = f"p{schedule.placement.num_coordinates}-c{chunks}-m{schedule.num_microbatches}"
+    yield _write([panel], output / f"schedule-{schedule.name}-{sizes}")
+
+
+def _compared(tables: Sequence[Schedule], costs: Sequence[Costs], output: Path) -> str:
+    simulations = [simulate(table, cost) for table, cost in zip(tables, costs, strict=True)]
+    rows = [["schedule", "chunks", "step time", "bubble", "by formula", "most activations", "messages"]]
+    panels = []
+    for table, cost, simulation in sorted(zip(tables, costs, simulations, strict=True), key=lambda entry: entry[2].step_time):
+        formula = expected(table, cost)
+        placement = table.placement
+        rows.append(
+            [
+                table.name,
+                str(placement.num_stages // placement.num_coordinates),
+                _number(simulation.step_time),
+                _percent(simulation.bubble),
+                "-" if formula is None else _percent(_idle(table, simulation, formula.step_time)),
+                _number(max(simulation.peak_activations)),
+                str(_num_messages(table)),
+            ]
+        )
+        panels.append(Panel(f"{table.name}: bubble {_percent(simulation.bubble)}", placement, simulation.spans))
+    num_ranks, num_microbatches = len(tables[0].actions), tables[0].num_microbatches
+    written = _write(panels, output / f"schedules-p{num_ranks}-m{num_microbatches}")
+    head = (
+        f"{num_ranks} pipeline ranks, {num_microbatches} micro-batches; activations in micro-batches on all layers of one rank"
+    )
+    return "\n".join([head, "", *_aligned(rows), "", written])
+
+
+def _executed(timeline: Timeline, source: str, output: Path) -> str:
+    """Lay an executed step beside the simulation of its table with the times that its actions took on average."""
+    schedule, costs = timeline.schedule, timeline.costs()
+    simulation = simulate(schedule, costs)
+    step_times = (max(end for _, end in timeline.spans.values()), simulation.step_time)
+    both = (timeline.spans, simulation.spans)
+
+    def idle(row: Iterable[Action], count: int = 1) -> list[str]:
+        actions = tuple(row)
+        work = [sum(spans[action][1] - spans[action][0] for action in actions) for spans in both]
+        return [_percent(1 - busy / (total * count)) for busy, total in zip(work, step_times, strict=True)]
+
+    bubbles = idle(timeline.spans, len(schedule.actions))
+    rows = [
+        ["", "executed", "simulated"],
+        ["step time, ms", *(_number(1e3 * time) for time in step_times)],
+        ["bubble", *bubbles],
+    ]
+    for coordinate, row in enumerate(schedule.actions):
+        rows.append([f"idle time of pp rank {coordinate} (rank {timeline.ranks[coordinate]})", *idle(row)])
+    durations = costs.durations(schedule.placement.num_stages)
+    kinds = [kind for kind in Kind if any(action.kind is kind for action in timeline.spans)]
+    means = [["mean ms of", *(kind.value for kind in kinds)]]
+    for stage in range(schedule.placement.num_stages):
+        means.append([f"stage {stage}", *(_number(1e3 * durations[kind][stage]) for kind in kinds)])
+    panels = [
+        Panel(f"{name}: {1e3 * time:.1f} ms, bubble {bubble}", schedule.placement, _milliseconds(spans))
+        for name, time, bubble, spans in zip(
+            ("executed", "simulated with the same times"), step_times, bubbles, both, strict=True
+        )
+    ]
+    head = f"{source}: {_sizes(schedule)}; the simulation has no messages and no host work between the actions"
+    return "\n".join([head, "", *_aligned(rows), "", *_aligned(means), "", _write(panels, output / "executed", " ms")])
+
+
+def _milliseconds(spans: Mapping[Action, tuple[float, float]]) -> Mapping[Action, tuple[float, float]]:
+    return {action: (1e3 * start, 1e3 * end) for action, (start, end) in spans.items()}
+
+
+def _sizes(schedule: Schedule) -> str:
+    placement = schedule.placement
+    chunks = placement.num_stages // placement.num_coordinates
+    return (
+        f"{placement.num_coordinates} pipeline ranks x {chunks} {'chunk' if chunks == 1 else 'chunks'}, "
+        f"{schedule.num_microbatches} micro-batches"
+    )
+
+
+def _idle(schedule: Schedule, simulation: Simulation, step_time: float) -> float:
+    work = sum(end - start for start, end in simulation.spans.values())
+    return 1 - work / (step_time * len(schedule.actions))
+
+
+def _num_messages(schedule: Schedule) -> int:
+    """Count what is sent between ranks in a step: outputs forward and gradients backward."""
+    holders = schedule.placement.coordinates
+    return 2 * schedule.num_microbatches * sum(first != second for first, second in pairwise(holders))
+
+
+def _write(panels: Sequence[Panel], path: Path, unit: str = "") -> str:
+    """Write picture and Chrome trace; return the line that says where."""
+    scene = draw(panels, unit)
+    paths = [Path(f"{path}{suffix}") for suffix in (".svg", ".png", ".trace.json")]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        paths[0].write_text(svg(scene), encoding="utf-8")
+        write_png(scene, paths[1])
+        paths[2].write_text(chrome_trace(panels), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"output is {path.parent}, where the picture cannot be written: {error}. Set it to a folder."
+        ) from error
+    return f"written: {', '.join(map(str, paths))}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Return the rows as lines, the first column left-justified and the others, but for remarks, to the right."""
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))]
+        yield "  ".join(cells).rstrip()

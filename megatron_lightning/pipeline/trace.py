@@ -1,0 +1,134 @@
+"""The executed timeline of a pipeline step as files: one of JSON lines for each rank. No torch here.
+
+A line is ``{"rank": 3, "stage": 1, "action": "F", "microbatch": 0, "start_s": 0.0123, "end_s": 0.0312}``: the global rank, what
+it did (see :class:`~megatron_lightning.pipeline.actions.Kind`) and when, in seconds since a moment common to all ranks. A line
+may also tell the ``"step"``; of several steps the last is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.simulate import Costs
+
+PATTERN = "*.jsonl"
+"""Names of the files."""
+
+
+class Executed(NamedTuple):
+    """One executed action."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the ranks of one pipeline did in one step."""
+
+    schedule: Schedule
+    """The actions as they were executed."""
+    spans: Mapping[Action, tuple[float, float]]
+    """Start and end of every action in seconds; the first starts at 0."""
+    ranks: tuple[int, ...]
+    """Global rank of each pipeline coordinate."""
+
+    def costs(self) -> Costs:
+        """Return how long the actions of every stage took on average."""
+        stages = range(self.schedule.placement.num_stages)
+
+        def mean(kind: Kind, missing: float = 0.0) -> tuple[float, ...]:
+            lengths: list[list[float]] = [[] for _ in stages]
+            for action, (start, end) in self.spans.items():
+                if action.kind is kind:
+                    lengths[action.stage].append(end - start)
+            return tuple(fmean(of_stage) if of_stage else missing for of_stage in lengths)
+
+        return Costs(
+            forward=mean(Kind.FORWARD),
+            backward=mean(Kind.BACKWARD),
+            input_gradient=mean(Kind.INPUT_GRADIENT),
+            weight_gradient=mean(Kind.WEIGHT_GRADIENT),
+        )
+
+
+def trace_lines(executed: Iterable[Executed]) -> str:
+    """Return the lines of a rank's file."""
+    return "".join(
+        json.dumps(
+            {
+                "rank": rank,
+                "step": step,
+                "stage": action.stage,
+                "action": action.kind.value,
+                "microbatch": action.microbatch,
+                "start_s": start_s,
+                "end_s": end_s,
+            }
+        )
+        + "\n"
+        for rank, action, start_s, end_s, step in executed
+    )
+
+
+def read_timeline(directory: str) -> Timeline:
+    """Return the last recorded step of the first of a run's pipelines.
+
+    Where several ranks have the same stages (tensor- and data-parallel ones), the lowest stands for them.
+
+    Raises:
+        ConfigError: If there is no such directory, or no trace in it.
+        DataError: If a file holds something else, or the ranks do not make up a pipeline.
+    """
+    files = sorted(Path(directory).glob(PATTERN))
+    if not files:
+        raise ConfigError(f"there is no trace ({PATTERN}) in {directory}. Name the directory that the run's callback wrote to.")
+    executed = [line for file in files for line in _read_file(file)]
+    if not executed:
+        raise DataError(f"the traces in {directory} are empty. Record a step, and let the run end in order.")
+    last = max(line.step for line in executed)
+    rows: dict[int, list[Executed]] = {}
+    for line in executed:
+        if line.step == last:
+            rows.setdefault(line.rank, []).append(line)
+    first_of: dict[frozenset[int], int] = {}
+    for rank in sorted(rows):
+        first_of.setdefault(frozenset(line.action.stage for line in rows[rank]), rank)
+    return _timeline(directory, {rank: rows[rank] for rank in sorted(first_of.values())})
+
+
+def _timeline(directory: str, rows: Mapping[int, list[Executed]]) -> Timeline:
+    ordered = [sorted(row, key=lambda line: line.start_s) for row in rows.values()]
+    holders = {line.action.stage: coordinate for coordinate, row in enumerate(ordered) for line in row}
+    if sorted(holders) != list(range(len(holders))):
+        stages = ", ".join(map(str, sorted(holders)))
+        raise DataError(f"the traces in {directory} are of the stages {stages} only. Copy the files of all ranks there.")
+    try:
+        placement = Placement(tuple(holders[stage] for stage in range(len(holders))))
+    except ConfigError as error:
+        raise DataError(f"the traces in {directory} are not of one pipeline: {error}") from error
+    begin = min(line.start_s for row in ordered for line in row)
+    spans = {line.action: (line.start_s - begin, line.end_s - begin) for row in ordered for line in row}
+    num_microbatches = 1 + max(action.microbatch for action in spans)
+    actions = tuple(tuple(line.action for line in row) for row in ordered)
+    return Timeline(Schedule("executed", placement, num_microbatches, actions), spans, tuple(rows))
+
+
+def _read_file(path: Path) -> Iterable[Executed]:
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            action = Action(int(line["stage"]), Kind(line["action"]), int(line["microbatch"]))
+            yield Executed(int(line["rank"]), action, float(line["start_s"]), float(line["end_s"]), int(line.get("step", 0)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}, line {number}, is no executed action ({error!r}): {text[:80]!r}.") from error
