@@ -4,5 +4,6 @@ if __name__ != "megatron_lightning.callbacks":  # a second copy of these classes
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
+from megatron_lightning.callbacks.rescue import RescueCheckpoint
 
-__all__ = ["GradientNormMonitor"]
+__all__ = ["GradientNormMonitor", "RescueCheckpoint"]

@@ -17,11 +17,16 @@ import traceback
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning import compat
 
 _KEY = "failure"
 _STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
+
+
+class AgreedStop(SIGTERMException):
+    """All ranks end the run here and know it: none has failed, and none waits for another."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.failure import AgreedStop
 from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
@@ -310,7 +311,7 @@ class MegatronStrategy(MegatronCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one stops, so that nobody waits for it."""
         super().on_exception(exception)
-        if self._failure_watch is not None:
+        if self._failure_watch is not None and not isinstance(exception, AgreedStop):
             self._failure_watch.report(exception)
 
     def teardown(self) -> None:
