@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "finish_fsdp_backward",
     "keep_fsdp_gradients_in_reduce_dtype",
     "reduce_scatter",
+    "saved_tensors_hooks_in_force",
 ]
 
 
@@ -46,6 +48,13 @@ def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async
 def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:
     """Let ``parameter.grad`` have another dtype than the parameter, so that autograd adds bf16 gradients to an fp32 one."""
     parameter.grad_dtype = None
+
+
+def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the (pack, unpack) hooks that saved tensors go through now; hooks set inside them take their place, not a turn."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def default_store() -> Store:

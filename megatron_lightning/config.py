@@ -6,7 +6,7 @@ Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -310,3 +310,52 @@ class PipelineOptions:
                 f"{' and '.join(found)} are set; each is a way of its own to cut the model into stages. Set a layout, or the "
                 "layers of the first and last stage, or count embedding and loss."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeOptions:
+    """What the forward pass does not keep for the backward pass on the device, with Megatron's names.
+
+    Raises:
+        ConfigError: If the values contradict each other.
+    """
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Compute parts of each layer again (selective), whole layers (full), or nothing."""
+    recompute_modules: Sequence[str] = ("core_attn",)
+    """Selective: names of modules inside a layer (core_attn, mlp, layernorm, …), or dotted patterns of module paths. Of norms
+    and activation functions the output is dropped, of other modules all that they would save but their inputs."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Full: keep the input of every so many layers (uniform), or recompute so many layers of each stage one by one (block)."""
+    recompute_num_layers: int | None = None
+    """Full: that number of layers."""
+    recompute_layers: Sequence[str] = ("**.layers.*", "layers.*")
+    """Patterns of the paths of the layers."""
+    offload_modules: Sequence[str] = ()
+    """Names or patterns, as above, of modules whose saved tensors wait in the host's memory."""
+    offload_min_bytes: int = 1 << 20
+    """Smaller tensors stay on the device."""
+
+    def __post_init__(self) -> None:
+        granularity, method, count = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
+        if granularity not in (None, "selective", "full"):
+            raise ConfigError(f"recompute_granularity is {granularity!r}, which is unknown. Set selective, full, or nothing.")
+        if method not in (None, "uniform", "block"):
+            raise ConfigError(f"recompute_method is {method!r}, which is unknown. Set uniform or block.")
+        if granularity == "full" and (method is None or count is None):
+            raise ConfigError(
+                f"recompute_granularity=full with recompute_method={method} and recompute_num_layers={count}: which layers? "
+                "Set both, such as uniform and 1."
+            )
+        if granularity != "full" and (method is not None or count is not None):
+            raise ConfigError(
+                f"recompute_method={method} and recompute_num_layers={count} choose whole layers, and recompute_granularity is "
+                f"{granularity}. Set it to full, or leave both out."
+            )
+        if count is not None and count < 1:
+            raise ConfigError(f"recompute_num_layers is {count}; it counts layers. Set it to 1 or more.")
+        if granularity == "selective" and not self.recompute_modules:
+            raise ConfigError("recompute_modules is empty, and recompute_granularity is selective. Name a module.")
+        for name in ("recompute_modules", "recompute_layers", "offload_modules"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no list. Put it into brackets.")

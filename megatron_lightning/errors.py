@@ -31,5 +31,9 @@ class PipelineError(MegatronLightningError, RuntimeError):
     """A pipeline step that broke its contract; the message names rank, stage, action and micro-batch."""
 
 
+class RecomputeError(MegatronLightningError, RuntimeError):
+    """An activation that cannot be computed again as it was."""
+
+
 class WorkerFailedError(MegatronLightningError, RuntimeError):
     """Another rank of the job died or raised; the message names it."""

@@ -68,6 +68,12 @@ class Assembly:
     stage_of: dict[str, int] = field(default_factory=dict)
     """Name of a parameter -> the one stage of this rank that uses it; parameters that several may use are absent."""
 
+    @property
+    def own_stages(self) -> list[list[str]]:
+        """Prefixes of the units of each of this rank's stages; empty with one stage."""
+        stages = sorted(set(self.stage_of_unit.values()))
+        return [[unit for unit, stage in self.stage_of_unit.items() if stage == own] for own in stages]
+
     def in_unit(self, name: str) -> bool:
         """Return whether a parameter or buffer belongs to a pipeline unit, so that only this pipeline rank holds it."""
         return self.unit_stage(name) is not None
@@ -76,6 +82,11 @@ class Assembly:
         """Return the stage of the unit that a parameter or buffer belongs to; None: it is outside of the units."""
         stages = self.stage_of_unit.items()
         return next((stage for prefix, stage in stages if name == prefix or name.startswith(f"{prefix}.")), None)
+
+
+def is_assembled(module: pl.LightningModule) -> bool:
+    """Return whether the module has been reduced to a rank's part already."""
+    return "_megatron_mark" in module.__dict__
 
 
 def can_be_cut(module: pl.LightningModule) -> bool:

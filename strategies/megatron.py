@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import CheckpointOptions, DataParallel, DataParallelOptions, PipelineOptions
+from megatron_lightning.config import CheckpointOptions, DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -65,6 +65,8 @@ class MegatronStrategy(MegatronCheckpoints):
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks; "fsdp": shard
             gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
+        recompute: What the forward pass does not keep for the backward pass, but computes again or keeps on the host; None: it
+            keeps everything.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
             ``sharding_plan()`` of its own.
@@ -92,6 +94,7 @@ class MegatronStrategy(MegatronCheckpoints):
         pipeline_options: PipelineOptions | None = None,
         data_parallel: DataParallel = "zero1",
         data_parallel_options: DataParallelOptions | None = None,
+        recompute: RecomputeOptions | None = None,
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | None = None,
         checkpoint_options: CheckpointOptions | None = None,
@@ -121,6 +124,7 @@ class MegatronStrategy(MegatronCheckpoints):
             pipeline_options=cut,
             data_parallel=data_parallel,
             data_parallel_options=data_parallel_options,
+            recompute=recompute,
             sharding_plan=sharding_plan,
             start_method=start_method,
             process_group_backend=process_group_backend,

@@ -16,15 +16,16 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions
+from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.recompute import apply_recompute, check_patterns
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch
+from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch, is_assembled
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.environment import MegatronEnvironment
 from megatron_lightning.strategies.gradients import GradientFlow
@@ -51,6 +52,7 @@ class MegatronSteps(MegatronEnvironment):
         pipeline_options: How the model is cut into stages.
         data_parallel: What the data-parallel ranks share of gradients and optimizer state.
         data_parallel_options: How they lie on those ranks and travel; None: the defaults.
+        recompute: What the forward pass does not keep for the backward pass; None: it keeps everything.
         sharding_plan: Tensor-parallel table of a model that has no ``sharding_plan()`` of its own.
         start_method: See :class:`MegatronEnvironment`.
         process_group_backend: See :class:`MegatronEnvironment`.
@@ -66,6 +68,7 @@ class MegatronSteps(MegatronEnvironment):
         pipeline_options: PipelineOptions,
         data_parallel: DataParallel,
         data_parallel_options: DataParallelOptions | None,
+        recompute: RecomputeOptions | None,
         sharding_plan: ShardingPlan | None,
         start_method: StartMethod,
         process_group_backend: str | None,
@@ -74,6 +77,7 @@ class MegatronSteps(MegatronEnvironment):
         super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
         self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
         self.data_parallel_options = data_parallel_options or DataParallelOptions()
+        self.recompute = recompute or RecomputeOptions()
         self.pipeline_schedule, self.pipeline_options = schedule, pipeline_options
         self.consumed_samples = 0
         """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
@@ -117,7 +121,10 @@ class MegatronSteps(MegatronEnvironment):
 
     def _assemble(self) -> None:
         placement, options = self.pipeline_schedule.placement, self.pipeline_options
+        if not is_assembled(self.module):
+            check_patterns(self.module, self.recompute)
         self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
+        apply_recompute(self.module, self.recompute, stages=self._assembly.own_stages)
 
     @property
     def assembly(self) -> Assembly:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,12 +77,21 @@ class TransformerBlock(nn.Module):
         rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base) if rope else None
         self.layers = nn.ModuleDict({str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)})
         self.final_layernorm: nn.Module | None = build_norm(config, config.hidden_size)
+        self.layers_at_once = 1
+        """How many layers one call of :meth:`run_layers` runs; more when they are recomputed together."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h] through the units that are present."""
-        for layer in self.layers.values():
-            hidden = layer(hidden, position_ids)
+        layers = list(self.layers.values())
+        for start in range(0, len(layers), self.layers_at_once):
+            hidden = self.run_layers(layers[start : start + self.layers_at_once], hidden, position_ids)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
+
+    def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Map [s, b, h] to [s, b, h] through some of the layers."""
+        for layer in layers:
+            hidden = layer(hidden, position_ids)
+        return hidden
 
 
 class GPTModel(nn.Module):

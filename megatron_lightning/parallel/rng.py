@@ -12,7 +12,7 @@ Code outside layers draws from torch's default generator, which all ranks of a m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -28,6 +28,19 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+class _Replay(AbstractContextManager[None]):
+    def __init__(self, streams: RngStreams, states: dict[str, torch.Tensor]) -> None:
+        self._streams, self._then = streams, states
+        self._outside: list[dict[str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._outside.append(self._streams._states)
+        self._streams._states = dict(self._then)
+
+    def __exit__(self, *exception: object) -> None:
+        self._streams._states = self._outside.pop()
 
 
 class RngStreams:
@@ -57,6 +70,10 @@ class RngStreams:
         finally:
             self._states[name] = get_generator_state(self.device)
             set_generator_state(self.device, outside)
+
+    def replay(self) -> AbstractContextManager[None]:
+        """Return a block, to be entered any number of times, inside which the streams draw as they would have from now on."""
+        return _Replay(self, dict(self._states))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of every stream's state."""

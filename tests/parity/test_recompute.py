@@ -1,0 +1,71 @@
+"""Recomputation under tensor, sequence, pipeline and data parallelism: losses and norms are bit-equal to those without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+STEPS, BATCH, SEQUENCE, VOCABULARY = 2, 4, 8, 30
+OPTIONS: dict[str, RecomputeOptions | None] = {
+    "none": None,
+    "uniform": RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "block": RecomputeOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "selective": RecomputeOptions(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]),
+    "offload": RecomputeOptions(offload_modules=["mlp"], offload_min_bytes=0),
+}
+
+
+def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[float], list[float], float]:
+    pl.seed_everything(3)
+    config = TransformerConfig(
+        num_layers=6, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        init_method_std=0.1, hidden_dropout=dropout, attention_dropout=dropout,
+    )  # fmt: skip
+    text = torch.randint(0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
+    record = Losses()
+    fit = trainer(
+        MegatronStrategy(recompute=OPTIONS[kind], **layout),
+        max_steps=STEPS,
+        callbacks=[record],
+        gradient_clip_val=1.0,
+        limit_val_batches=1,
+        val_check_interval=1,
+    )
+    module = GPTLightningModule(config, learning_rate=1e-2)
+    fit.fit(module, DataLoader(rows, batch_size=BATCH), DataLoader(rows, batch_size=BATCH))
+    return record.losses, record.norms, float(fit.callback_metrics["val_loss"])
+
+
+def _compare(layout: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
+    return {(kind, dropout): _train(layout, kind, dropout) for kind in ["none", *kinds] for dropout in (0.0, 0.2)}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "tp2-sp-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}, []),
+    "tp2-dp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, ["uniform", "selective"]),
+    "pp2-vpp2-dp2": (
+        4,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+        ["uniform", "block"],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bit_equal_under_every_axis(layout: str) -> None:
+    world, options, kinds = LAYOUTS[layout]
+    for results in run_ranks(world, _compare, options, kinds or list(OPTIONS)[1:], timeout_s=110):
+        for (kind, dropout), found in results.items():
+            assert found == results["none", dropout], kind
+        assert results["none", 0.0] != results["none", 0.2]
