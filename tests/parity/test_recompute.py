@@ -25,7 +25,22 @@ OPTIONS: dict[str, RecomputeOptions | None] = {
 }
 
 
-def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[float], list[float], float]:
+class _Calls(pl.Callback):
+    """Counts how often the attention of this rank's layers runs in training."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for name, child in module.named_modules():
+            if name.endswith(".linear_qkv"):
+                child.register_forward_hook(self._note)
+
+    def _note(self, child: torch.nn.Module, *_: Any) -> None:
+        self.count += child.training
+
+
+def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[float], list[float], float, int]:
     pl.seed_everything(3)
     config = TransformerConfig(
         num_layers=6, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
@@ -33,18 +48,18 @@ def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[floa
     )  # fmt: skip
     text = torch.randint(0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
-    record = Losses()
+    record, calls = Losses(), _Calls()
     fit = trainer(
         MegatronStrategy(recompute=OPTIONS[kind], **layout),
         max_steps=STEPS,
-        callbacks=[record],
+        callbacks=[record, calls],
         gradient_clip_val=1.0,
         limit_val_batches=1,
         val_check_interval=1,
     )
     module = GPTLightningModule(config, learning_rate=1e-2)
     fit.fit(module, DataLoader(rows, batch_size=BATCH), DataLoader(rows, batch_size=BATCH))
-    return record.losses, record.norms, float(fit.callback_metrics["val_loss"])
+    return record.losses, record.norms, float(fit.callback_metrics["val_loss"]), calls.count
 
 
 def _compare(layout: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
@@ -59,6 +74,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2},
         ["uniform", "block"],
     ),
+    "tp2-pp2-zb-h1": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "micro_batch_size": 1,
+            "pipeline_schedule": "zb-h1",
+        },
+        ["uniform", "selective"],
+    ),
+    "fsdp2": (2, {"data_parallel": "fsdp"}, ["uniform", "selective"]),
 }
 
 
@@ -67,5 +93,9 @@ def test_bit_equal_under_every_axis(layout: str) -> None:
     world, options, kinds = LAYOUTS[layout]
     for results in run_ranks(world, _compare, options, kinds or list(OPTIONS)[1:], timeout_s=110):
         for (kind, dropout), found in results.items():
-            assert found == results["none", dropout], kind
+            *numbers, calls = found
+            *expected, once = results["none", dropout]
+            assert numbers == expected, kind
+            # every forward runs once more for its backward, also where weight gradients are put off
+            assert calls == once * (2 if kind == "uniform" else 1) or kind == "block"
         assert results["none", 0.0] != results["none", 0.2]
