@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from megatron_lightning.checkpoint import TensorShards, save_sharded
 from megatron_lightning.cli import main
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.models import GPTModel, llama_hf_plan
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.layouts import parse_layout
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -163,10 +166,21 @@ def test_the_reader_of_the_docs_reads_a_checkpoint(tmp_path: Path, capsys: pytes
         reader["main"](folder)
 
 
-def test_the_schedule_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    [program] = blocks((ROOT / "docs" / "pipeline.md").read_text(), "python")
+def test_the_schedules_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    [program], [shell] = blocks(page, "python"), blocks(page, "bash")
     exec(program, {})
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    step_time, bubble, peaks = capsys.readouterr().out.split(maxsplit=2)
+    assert 57 < float(step_time) < 60 and 0.15 < float(bubble) < 0.2 and peaks == "(5, 7, 9, 11)\n"  # 57 without messages
+    monkeypatch.chdir(tmp_path)
+    for command in shell.splitlines():
+        main(shlex.split(command)[1:])
+    main(["schedule", "--ranks", "4", "--microbatches", "8", "--compare"])
+    assert (tmp_path / "schedules-p4-m8.svg").read_text() == (ROOT / "docs" / "schedules.svg").read_text()
+    [rows, options] = map(yaml.safe_load, blocks(page, "yaml"))
+    assert schedules.resolve(rows["pipeline_schedule"], num_coordinates=2).table(2)
+    assert set(options["pipeline_options"]) == {field.name for field in fields(PipelineOptions)}
+    parse_layout(options["pipeline_options"]["pipeline_model_parallel_layout"])
 
 
 def test_the_table_of_the_docs_is_the_one_of_the_package() -> None:
