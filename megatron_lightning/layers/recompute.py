@@ -16,7 +16,7 @@ are bit-equal to those without.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,10 @@ from megatron_lightning.layers.offload import offloaded
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.parallel.sharding import compile_pattern
 
-_ALIASES = {"core_attn": ("**.core_attention",), "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm")}
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "core_attn": ("**.core_attention",),
+    "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
+}
 _CHEAP = (nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.GELU, nn.ReLU)
 _OURS = "_megatron_recompute"
 
