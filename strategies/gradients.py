@@ -30,6 +30,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import FullyShardedReducer, ShardedUnits
+from megatron_lightning.optim.matrices import names_of_matrices
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.parallel.context import ParallelContext
@@ -84,7 +85,8 @@ class GradientFlow:
         trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
         specs, context, options = self._specs, self._context, self._options
         if self._units is None:
-            self.reducer = GradientReducer(trainable, specs, context, sharded=self._sharded, options=options)
+            whole = names_of_matrices(self._optimizers, trainable)
+            self.reducer = GradientReducer(trainable, specs, context, sharded=self._sharded, whole=whole, options=options)
         else:
             self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, options=options)
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
@@ -106,10 +108,11 @@ class GradientFlow:
         trainable = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
         if self._context.world_size == 1 or self.reducer.parameters.keys() >= set(trainable):
             return
-        if self._sharded or self._context.pp.size > 1:
+        if self._sharded or self._context.pp.size > 1 or any(view is not None and view.exchanged for view in self._views):
             raise ConfigError(
                 f"{len(trainable)} parameters are trainable, and {len(self.reducer.parameters)} were when training began. "
-                'Layers are frozen or unfrozen during fit only with data_parallel="ddp" and pipeline_model_parallel_size=1. '
+                'Layers are frozen or unfrozen during fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
+                "optimizer that steps the parameters themselves (fp32, no Muon, default data_parallel_options). "
                 "Set these, or choose what is trained before fit."
             )
         self.gather.detach()

@@ -61,6 +61,8 @@ class SelfAttention(nn.Module):
         self.head_dim, self.heads_per_group = config.head_dim, config.heads_per_group
         projected = config.num_attention_heads * config.head_dim
         self.linear_qkv = nn.Linear(config.hidden_size, config.qkv_rows, bias=config.add_bias_linear or config.add_qkv_bias)
+        rows = (config.heads_per_group * config.head_dim, config.head_dim, config.head_dim)
+        self.linear_qkv.fused_rows = rows  # type: ignore[assignment]
         self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.rotary = rotary

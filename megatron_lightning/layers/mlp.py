@@ -20,6 +20,8 @@ class MLP(nn.Module):
         self.gated = config.gated
         self.activation = nn.SiLU() if config.gated else nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
         self.linear_fc1 = nn.Linear(config.hidden_size, 2 * f if config.gated else f, bias=bias)
+        if config.gated:
+            self.linear_fc1.fused_rows = (f, f)  # type: ignore[assignment]
         self.linear_fc2 = nn.Linear(f, config.hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:

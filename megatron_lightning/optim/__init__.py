@@ -6,6 +6,7 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.optim.buckets import Bucket, Fragment
+    from megatron_lightning.optim.chained import ChainedOptimizer
     from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
     from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
     from megatron_lightning.optim.loss_scale import DynamicLossScale
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_DECAY",
     "Bucket",
+    "ChainedOptimizer",
     "DistributedOptimizer",
     "DynamicLossScale",
     "Fragment",
@@ -34,6 +36,7 @@ __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "Bucket": "megatron_lightning.optim.buckets",
+        "ChainedOptimizer": "megatron_lightning.optim.chained",
         "DistributedOptimizer": "megatron_lightning.optim.distributed",
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
         "Fragment": "megatron_lightning.optim.buckets",

@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import moments
 from megatron_lightning.optim.buckets import Bucket, Fragment, main_dtype
+from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.clipping import counts_once
 from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import Entry, Part, Pieces
+from megatron_lightning.optim.matrices import MatrixExchange, matrix_groups, require_whole, steps_matrices
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.parallel.context import AxisGroup
@@ -70,8 +72,8 @@ class DistributedOptimizer:
         gather: Gathers what was stepped; None: inside the step.
 
     Raises:
-        ConfigError: If gradients are sharded and the optimizer is not element-wise, or a trainable parameter is not part
-            of the module, so that its gradient would not be reduced.
+        ConfigError: If gradients are sharded and the optimizer is neither element-wise nor one of whole matrices, or a
+            trainable parameter is not part of the module, so that its gradient would not be reduced.
     """
 
     def __init__(
@@ -88,28 +90,31 @@ class DistributedOptimizer:
             [self._entry(parameter, group, f"param_groups.{i}.{j}") for j, parameter in enumerate(group["params"])]
             for i, group in enumerate(optimizer.param_groups)
         ]
+        self._exchanges = self._exchange_matrices()
         used = {entry.name for entry in self._all_entries()}
         self._buckets: list[Bucket] = [
             bucket for bucket in reversed(reducer.buckets) if bucket.sharded and not used.isdisjoint(bucket.names)
         ]
         if self._buckets or any(entry.sharded for entry in self._all_entries()):
-            require_elementwise(optimizer)
+            for member in members(optimizer):
+                if not steps_matrices(member):
+                    require_elementwise(member)
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
-            self._exchange(group, entries)
+            self._replace(group, entries)
         self._copied = [entry for entry in self._all_entries() if entry.copied]
         self._restored_masters: set[str] = set()
         if self._options.moments_dtype == "bf16":
             moments.warn_if_lost(optimizer)
-        if self._options.moments_dtype == "bf16" or self._options.optimizer_cpu_offload:
+        if self._exchanges or self._options.moments_dtype == "bf16" or self._options.optimizer_cpu_offload:
             optimizer.register_step_pre_hook(self._prepare_after_closure)
-        if self._buckets or self._copied or self._options.moments_dtype == "bf16":
+        if self.exchanged:
             optimizer.register_step_post_hook(lambda *_: self._finish_step())
 
     @property
     def exchanged(self) -> bool:
         """Whether the optimizer steps something else than the module's parameters, or does something around its steps."""
         sharded = any(entry.sharded for entry in self._all_entries())
-        return bool(sharded or self._copied or self._options.moments_dtype == "bf16")
+        return bool(sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16")
 
     def carriers(self) -> set[int]:
         """Return the ids of the tensors that carry the reduced gradients which the optimizer reads here."""
@@ -150,6 +155,23 @@ class DistributedOptimizer:
         entry.parts = [Part(target, place)]
         return entry
 
+    def _exchange_matrices(self) -> list[MatrixExchange]:
+        """Let the matrices that tensor-parallel ranks share, or that consist of several, be stepped whole."""
+        groups = {id(group) for group in matrix_groups(self.optimizer)}
+        shared, split = [], []
+        for entry in self._all_entries():
+            if id(entry.group) not in groups or entry.value is None or entry.name not in self._reducer.parameters:
+                continue
+            require_whole(entry, whole=tuple(entry.value.shape) == entry.spec.local_shape)
+            if "tp" in entry.spec.sharded_over:
+                shared.append(entry)
+            elif entry.spec.fused_rows:
+                split.append(entry)
+        context, device = self._reducer.context, torch.device("cpu") if self._options.optimizer_cpu_offload else None
+        alone = AxisGroup("self", (context.rank,), 0, None)
+        both = ((shared, context.tp), (split, alone))
+        return [MatrixExchange(entries, group, device) for entries, group in both if entries]
+
     def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
         context = self._reducer.context
         groups = [context.data_group(spec.grid), *(context.axis(axis, spec.grid) for axis in spec.partial_over)]
@@ -160,7 +182,7 @@ class DistributedOptimizer:
                 "set requires_grad before the optimizer is set up."
             )
 
-    def _exchange(self, group: dict[str, Any], entries: Sequence[Entry]) -> None:
+    def _replace(self, group: dict[str, Any], entries: Sequence[Entry]) -> None:
         """Put the targets into the group, and this rank's part of existing state beside them."""
         for parameter, entry in zip(group["params"], entries, strict=True):
             if parameter not in self.optimizer.state or any(part.target is parameter for part in entry.parts):
@@ -196,6 +218,8 @@ class DistributedOptimizer:
     def _prepare_step(self) -> None:
         if self._options.moments_dtype == "bf16":
             moments.widen(self.optimizer, self._targets())
+        for exchange in self._exchanges:
+            exchange.collect_gradients()
         if not self._options.optimizer_cpu_offload:
             return
         for entry in self._copied:
@@ -218,6 +242,8 @@ class DistributedOptimizer:
         if self._copied:
             values = [entry.value for entry in self._copied if entry.value is not None]
             torch._foreach_copy_(values, [entry.parts[0].target for entry in self._copied])
+        for exchange in self._exchanges:
+            exchange.distribute()
         self._gather.start(self._buckets)
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -294,6 +320,8 @@ class DistributedOptimizer:
         for entry in self._copied:
             if entry.global_name not in self._restored_masters and entry.value is not None:
                 entry.parts[0].target.copy_(entry.value)
+        for exchange in self._exchanges:
+            exchange.refresh(keep=self._restored_masters)
         for target in self._targets():
             state = self.optimizer.state.get(target, {})
             for key, value in state.items():
@@ -309,13 +337,13 @@ class DistributedOptimizer:
         spec, context = entry.spec, self._reducer.context
         groups = self._reducer.groups[spec.grid]
         sharers = groups.replicas if entry.sharded else groups.all
-        writes = entry.exchanged or counts_once(spec, context)
+        writes = counts_once(spec, context)
         value, target = values[0], entry.parts[0].target
         if value.shape == target.shape:
             pieces = [piece for part, v in zip(entry.parts, values, strict=True) for piece in part.place(v)]
             return StateTensor(entry.global_name, key, spec.global_shape, pieces, writes, sharers)
         if value.dim() == 0:  # every part has a copy; the holder of the first element writes
-            first = entry.start == 0 and (entry.exchanged or counts_once(replace(spec, sharded_over=()), context))
+            first = entry.start == 0 and counts_once(spec if entry.exchanged else replace(spec, sharded_over=()), context)
             copies: Pieces = [((), v) for v in (values if all_copies else values[:1])]
             return StateTensor(entry.global_name, key, (), copies, sharers.rank == 0 and first)
         whole = entry.value is not None and entry.value.shape == spec.global_shape

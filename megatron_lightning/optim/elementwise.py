@@ -1,7 +1,8 @@
 """Whether an optimizer treats every element by itself, so that it may step flat pieces of a matrix.
 
 An optimizer that looks at a parameter as a whole (a matrix factorisation, an orthogonalisation, a trust ratio) computes
-something else on a piece. The optimizers of torch that are element-wise are listed; any other is tried on a small matrix.
+something else on a piece; those that are known to (``matrices``) get whole matrices. The optimizers of torch that are
+element-wise are listed; any other is tried on a small matrix.
 """
 
 from __future__ import annotations

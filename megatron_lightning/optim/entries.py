@@ -52,7 +52,7 @@ class Entry:
     is_master: bool = False
     """Whether ``value`` itself is the fp32 master of a parameter that is used in lower precision."""
     exchanged: bool = False
-    """Whether the parts are matrices that one tensor-parallel rank steps for all."""
+    """Whether the parts are whole matrices, put together from what tensor-parallel ranks hold or split from fused weights."""
 
     @property
     def global_name(self) -> str:

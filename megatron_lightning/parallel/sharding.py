@@ -59,6 +59,9 @@ class ShardSpec:
     """Which of the two rank grids the axes belong to."""
     tied_to: str | None = None
     """Global name of the parameter that this one is a copy of (tied embeddings); None: it is the owner."""
+    fused_rows: tuple[int, ...] = ()
+    """Rows of the logical matrices that are stacked, period after period, in dim 0 of the global tensor: (f, f) for gate and
+    up, (n/g x d, d, d) for query, key and value of each group; (): it is one matrix."""
 
     @classmethod
     def replicated(cls, shape: Sequence[int], *, partial_over: tuple[str, ...] = ()) -> ShardSpec:
@@ -186,6 +189,8 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
             part = specs[name].shard(parameter.detach())
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     module.shard_specs = dict(specs)  # type: ignore[assignment]
+    if hasattr(source, "fused_rows"):
+        module.fused_rows = source.fused_rows
 
 
 def _numel(shape: Shape) -> int:
@@ -236,6 +241,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return the spec of every parameter, by the name ``model.named_parameters()`` gives it.
 
+    A module whose ``weight`` consists of several matrices says so in its attribute ``fused_rows`` (:class:`ShardSpec`).
+
     Raises:
         ShardingError: If a declared spec does not fit the local tensor.
     """
@@ -254,7 +261,8 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
                     f"{prefix}{name} has shape {tuple(parameter.shape)}, and its shard spec says {spec.local_shape} "
                     f"of {spec.global_shape}."
                 )
-            specs[prefix + name] = spec
+            fused = getattr(module, "fused_rows", ()) if name == "weight" else ()
+            specs[prefix + name] = replace(spec, fused_rows=tuple(fused)) if fused else spec
     ties = tied_names(model)
     return {
         name: replace(spec, tied_to=ties[name]) if name in ties and ties[name] not in specs else spec

@@ -1,0 +1,204 @@
+"""Muon on whole, logical matrices: the same training on every layout, and as torch's Muon on matrices that are stored apart.
+
+Muon orthogonalises in bf16, so that two gradients that differ in their last fp32 digit may give updates that differ by a bf16
+digit: 2^-8 of lr x (singular values about 1) an element and step. A fused or a sharded matrix stepped as it is stored differs
+by the size of the update itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim import ChainedOptimizer, DistributedOptimizer, GradientReducer
+from megatron_lightning.optim.matrices import names_of_matrices
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
+from tests.helpers.ranks import run_ranks
+
+MUON: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"lr": 1e-2}
+STEPS = 3
+TOLERANCE = STEPS * MUON["lr"] * 2**-7
+
+# name -> (shape, cut dim, blocks, fused rows); "qkv": 2 groups of 4 + 2 + 2 rows, "fc1": gate and up.
+SHAPES: dict[str, tuple[tuple[int, ...], int | None, int, tuple[int, ...]]] = {
+    "qkv": ((16, 6), 0, 1, (4, 2, 2)),
+    "fc1": ((20, 6), 0, 2, (10, 10)),
+    "fc2": ((6, 10), 1, 1, ()),
+    "router": ((4, 6), None, 1, ()),
+    "norm": ((6,), None, 1, ()),
+}
+
+
+def parts_of(name: str, whole: Tensor) -> list[Tensor]:
+    """The matrices that a whole weight stands for, by index rather than by view."""
+    if name == "qkv":
+        rows = [[r + 8 * g for g in range(2) for r in part] for part in (range(4), range(4, 6), range(6, 8))]
+        return [whole[part] for part in rows]
+    return list(whole.chunk(2)) if name == "fc1" else [whole]
+
+
+def initial(name: str) -> Tensor:
+    return torch.randn(SHAPES[name][0], generator=torch.Generator().manual_seed(len(name) + ord(name[0])))
+
+
+def gradient(name: str, step: int) -> Tensor:
+    return torch.randn(SHAPES[name][0], generator=torch.Generator().manual_seed(100 * step + ord(name[0]) + len(name)))
+
+
+def reference() -> dict[str, tuple[list[np.ndarray], list[np.ndarray]]]:
+    """torch's own Muon and AdamW on matrices that are stored apart: name -> (values, momenta)."""
+    apart = {name: [nn.Parameter(part.clone()) for part in parts_of(name, initial(name))] for name in SHAPES}
+    muon = torch.optim.Muon([p for name in SHAPES if name != "norm" for p in apart[name]], **MUON)
+    adamw = torch.optim.AdamW(apart["norm"], **ADAMW)
+    for step in range(STEPS):
+        for name, parameters in apart.items():
+            for parameter, part in zip(parameters, parts_of(name, gradient(name, step)), strict=True):
+                parameter.grad = part.clone()
+        muon.step()
+        adamw.step()
+    momenta = {name: [muon.state[p]["momentum_buffer"] for p in apart[name]] for name in SHAPES if name != "norm"}
+    return {
+        name: ([p.detach().numpy() for p in parameters], [m.numpy() for m in momenta.get(name, [])])
+        for name, parameters in apart.items()
+    }
+
+
+def build(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions) -> tuple[Any, ...]:
+    context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tp))
+    specs = {}
+    for name, (shape, dim, blocks, fused) in SHAPES.items():
+        spec = ShardSpec.replicated(shape)
+        if dim is not None:
+            spec = ShardSpec.split(shape, dim=dim, size=tp, rank=context.tp.rank, blocks=blocks)
+        specs[name] = ShardSpec(spec.global_shape, spec.rectangles, spec.sharded_over, fused_rows=fused)
+    parameters = {name: nn.Parameter(spec.shard(initial(name)).to(dtype)) for name, spec in specs.items()}
+    matrices = [parameter for name, parameter in parameters.items() if name != "norm"]
+    optimizer = ChainedOptimizer(torch.optim.Muon(matrices, **MUON), torch.optim.AdamW([parameters["norm"]], **ADAMW))
+    whole = names_of_matrices([optimizer], parameters)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, whole=whole, options=options)
+    return context, parameters, reducer, DistributedOptimizer(optimizer, reducer)
+
+
+def step(parameters: dict[str, nn.Parameter], reducer: GradientReducer, view: DistributedOptimizer, number: int) -> None:
+    reducer.start_window()
+    reducer.sync = True
+    shards = {name: reducer.specs[name].shard(gradient(name, number)) for name in parameters}
+    sum((parameter.float() * shards[name]).sum() for name, parameter in parameters.items()).backward()
+    reducer.finish(1.0 / reducer.context.dp_cp.size)
+    view.optimizer.step(lambda: None)  # with a closure, as Lightning does
+
+
+def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions) -> dict[str, Any]:
+    """Train, save after the first step, and train the rest again from there with everything made anew."""
+    _, parameters, reducer, view = build(tp, dtype, sharded, options)
+    owned = sum(p.numel() for group in view.optimizer.param_groups for p in group["params"])
+    for number in range(STEPS):
+        step(parameters, reducer, view, number)
+        if number == 0:
+            saved = [(t, [(at, piece.clone()) for at, piece in t.pieces]) for t in view.state_tensors()]
+            weights = {name: p.detach().clone() for name, p in parameters.items()}
+    _, again, reducer, resumed = build(tp, dtype, sharded, options)
+    for name, parameter in again.items():
+        parameter.data.copy_(weights[name])
+    allocated = resumed.allocate_state({(t.name, t.key): (t.global_shape, t.dtype) for t, _ in saved})
+    for tensor, (_, pieces) in zip(allocated, saved, strict=True):
+        for (_, target), (_, source) in zip(tensor.pieces, pieces, strict=tensor.global_shape != ()):
+            target.copy_(source)
+    resumed.finish_restore()
+    for number in range(1, STEPS):
+        step(again, reducer, resumed, number)
+    assert all(torch.equal(parameters[name], again[name]) for name in parameters)  # to the bit
+    written = [
+        (t.name, t.key, t.dtype, [(at, piece.float().numpy().copy()) for at, piece in t.pieces])
+        for t in view.state_tensors()
+        if t.writes
+    ]
+    values = {
+        name: [(at, piece.float().numpy().copy()) for at, piece in reducer.specs[name].pieces(p.detach())]
+        for name, p in parameters.items()
+    }
+    return {"values": values, "state": written, "owned": owned}
+
+
+def assemble(shape: tuple[int, ...], boxes: list[Any]) -> Tensor:
+    whole, times = np.zeros(shape, np.float32), np.zeros(shape)
+    for offset, array in boxes:
+        at = tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))
+        whole[at], times[at] = array, times[at] + 1
+    assert (times == 1).all()
+    return torch.from_numpy(whole)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sharded", "dtype", "options"),
+    [
+        (1, 1, False, torch.float32, {}),
+        (2, 1, True, torch.float32, {}),
+        (4, 2, True, torch.float32, {"optimizer_cpu_offload": True}),
+        (4, 2, True, torch.bfloat16, {}),
+        pytest.param(2, 2, False, torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param(4, 2, False, torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param(8, 2, True, torch.float32, {"num_distributed_optimizer_instances": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_steps_logical_matrices(
+    ranks: int, tp: int, sharded: bool, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    results = run_ranks(ranks, train, tp, dtype, sharded, DataParallelOptions(**options))
+    expected = reference()
+    # bf16 weights are rounded masters, and the gradients were rounded to bf16 as well: 2^-8 of weights up to 3
+    tolerance = TOLERANCE if dtype == torch.float32 else TOLERANCE + 3 * 2**-7
+    for name, (shape, dim, _, _) in SHAPES.items():
+        holders = results[: tp if dim is not None else 1]  # of data-parallel replicas the first
+        whole = assemble(shape, [box for result in holders for box in result["values"][name]])
+        for part, value in zip(parts_of(name, whole), expected[name][0], strict=True):
+            np.testing.assert_allclose(part.numpy(), value, rtol=0, atol=tolerance, err_msg=name)
+        if name == "norm":
+            continue
+        boxes = [
+            box
+            for result in results
+            for n, key, _, boxes in result["state"]
+            if (n, key) == (name, "momentum_buffer")
+            for box in boxes
+        ]
+        momentum = assemble(shape, boxes)  # written exactly once
+        rounding = 1e-6 if dtype == torch.float32 else 2**-6
+        for part, value in zip(parts_of(name, momentum), expected[name][1], strict=True):
+            np.testing.assert_allclose(part.numpy(), value, rtol=0, atol=rounding, err_msg=name)
+    masters = [key for result in results for _, key, _, _ in result["state"] if key == "master"]
+    assert bool(masters) == (dtype == torch.bfloat16)
+    if sharded and "num_distributed_optimizer_instances" not in options:  # every shared element has one owner
+        total = sum(result["owned"] for result in results)
+        numels = {name: int(np.prod(shape)) for name, (shape, *_) in SHAPES.items()}
+        assert total == sum(n * (tp if SHAPES[name][1] is None else 1) for name, n in numels.items())
+
+
+def test_a_chain_shares_groups_and_state() -> None:
+    matrix, bias = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3))
+    chain = ChainedOptimizer(torch.optim.Muon([matrix], **MUON), torch.optim.AdamW([bias], **ADAMW))
+    scheduler = torch.optim.lr_scheduler.StepLR(chain, 1, gamma=0.5)
+    for _ in range(2):
+        matrix.grad, bias.grad = torch.ones(3, 4), torch.ones(3)
+        chain.step()
+        scheduler.step()
+    assert [group["lr"] for member in chain.optimizers for group in member.param_groups] == [0.025, 0.0025]
+    again = [nn.Parameter(matrix.detach().clone()), nn.Parameter(bias.detach().clone())]
+    other = ChainedOptimizer(torch.optim.Muon(again[:1], **MUON), torch.optim.AdamW(again[1:], **ADAMW))
+    other.load_state_dict(chain.state_dict())
+    for parameter, copied in zip((matrix, bias), again, strict=True):
+        parameter.grad, copied.grad = torch.ones_like(parameter), torch.ones_like(copied)
+    chain.step()
+    other.step()
+    assert torch.equal(matrix, again[0]) and torch.equal(bias, again[1])
+    with pytest.raises(ConfigError, match=r"unknown which of them is to step it"):
+        chain.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigError, match=r"0 optimizers"):
+        ChainedOptimizer()
