@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from megatron_lightning.errors import ConfigError
@@ -19,6 +23,7 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
+from tests.lightning.support import PP2, SINGLE, Layout, assert_close, run
 
 
 class _Remembering(pl.Callback):
@@ -193,3 +198,110 @@ def test_a_batch_sampler_of_the_users_own_keeps_its_batches() -> None:
 
 def _interleave(left: list[int], right: list[int]) -> list[int]:
     return [sample for pair in zip(left, right, strict=True) for sample in pair]
+
+
+class _LogsEverywhere(pl.Callback):
+    """Logs a value of its own in every hook in which Lightning allows it, by Lightning's defaults for that hook."""
+
+    HOOKS = (
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        "on_train_epoch_end",
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+        "on_validation_epoch_end",
+    )
+
+    def __init__(self) -> None:
+        self.count = 0
+        for hook in self.HOOKS:
+            setattr(self, hook, partial(self._log, hook))
+
+    def _log(self, hook: str, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        self.count += 1
+        options = {"on_epoch": True} if hook == "on_train_start" else {}
+        module.log(hook, float(self.count), batch_size=8, **options)
+
+
+class _Lines(pl.loggers.Logger):
+    """What a logger is given, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "lines"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **options: Any) -> None:
+        """Nothing is kept of them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.lines.append((step, dict(metrics)))
+
+
+class _History(pl.Callback):
+    """The three kinds of metrics that a Trainer offers, as they stand after each batch and epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, dict[str, float]]] = []
+
+    def _note(self, trainer: pl.Trainer, *_: Any) -> None:
+        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        self.seen.append({kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds})
+
+    on_train_batch_end = on_validation_end = on_train_epoch_end = _note
+
+
+def _progress(trainer: pl.Trainer) -> dict[str, Any]:
+    """The state of all loops, which counts every batch, step, epoch and scheduler call; without the loaders' own."""
+    loops = {name: getattr(trainer, f"{name}_loop").state_dict() for name in ("fit", "validate", "test", "predict")}
+    loops["fit"].pop("combined_loader", None)
+    return loops
+
+
+def _observed(layout: Layout, folder: str, resuming: bool) -> dict[str, Any]:
+    logger, history = _Lines(), _History()
+    callbacks: list[pl.Callback] = [_LogsEverywhere(), history]
+    if not resuming:
+        callbacks += [_StopsAt(7), ModelCheckpoint(folder, "at", every_n_train_steps=4, save_top_k=-1)]
+    options: dict[str, Any] = {"max_epochs": 3, "logger": logger, "log_every_n_steps": 2, "val_check_interval": 2}
+    fitted = layout.trainer(folder, callbacks=callbacks, enable_checkpointing=not resuming, **options)
+    with nullcontext() if resuming else pytest.raises(KeyError, match="on purpose"):
+        fitted.fit(ToyModule(), datamodule=layout.data_module(), ckpt_path=f"{folder}/at.ckpt" if resuming else None)
+    return {"lines": logger.lines, "history": history.seen, "progress": _progress(fitted)}
+
+
+class _StopsAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            raise KeyError("on purpose")
+
+
+def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> None:
+    """Of a run that fails in the middle of an epoch on all ranks, and of one that goes on from its checkpoint."""
+    for resuming in (False, True):
+        expected = run(SINGLE, _observed, tmp_path / "single", resuming)[0]
+        assert len(expected["lines"]) > 5
+        for index, rank in enumerate(run(PP2, _observed, tmp_path / "pp2", resuming)):
+            assert_close(rank["lines"], expected["lines"] if index == 0 else [], where="lines")
+            for key in ("history", "progress"):
+                assert_close(rank[key], expected[key], where=key)
