@@ -20,6 +20,7 @@ from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
+from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
 from megatron_lightning.rules import check_model_layout
 
@@ -218,6 +219,17 @@ def check_cut(module: pl.LightningModule, placement: Placement, options: Pipelin
         return
     if options != PipelineOptions() or placement.num_stages > 1:
         cut_units(units, placement, options)
+
+
+def check_microbatches(schedule: ScheduleChoice, micro_batch_size: int | None, data: pl.LightningDataModule | None) -> None:
+    """Check that the schedule can run as many micro-batches as a batch of the data module has, where it says its size.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    batch_size = getattr(data, "batch_size", getattr(getattr(data, "hparams", None), "batch_size", None))
+    if isinstance(batch_size, int) and batch_size > 0 and schedule.placement.num_stages > 1:
+        schedule.table(1 if micro_batch_size is None else -(-batch_size // micro_batch_size))
 
 
 @contextmanager

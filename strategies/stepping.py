@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
@@ -118,6 +119,8 @@ class MegatronSteps(MegatronEnvironment):
             explicit = options.pipeline_model_parallel_layout is not None
             preflight.check_config(module, self.layout, self._planned_world_size, data, explicit_stages=explicit)
             preflight.check_cut(module, self.pipeline_schedule.placement, options)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            preflight.check_microbatches(self.pipeline_schedule, self.micro_batch_size, data)
 
     def _assemble(self) -> None:
         placement, options = self.pipeline_schedule.placement, self.pipeline_options

@@ -102,11 +102,16 @@ class StepRunner:
         self._broadcast = StageBroadcast(context.pp, context.device)
 
     def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
-        """Return the action table, proven once for each number of micro-batches."""
+        """Return the action table, proven once for each number of micro-batches.
+
+        The first training step decides whether the schedule can run; a smaller batch later, at the end of the data, may not
+        end the run.
+        """
         key = (num_microbatches, backward)
         if key not in self._schedules:
-            make = self._choice.table if backward else self._choice.forward_table
-            self._schedules[key] = make(num_microbatches)
+            first = not any(trained for _, trained in self._schedules)
+            make = self._choice.table if first else self._choice.table_or_sweep
+            self._schedules[key] = make(num_microbatches) if backward else self._choice.forward_table(num_microbatches)
         return self._schedules[key]
 
     def split(self, batch: Any, micro_batch_size: int | None) -> list[Any]:

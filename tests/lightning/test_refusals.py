@@ -57,6 +57,14 @@ def test_a_cut_that_does_not_fit_the_model() -> None:
     assert not dist.is_initialized()
 
 
+def test_micro_batches_that_the_schedule_is_not_for() -> None:
+    rows = ["1F0 1B0", "0F0 0B0"]
+    strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule=rows)
+    with pytest.raises(ConfigError, match=r"table for 1 micro-batches, and the run has 4"):
+        trainer(strategy, devices=2, max_steps=1).fit(ToyModule(), ToyData(batch_size=8))
+    assert not dist.is_initialized()
+
+
 def test_a_world_that_the_layout_does_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"3"):
         trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=3)

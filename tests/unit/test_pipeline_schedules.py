@@ -197,6 +197,9 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     assert schedules.read_rows("again", schedules.write_csv(choice.table(2)).splitlines()).actions == choice.table(2).actions
     assert str(choice.forward_table(2)) == "0: 1F0 1F1\n1: 0F0 0F1"
     simulate.validate(choice.forward_table(5))
+    simulate.validate(choice.table_or_sweep(5))
+    assert choice.table_or_sweep(2) == choice.table(2) and choice.splits_backward
+    assert schedules.resolve("interleaved", num_coordinates=4, num_chunks=3, microbatch_group_size=11).table(11)
     with pytest.raises(ConfigError, match=r"mine.csv is a table for 2 micro-batches, and the run has 3"):
         choice.table(3)
     with pytest.raises(ConfigError, match=r"mine.csv is a table for 2 pipeline ranks, and the run has 4"):
@@ -228,6 +231,7 @@ def test_a_function_of_ones_own() -> None:
         (["1F0 1B0", "0F0 1B0"], r"has stage 1 in rows 1 and 2"),
         (["2F0 2B0", "0F0 0B0"], r"has the stages 0, 2\. Number them"),
         (["1F0 1B0", "0F0 0b0"], r"'0b0' is not a pipeline action"),
+        (["1F0", "0F0"], r"has no backwards"),
         (["1F0 1B0", "0F0"], r"stage 0, micro-batch 0 the actions F"),
     ],
 )
@@ -317,4 +321,4 @@ def test_any_generated_table_is_valid(num_coordinates: int, num_chunks: int, num
         schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, num_chunks)
         simulate.validate(schedule)
         simulate.validate(schedules.forward_only(schedule))
-        simulate.validate(schedules.forward_sweep(schedule.placement, num_microbatches))
+        simulate.validate(schedules.sweep(schedule.placement, num_microbatches))

@@ -10,9 +10,9 @@ from megatron_lightning.pipeline.schedules.choice import (
     Generator,
     ScheduleChoice,
     forward_only,
-    forward_sweep,
     make_schedule,
     resolve,
+    sweep,
 )
 from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
 from megatron_lightning.pipeline.schedules.tables import read_csv, read_rows, write_csv
@@ -23,7 +23,6 @@ __all__ = [
     "Generator",
     "ScheduleChoice",
     "forward_only",
-    "forward_sweep",
     "gpipe",
     "interleaved",
     "make_schedule",
@@ -31,6 +30,7 @@ __all__ = [
     "read_csv",
     "read_rows",
     "resolve",
+    "sweep",
     "write_csv",
     "zb_h1",
     "zbv",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -32,10 +32,20 @@ class ScheduleChoice:
     name: str
     reason: str
     """Why it was chosen, as half a sentence: "it was asked for"."""
-    placement: Placement
-    """Where the stages live."""
     num_chunks: int
     generator: Generator
+    sample: Schedule
+    """A table of the schedule, proven."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages live."""
+        return self.sample.placement
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        return any(action.kind is Kind.WEIGHT_GRADIENT for row in self.sample.actions for action in row)
 
     def __str__(self) -> str:
         """Name and reason, as a log shows them."""
@@ -63,22 +73,19 @@ class ScheduleChoice:
         validate(schedule)
         return schedule
 
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
-        fixed = self.generator.schedule if isinstance(self.generator, FixedTable) else None
-        table = self.table(fixed.num_microbatches if fixed is not None else self.placement.num_stages)
-        return any(action.kind is Kind.WEIGHT_GRADIENT for row in table.actions for action in row)
+    def table_or_sweep(self, num_microbatches: int) -> Schedule:
+        """Return the table for a step of ``num_microbatches``, or :func:`sweep` where the schedule cannot run that many.
+
+        A batch at the end of the data may be smaller than those that a table was written for.
+        """
+        try:
+            return self.table(num_microbatches)
+        except ConfigError:
+            return sweep(self.placement, num_microbatches)
 
     def forward_table(self, num_microbatches: int) -> Schedule:
-        """Return the forwards alone, as validation and prediction run them.
-
-        A table that was written for another number of micro-batches is replaced by one that works for any number.
-        """
-        fixed = self.generator.schedule if isinstance(self.generator, FixedTable) else None
-        if fixed is not None and fixed.num_microbatches != num_microbatches:
-            return forward_sweep(self.placement, num_microbatches)
-        return forward_only(self.table(num_microbatches))
+        """Return the forwards alone, for any number of micro-batches, as validation and prediction run them."""
+        return forward_only(self.table_or_sweep(num_microbatches))
 
 
 def resolve(
@@ -116,8 +123,8 @@ def resolve(
                 'micro-batches. Leave it unset, or set pipeline_schedule to "interleaved".'
             )
         generator = partial(interleaved, group_size=microbatch_group_size)
-    placement = _placement(label, generator, num_coordinates, num_chunks, microbatch_group_size)
-    return ScheduleChoice(label, reason, placement, num_chunks, generator)
+    sample = _sample(label, generator, num_coordinates, num_chunks, microbatch_group_size)
+    return ScheduleChoice(label, reason, num_chunks, generator, sample)
 
 
 def make_schedule(
@@ -143,25 +150,26 @@ def forward_only(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=actions)
 
 
-def forward_sweep(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return forwards for any placement: groups of as many micro-batches as there are coordinates visit the stages in turn."""
+def sweep(placement: Placement, num_microbatches: int) -> Schedule:
+    """Return a schedule for any placement and any number of micro-batches: all forwards, then all backwards.
+
+    Groups of as many micro-batches as there are coordinates visit the stages in turn.
+    """
     size = placement.num_coordinates
-    rows = [
-        tuple(
-            Action(stage, Kind.FORWARD, microbatch)
-            for start in range(0, num_microbatches, size)
-            for stage in placement.stages_of(coordinate)
-            for microbatch in range(start, min(start + size, num_microbatches))
-        )
-        for coordinate in range(size)
-    ]
-    return Schedule("forward", placement, num_microbatches, tuple(rows))
+
+    def visits(kind: Kind, stages: tuple[int, ...]) -> Iterator[Action]:
+        for start in range(0, num_microbatches, size):
+            for stage in stages:
+                for microbatch in range(start, min(start + size, num_microbatches)):
+                    yield Action(stage, kind, microbatch)
+
+    owned = [placement.stages_of(coordinate) for coordinate in range(size)]
+    rows = tuple((*visits(Kind.FORWARD, stages), *visits(Kind.BACKWARD, stages[::-1])) for stages in owned)
+    return Schedule("sweep", placement, num_microbatches, rows)
 
 
-def _placement(
-    label: str, generator: Generator, num_coordinates: int, num_chunks: int, num_microbatches: int | None
-) -> Placement:
-    """Return the placement of a schedule by making one table, which proves a schedule of the user's own."""
+def _sample(label: str, generator: Generator, num_coordinates: int, num_chunks: int, num_microbatches: int | None) -> Schedule:
+    """Return one table of a schedule, which tells its placement and proves a schedule of the user's own."""
     num_stages = num_coordinates * num_chunks
     if isinstance(generator, FixedTable):
         num_microbatches = generator.schedule.num_microbatches
@@ -176,7 +184,9 @@ def _placement(
             "virtual_pipeline_model_parallel_size."
         )
     validate(schedule)
-    return placement
+    if all(action.kind is Kind.FORWARD for row in schedule.actions for action in row):
+        raise ConfigError(f"pipeline_schedule={label} has no backwards, and a step trains. Write B (or I and W) of every F.")
+    return schedule
 
 
 def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
