@@ -19,6 +19,7 @@ __all__ = [
     "allow_any_grad_dtype",
     "default_store",
     "finish_fsdp_backward",
+    "fsdp_parameters",
     "keep_fsdp_gradients_in_reduce_dtype",
     "reduce_scatter",
     "saved_tensors_hooks_in_force",
@@ -84,14 +85,27 @@ def finish_fsdp_backward(root: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
+def fsdp_parameters(unit: FSDPModule) -> list[tuple[Tensor, Tensor]]:
+    """Return (sharded, whole) for every parameter of a unit; a collective.
+
+    The whole ones are the leaves of autograd. They exist from the first all-gather on and stay the same objects, whose
+    memory comes and goes.
+    """
+    state: Any = unit._get_fsdp_state()
+    unit.unshard()
+    pairs = [(parameter.sharded_param, parameter.unsharded_param) for parameter in state._fsdp_param_group.fsdp_params]
+    unit.reshard()
+    return pairs
+
+
 def keep_fsdp_gradients_in_reduce_dtype(unit: FSDPModule) -> None:
     """Add each gradient of the unit's whole parameters to a sum in the reduction's dtype as soon as it appears.
 
     FSDP2 does so once for every backward pass; weight gradients that are put off arrive outside of one, and several of them
-    would be summed in bf16. A collective: the whole parameters exist from the first all-gather on.
+    would be summed in bf16. A collective.
     """
+    fsdp_parameters(unit)
     state: Any = unit._get_fsdp_state()
-    unit.unshard()
     for parameter in state._fsdp_param_group.fsdp_params:
         if parameter.sharded_param.requires_grad:
 
@@ -99,5 +113,4 @@ def keep_fsdp_gradients_in_reduce_dtype(unit: FSDPModule) -> None:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
-            parameter.unsharded_param.register_post_accumulate_grad_hook(add)
-    unit.reshard()
+            parameter._unsharded_param.register_post_accumulate_grad_hook(add)

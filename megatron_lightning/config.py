@@ -15,6 +15,7 @@ from megatron_lightning.errors import ConfigError
 Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 DataParallel = Literal["ddp", "zero1", "fsdp"]
+NonFinite = Literal["ignore", "raise", "skip"]
 MomentsDtype = Literal["fp32", "bf16"]
 SaveErrorAction = Literal["raise", "warn"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]

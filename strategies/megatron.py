@@ -25,7 +25,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import CheckpointOptions, DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
+from megatron_lightning.config import (
+    CheckpointOptions,
+    DataParallel,
+    DataParallelOptions,
+    NonFinite,
+    PipelineOptions,
+    RecomputeOptions,
+)
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -67,6 +74,8 @@ class MegatronStrategy(MegatronCheckpoints):
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
         recompute: What the forward pass does not keep for the backward pass, but computes again or keeps on the host; None: it
             keeps everything.
+        non_finite: What is done about infinite or NaN losses and gradients: "raise" names the rank, the parameter and the
+            micro-batch; "skip" leaves the optimizer step out; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
             ``sharding_plan()`` of its own.
@@ -95,6 +104,7 @@ class MegatronStrategy(MegatronCheckpoints):
         data_parallel: DataParallel = "zero1",
         data_parallel_options: DataParallelOptions | None = None,
         recompute: RecomputeOptions | None = None,
+        non_finite: NonFinite = "ignore",
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | None = None,
         checkpoint_options: CheckpointOptions | None = None,
@@ -110,7 +120,7 @@ class MegatronStrategy(MegatronCheckpoints):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        preflight.check_options(layout, micro_batch_size, data_parallel, start_method)
+        preflight.check_options(layout, micro_batch_size, data_parallel, start_method, non_finite)
         cut = pipeline_options or PipelineOptions()
         super().__init__(
             layout,
@@ -130,6 +140,7 @@ class MegatronStrategy(MegatronCheckpoints):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
         )
+        self.non_finite = non_finite
         self._executor: PipelineExecutor | None = None
         self.checkpoint_options = checkpoint_options or CheckpointOptions()
         self._checkpoints = CheckpointGlue(self, Saver(self.checkpoint_options, self._timeout))
@@ -289,7 +300,9 @@ class MegatronStrategy(MegatronCheckpoints):
             self._gradients.take_over_clipping(self.precision_plugin)
         if self._loss_scaling is not None:
             self._loss_scaling.ranks, self._loss_scaling.read_by = self.context.axis("world"), self._gradients.read_by
+        if self._loss_scaling is not None or self.non_finite == "skip":
             self._hold_schedulers()
+        self._watch_for_non_finite()
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -328,6 +341,8 @@ class MegatronStrategy(MegatronCheckpoints):
     def _release(self) -> None:
         self._restore_configure_model()
         self._release_schedulers()
+        if self._watch is not None:
+            self._watch.detach()
         if self._gradients is not None:
             self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
         if self._runner is not None:
@@ -345,7 +360,17 @@ class MegatronStrategy(MegatronCheckpoints):
             self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = ("_context", "_assembly", "_units", "_executor", "_runner", "_gradients", "_failure_watch", "_launcher")
+        unpicklable = (
+            "_context",
+            "_assembly",
+            "_units",
+            "_watch",
+            "_executor",
+            "_runner",
+            "_gradients",
+            "_failure_watch",
+            "_launcher",
+        )
         return {**super().__getstate__(), **dict.fromkeys(unpicklable)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
@@ -14,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
 
 from megatron_lightning.checkpoint.storage import is_remote
-from megatron_lightning.config import DataParallelOptions, PipelineOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, NonFinite, PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -27,7 +28,9 @@ from megatron_lightning.rules import check_model_layout
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
 
-def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_parallel: str, start_method: str) -> None:
+def check_options(
+    layout: ParallelLayout, micro_batch_size: int | None, data_parallel: str, start_method: str, non_finite: str = "ignore"
+) -> None:
     """Check what the strategy was given.
 
     Raises:
@@ -45,6 +48,8 @@ def check_options(layout: ParallelLayout, micro_batch_size: int | None, data_par
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; set it to 1 or more, or leave it unset for whole batches.")
     if data_parallel not in ("ddp", "zero1", "fsdp"):
         raise ConfigError(f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or "fsdp".')
+    if non_finite not in get_args(NonFinite):
+        raise ConfigError(f'non_finite is {non_finite!r}. Set it to "ignore", "raise" or "skip".')
     if start_method not in ("popen", "spawn", "fork"):
         raise ConfigError(f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".')
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
+from megatron_lightning.config import DataParallel, DataParallelOptions, NonFinite, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute, check_patterns
 from megatron_lightning.optim.fully_sharded import ShardedUnits
@@ -29,6 +29,7 @@ from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch, is_assembled
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.environment import MegatronEnvironment
+from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
@@ -90,6 +91,10 @@ class MegatronSteps(MegatronEnvironment):
         self._units: ShardedUnits | None = None
         self._batch_checked = False
         self._step_skipped = False
+        self.non_finite: NonFinite = "ignore"
+        """What is done about infinite or NaN losses and gradients; read when training is set up."""
+        self._watch: FiniteWatch | None = None
+        self._non_finite_found = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -194,7 +199,8 @@ class MegatronSteps(MegatronEnvironment):
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             loss_scale=self._loss_scaling.scale if self._loss_scaling else 1.0,
             completing=gradients.completing,
-            after_backwards=None if skip_backward else gradients.after_backwards,
+            watch=None if skip_backward else self._watch,
+            after_backwards=None if skip_backward else self._after_backwards,
         )
         result = runner.run(step)
         if skip_backward:
@@ -216,9 +222,19 @@ class MegatronSteps(MegatronEnvironment):
         """Return the schedulers that want to know about samples."""
         return [config.scheduler for config in self.lr_scheduler_configs if isinstance(config.scheduler, ScheduledLR)]
 
+    def _after_backwards(self) -> None:
+        self.gradient_flow.after_backwards()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._watch is not None:
+            self._non_finite_found |= self._watch.settle(self.module.trainer.global_step)
+
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients between Lightning's backward hooks; compute them first if no schedule did."""
         gradients, module = self.gradient_flow, self.module
+        if self._watch is not None and not gradients.computed:
+            self._watch.forward(closure_loss, is_loss=True)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if gradients.computed:
@@ -227,15 +243,24 @@ class MegatronSteps(MegatronEnvironment):
             with gradients.native_backward():
                 weighted = gradients.weighted(closure_loss)
                 self.precision_plugin.backward(weighted, module, optimizer, *args, **kwargs)
+            gradients.after_backwards()
+            self._settle()
         gradients.finish_flush()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step unless the gradients overflowed, and count the steps that were skipped."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._step_skipped = self._loss_scaling is not None and self._loss_scaling.step_skipped
+        """Step unless something is not finite, and count the steps that were skipped."""
+        if self._watch is not None:
+            output = closure()  # shows whether there will be a step
+            if not self._non_finite_found:
+                output = super().optimizer_step(optimizer, lambda: output, model, **kwargs)
+        else:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        overflowed = self._loss_scaling is not None and self._loss_scaling.step_skipped
+        self._step_skipped = self._non_finite_found or overflowed
+        self._non_finite_found = False
         self.skipped_steps += self._step_skipped
         if self._step_skipped:
             for scheduler in self._scheduled():
@@ -255,6 +280,20 @@ class MegatronSteps(MegatronEnvironment):
 
         if counting and not hasattr(module.__dict__.get("lr_scheduler_step"), "__wrapped__"):
             module.__dict__["lr_scheduler_step"] = lr_scheduler_step
+
+    def _watch_for_non_finite(self) -> None:
+        """Begin to look for infinities and NaN, if that is wanted; with a loss scale not in gradients, which may overflow."""
+        if self._watch is not None:
+            self._watch.detach()
+        self._watch = None
+        if self.non_finite not in get_args(NonFinite):
+            raise ConfigError(f'non_finite is {self.non_finite!r}. Set it to "ignore", "raise" or "skip".')
+        if self.non_finite == "ignore":
+            return
+        self._watch = FiniteWatch(self.context, self.num_stages, policy=self.non_finite, place=self.runner.place)
+        if self._loss_scaling is None:
+            parameters: dict[str, Tensor] = dict(self.module.named_parameters())
+            self._watch.attach(parameters if self._units is None else {**parameters, **self._units.whole_parameters()})
 
     def _release_schedulers(self) -> None:
         attributes = self.module.__dict__

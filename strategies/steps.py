@@ -25,6 +25,7 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies.assembly import Assembly
 from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
+from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.logs import LogRecorder, replay
 from megatron_lightning.strategies.metrics import MetricSync
 from megatron_lightning.strategies.replica_rng import ReplicaRng
@@ -57,6 +58,8 @@ class Step:
     """Further factor of the losses, which the precision plugin takes out of the gradients again."""
     completing: Callable[[int], AbstractContextManager[None]] | None = None
     """Called with a stage; what it returns is put around the action that completes the stage's gradients."""
+    watch: FiniteWatch | None = None
+    """Looks for infinities and NaN."""
     after_backwards: Callable[[], None] | None = None
     """Called when all backwards have run, before anything else is communicated."""
 
@@ -100,6 +103,11 @@ class StepRunner:
         self._executor.forget_boundaries()
         self._epoch = 0
         self._broadcast = StageBroadcast(context.pp, context.device)
+
+    def place(self) -> tuple[int, int]:
+        """Return the stage and the micro-batch that are computed now."""
+        action = self._executor.current
+        return (0, 0) if action is None else (action.stage, action.microbatch)
 
     def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
         """Return the action table, proven once for each number of micro-batches.
@@ -195,6 +203,8 @@ class _StepProgram:
             with self._step.context(), self.recorder.installed() if last else self._silenced():
                 output = getattr(runner.module, self._step.hook)(self._step.microbatches[microbatch], *self._step.args)
         except _StageExit as exit_:
+            if self._step.watch is not None:
+                self._step.watch.forward(exit_.boundary, is_loss=False)
             return exit_.boundary
         if runner.num_stages > 1 and not self._called:
             raise PipelineError(
@@ -221,6 +231,8 @@ class _StepProgram:
                 'Return {"loss": loss, ...}, or the loss itself.'
             )
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        if self._step.watch is not None:
+            self._step.watch.forward(loss, is_loss=True)
         weight: float | Tensor = self.weights[microbatch] / sum(self.weights) * self._step.backward_scale
         if counted:
             weight = self._items[microbatch]

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.compat import finish_fsdp_backward, keep_fsdp_gradients_in_reduce_dtype
+from megatron_lightning.compat import finish_fsdp_backward, fsdp_parameters, keep_fsdp_gradients_in_reduce_dtype
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.buckets import Fragment, main_dtype
@@ -120,7 +120,8 @@ class ShardedUnits:
             sharded = [unit for unit in units if self._shard(unit, manageable, mesh)]
             self._units[stage] = [unit for unit in sharded if isinstance(unit, FSDPModule)]
             self._roots[stage] = self._root_of(stage, sharded, module, root, mesh)
-        self.names = frozenset(name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor))
+        self._names = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self.names = frozenset(self._names.values())
         """Parameters that are sharded here."""
         if policy.compute_dtype is not None:
             for unit in self._all_units():
@@ -185,6 +186,11 @@ class ShardedUnits:
         """Return ``run(*args, **kwargs)``, the forward of a stage, with its parameters gathered as they are needed."""
         root = self._calls.get(stage)
         return run(*args, **kwargs) if root is None else root(run, *args, **kwargs)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Return the whole parameters, which autograd sees, by name; a collective."""
+        pairs = [pair for unit in self._all_units() for pair in fsdp_parameters(unit)]
+        return {self._names[id(sharded)]: whole for sharded, whole in pairs}
 
     def as_used(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict with the sharded parameters in the dtype in which they are used; masters are saved apart."""

@@ -109,6 +109,8 @@ class PipelineExecutor:
         """Where layers put off the gradients of their weights while a backward is split."""
         self.timeline: Timeline | None = None
         """Records when each action ran, if set."""
+        self.current: Action | None = None
+        """The action that runs now, or ran last; None before the first step."""
         self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Planned, ...]]] = {}
 
     def warm_up(self) -> None:
@@ -203,6 +205,7 @@ class _Run:
                 inbox.refill()
             for planned in self._plan:
                 received = None if planned.takes is None else self._take(planned.takes)
+                self._executor.current = planned.action
                 if timeline is not None:
                     timeline.begin(planned.action)
                 if planned.completes:
