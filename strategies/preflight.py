@@ -21,7 +21,8 @@ from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
-from megatron_lightning.pipeline.schedules import ScheduleChoice
+from megatron_lightning.pipeline.schedules import FixedTable, ScheduleChoice
+from megatron_lightning.pipeline.simulate import simulate
 from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
 from megatron_lightning.rules import check_model_layout
 
@@ -330,6 +331,19 @@ def warn_of_idle_pipeline(layout: ParallelLayout, micro_batch_size: int | None) 
         rank_zero_warn(
             f"micro_batch_size is not set: each batch runs as one micro-batch, and the pipeline of {layout.pp} ranks is idle "
             f"{(layout.pp - 1) / layout.pp:.0%} of the time. Set micro_batch_size to a fraction of the batch size."
+        )
+
+
+def warn_of_few_microbatches(schedule: ScheduleChoice, num_microbatches: int) -> None:
+    """Say what a training step costs that has fewer micro-batches than the pipeline has ranks, and which numbers cost less."""
+    ranks = schedule.placement.num_coordinates
+    written = isinstance(schedule.generator, FixedTable)
+    if 1 < num_microbatches < ranks and not written:  # one: see warn_of_idle_pipeline
+        idle = [f"{simulate(schedule.table(number)).bubble:.0%}" for number in (num_microbatches, ranks, 4 * ranks)]
+        rank_zero_warn(
+            f"a batch has {num_microbatches} micro-batches, fewer than the {ranks} pipeline ranks, which are idle {idle[0]} of "
+            f"the time ({idle[1]} with {ranks} micro-batches, {idle[2]} with {4 * ranks}). Lower micro_batch_size, or raise "
+            "the batch size."
         )
 
 

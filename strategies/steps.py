@@ -23,6 +23,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
+from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly
 from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
 from megatron_lightning.strategies.finiteness import FiniteWatch
@@ -117,7 +118,9 @@ class StepRunner:
         """
         key = (num_microbatches, backward)
         if key not in self._schedules:
-            first = not any(trained for _, trained in self._schedules)
+            first = backward and not any(trained for _, trained in self._schedules)
+            if first:
+                preflight.warn_of_few_microbatches(self._choice, num_microbatches)
             make = self._choice.table if first else self._choice.table_or_sweep
             self._schedules[key] = make(num_microbatches) if backward else self._choice.forward_table(num_microbatches)
         return self._schedules[key]

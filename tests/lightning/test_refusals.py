@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launchers import ScriptLauncher
+from megatron_lightning.strategies.preflight import warn_of_few_microbatches
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import DP2, MICRO, PP2, Layout, run
@@ -63,6 +66,15 @@ def test_micro_batches_that_the_schedule_is_not_for() -> None:
     with pytest.raises(ConfigError, match=r"table for 1 micro-batches, and the run has 4"):
         trainer(strategy, devices=2, max_steps=1).fit(ToyModule(), ToyData(batch_size=8))
     assert not dist.is_initialized()
+
+
+def test_few_micro_batches_are_warned_of() -> None:
+    choice = resolve("auto", num_coordinates=4, num_chunks=2)
+    with pytest.warns(match=r"2 micro-batches, fewer than the 4 pipeline ranks, which are idle 56% .*27% with 4 .*9% with 16"):
+        warn_of_few_microbatches(choice, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_few_microbatches(choice, 4)
 
 
 def test_a_world_that_the_layout_does_not_divide() -> None:

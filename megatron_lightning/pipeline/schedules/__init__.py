@@ -15,11 +15,12 @@ from megatron_lightning.pipeline.schedules.choice import (
     sweep,
 )
 from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
-from megatron_lightning.pipeline.schedules.tables import read_csv, read_rows, write_csv
+from megatron_lightning.pipeline.schedules.tables import FixedTable, read_csv, read_rows, write_csv
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
 
 __all__ = [
     "SCHEDULES",
+    "FixedTable",
     "Generator",
     "ScheduleChoice",
     "forward_only",
