@@ -4,6 +4,7 @@ if __name__ != "megatron_lightning.callbacks":  # a second copy of these classes
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
+from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
 
-__all__ = ["GradientNormMonitor", "RescueCheckpoint"]
+__all__ = ["GradientNormMonitor", "PipelineTimeline", "RescueCheckpoint"]

@@ -358,3 +358,17 @@ def check_backend(backend: str | None) -> None:
             f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks compare their weights and "
             f'agree on checkpoints. Leave it unset, or set it to "cpu:gloo,cuda:{backend.rpartition(":")[2]}".'
         )
+
+
+def check_split(module: pl.LightningModule, schedule: str) -> None:
+    """Check that the layers can put off their weight gradients.
+
+    Raises:
+        ConfigError: If one is compiled: what its backward computes was decided when it was traced.
+    """
+    for name, child in module.named_modules():
+        if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
+            raise ConfigError(
+                f"{name or type(module).__name__} is compiled, and schedule {schedule} puts off weight gradients, which a "
+                'traced backward computes at once. Set pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
+            )

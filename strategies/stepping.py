@@ -123,7 +123,8 @@ class MegatronSteps(MegatronEnvironment):
         if module is not None:
             explicit = options.pipeline_model_parallel_layout is not None
             preflight.check_config(module, self.layout, self._planned_world_size, data, explicit_stages=explicit)
-            preflight.check_cut(module, self.pipeline_schedule.placement, options)
+            if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
+                preflight.check_cut(module, self.pipeline_schedule.placement, options)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             preflight.check_microbatches(self.pipeline_schedule, self.micro_batch_size, data)
 

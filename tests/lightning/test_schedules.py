@@ -1,0 +1,121 @@
+"""The user's unmodified module under every schedule: training, validation, test, prediction and logging as on one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_lightning.callbacks import PipelineTimeline
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.toy import ToyDecoder, ToyModule, samples
+from tests.helpers.trainers import Losses, trainer
+from tests.lightning.support import Layout, assert_close, layouts, metrics_of, run, single
+
+_TWO: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
+
+
+def _layout(name: str, ranks: int = 2, data: int = 1, **options: Any) -> Layout:
+    return Layout(name, ranks, data, tuple({**_TWO, **options}.items()))
+
+
+INTERLEAVED = _layout("interleaved", virtual_pipeline_model_parallel_size=2)
+ZB_H1 = _layout("zb-h1", pipeline_schedule="zb-h1")
+ZBV = _layout("zbv", virtual_pipeline_model_parallel_size=2, pipeline_schedule="zbv")
+GPIPE_2 = _layout("gpipe-2", virtual_pipeline_model_parallel_size=2, pipeline_schedule="gpipe")
+INTERLEAVED_4 = _layout("interleaved-4", virtual_pipeline_model_parallel_size=3)
+OWN_TABLE = _layout("own-table", pipeline_schedule=["1F0 1B0 1F1 1B1 1F2 1F3 1B2 1B3", "0F0 0F1 0B0 0F2 0F3 0I1 0W1 0B2 0B3"])
+
+
+class _Shifted(ToyDecoder):
+    """Every layer reads a keyword argument of the call: the micro-batch's own, on every stage."""
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+        h = self.embed(x) if self.embed is not None else x
+        for layer in self.layers.values():
+            h = layer(h) + shift[:, None, None]
+        h = self.norm(h) if self.norm is not None else h
+        return self.head(h) if self.head is not None else h
+
+
+class _Module(ToyModule):
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = _Shifted(6)
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        ids = torch.where(torch.rand(batch["ids"].shape) < 0.2, torch.zeros_like(batch["ids"]), batch["ids"])
+        logits = self.model(ids, shift=batch["ids"].float().mean(1))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten()), logits
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["ids"], shift=batch["ids"].float().mean(1))
+
+
+def _everything(layout: Layout, folder: str) -> dict[str, Any]:
+    pl.seed_everything(5, verbose=False)
+    record, data = Losses(), layout.data_module(num_samples=28)  # the last batch of an epoch is smaller
+    trained = layout.trainer(folder, max_epochs=2, callbacks=[record], gradient_clip_val=0.5, accumulate_grad_batches=2)
+    module = _Module()
+    trained.fit(module, datamodule=data)
+    fitted = metrics_of(trained)
+    del fitted["train_mean"]  # counts updates, of which a smaller batch has fewer
+    tested = trained.test(module, datamodule=data, verbose=False)
+    predicted = torch.cat(trained.predict(module, datamodule=data))
+    norms = record.norms if layout.data == 1 else []
+    return {"norms": norms, "fitted": fitted, "tested": tested, "predicted": predicted}
+
+
+@layouts(INTERLEAVED, ZB_H1, ZBV, slow=[GPIPE_2, INTERLEAVED_4])
+def test_everything_is_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
+    """Random masks, keyword arguments on every stage, a ragged last batch, accumulation, clipping, metrics, predictions."""
+    expected = single(_everything)
+    for result in run(layout, _everything, tmp_path):
+        assert_close(result, expected, 2e-5)
+
+
+def _two_epochs(layout: Layout, folder: str) -> list[float]:
+    record = Losses()
+    timeline = [] if layout.options is None else [PipelineTimeline(f"{folder}/timeline", step=1)]
+    fit = layout.trainer(folder, max_epochs=2, callbacks=[record, *timeline])
+    fit.fit(ToyModule(), DataLoader(samples(16, 1), batch_size=8), DataLoader(samples(6, 2), batch_size=6))
+    return [*record.losses, float(fit.callback_metrics["val_loss"])]
+
+
+def test_a_table_of_ones_own_and_the_timeline_of_a_step(tmp_path: Path) -> None:
+    """Whole and split backwards in one table, validation with another number of micro-batches; what ran is what was written."""
+    for result in run(OWN_TABLE, _two_epochs, tmp_path):
+        assert_close(result, single(_two_epochs))
+    rows: Any = dict(OWN_TABLE.options or ())["pipeline_schedule"]
+    for rank, row in enumerate(rows):
+        entries = [json.loads(line) for line in (tmp_path / f"timeline/rank_{rank}.jsonl").read_text().splitlines()]
+        assert [f"{e['stage']}{e['action']}{e['microbatch']}" for e in entries] == row.split()
+        assert all(entry["rank"] == entry["pp_rank"] == rank for entry in entries)
+        times = [time for entry in entries for time in (entry["start_s"], entry["end_s"])]
+        assert times == sorted(times) and times[0] >= 0 and times[-1] < 60
+
+
+def test_the_timeline_needs_a_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SingleDeviceStrategy\. Set strategy to megatron"):
+        trainer(max_steps=1, callbacks=[PipelineTimeline()]).fit(ToyModule(), DataLoader(samples(8, 1), batch_size=8))
+    with pytest.raises(ConfigError, match="step is -1"):
+        PipelineTimeline(step=-1)
+
+
+def test_compiled_layers_cannot_put_off_gradients(tmp_path: Path) -> None:
+    class _Compiled(ToyModule):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.layers["0"].compile()
+
+    strategy = MegatronStrategy(pipeline_schedule=["0F0 0I0 0W0"], micro_batch_size=8)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0 is compiled.*puts off"):
+        trainer(strategy, max_steps=1).fit(_Compiled(), DataLoader(samples(8, 1), batch_size=8))
