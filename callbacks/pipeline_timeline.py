@@ -71,6 +71,6 @@ class PipelineTimeline(pl.Callback):
     def _write(path: Path, timeline: Timeline, strategy: MegatronStrategy) -> None:
         with path.open("w") as file:
             for (stage, kind, microbatch), start_s, end_s in timeline.intervals():
-                entry = {"rank": strategy.context.rank, "pp_rank": strategy.context.pp.rank, "stage": stage}
+                entry: dict[str, Any] = {"rank": strategy.context.rank, "pp_rank": strategy.context.pp.rank, "stage": stage}
                 entry |= {"action": kind.value, "microbatch": microbatch}
                 file.write(json.dumps({**entry, "start_s": round(start_s, 7), "end_s": round(end_s, 7)}) + "\n")
