@@ -94,11 +94,6 @@ def can_be_cut(module: pl.LightningModule) -> bool:
     return any(hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan") for child in module.modules())
 
 
-def is_assembled(module: pl.LightningModule) -> bool:
-    """Return whether the module was reduced to this rank's part before."""
-    return "_megatron_mark" in module.__dict__
-
-
 def assemble(
     module: pl.LightningModule,
     context: ParallelContext,
