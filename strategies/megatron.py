@@ -316,7 +316,9 @@ class MegatronStrategy(MegatronCheckpoints):
         trainer = self.module.trainer
         if self._injects_samplers:
             if trainer.training:
-                dataloader = resumable(dataloader, self.context.dp)
+                dataloader = resumable(
+                    dataloader, self.context.dp, consumed=self.consumed_samples, micro_batch_size=self.micro_batch_size
+                )
             elif trainer.state.stage is not None:
                 dataloader = sharded_for_evaluation(dataloader, self.context.dp, trainer.state.stage)
         if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):

@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 
 from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.config import DataParallelOptions, NonFinite, PipelineOptions, TransformerConfig
+from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -225,6 +226,20 @@ def check_cut(module: pl.LightningModule, placement: Placement, options: Pipelin
         return
     if options != PipelineOptions() or placement.num_stages > 1:
         cut_units(units, placement, options)
+
+
+def check_batch_sizes(
+    schedule: ScheduleChoice, micro_batch_size: int | None, data_parallel_size: int, data: pl.LightningDataModule | None
+) -> None:
+    """Check every size that a data module's ``batch_size_schedule`` comes to.
+
+    Raises:
+        ConfigError: If the ranks cannot share one in whole micro-batches, or the pipeline cannot run as many.
+    """
+    sizes = getattr(data, "batch_size_schedule", None)
+    if isinstance(sizes, BatchSizeSchedule):
+        for count in sizes.num_microbatches(micro_batch_size or 1, data_parallel_size):
+            schedule.table(count if micro_batch_size else 1)
 
 
 def check_microbatches(schedule: ScheduleChoice, micro_batch_size: int | None, data: pl.LightningDataModule | None) -> None:

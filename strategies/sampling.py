@@ -7,7 +7,7 @@ state of the random generator in which an epoch's order was drawn is kept, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from megatron_lightning.data.batch_size import ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -78,12 +79,22 @@ class ResumableSampler(Sampler[int]):
     Args:
         order: The sampler of the user's DataLoader.
         group: The data-parallel ranks.
-        batch_size: Indices of one batch of the DataLoader.
+        batch_size: Samples of the next batch, over all ranks, as a function of the samples consumed.
         drop_last: Leave out the samples that do not fill all ranks; otherwise the first ones are repeated for them.
+        consumed: Samples of all ranks that training has consumed before.
     """
 
-    def __init__(self, order: Iterable[int], group: AxisGroup, *, batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        order: Iterable[int],
+        group: AxisGroup,
+        *,
+        batch_size: Callable[[int], int],
+        drop_last: bool,
+        consumed: int = 0,
+    ) -> None:
         self.order, self._group, self._batch_size, self._drop_last = order, group, batch_size, drop_last
+        self._before = consumed  # samples of the passes before this one
         self._shared = _SharedOrder(order, group)
         self.started = False
         """Whether an index has been asked for."""
@@ -102,7 +113,12 @@ class ResumableSampler(Sampler[int]):
 
     def advance(self) -> None:
         """Count one batch on every rank as consumed."""
-        self._consumed += self._batch_size * self._group.size
+        self._consumed += self._batch_size(self.consumed_samples)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all ranks together have consumed, in this pass and before."""
+        return self._before + self._consumed
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: valid for any number of data-parallel ranks and any batch size."""
@@ -110,13 +126,15 @@ class ResumableSampler(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` the next time that the sampler is iterated."""
-        self._consumed, self._states = state["consumed"], dict(state["generator_states"])
+        total, self._consumed = self.consumed_samples, state["consumed"]
+        self._before, self._states = total - self._consumed, dict(state["generator_states"])
         self._resuming = True
 
     def __iter__(self) -> Iterator[int]:
         self.started = True
         if not self._resuming:
-            self._consumed, self._states = 0, self._shared.draw_states()
+            self._before, self._consumed = self.consumed_samples, 0
+            self._states = self._shared.draw_states()
         self._resuming = False
         indices, size = self._shared.indices(self._states), self._group.size
         for position in range(self._consumed + self._group.rank, len(self) * size, size):
@@ -152,12 +170,22 @@ class EvaluationShare(Sampler[int]):
         return range(self._group.rank, -(-total // size) * size if self._repeat else total, size)
 
 
-def resumable(loader: DataLoader[Any], group: AxisGroup) -> DataLoader[Any]:
+def resumable(
+    loader: DataLoader[Any], group: AxisGroup, *, consumed: int = 0, micro_batch_size: int | None = None
+) -> DataLoader[Any]:
     """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
 
     A loader over an iterable dataset, with a batch sampler or DistributedSampler of the user's own, or with a sampler without
-    length is returned as it is: it shards and resumes itself.
+    length is returned as it is: it shards and resumes itself. Batches may be a :class:`ScheduledBatchSampler`.
+
+    Args:
+        loader: The user's.
+        group: The data-parallel ranks.
+        consumed: Samples of all ranks that training has consumed so far.
+        micro_batch_size: Samples of a micro-batch.
     """
+    if type(loader.batch_sampler) is ScheduledBatchSampler:
+        return _scheduled(loader, loader.batch_sampler, group, consumed, micro_batch_size or 1)
     custom_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     if isinstance(loader.dataset, IterableDataset) or custom_batches or not hasattr(_order(loader), "__len__"):
         return loader
@@ -165,7 +193,34 @@ def resumable(loader: DataLoader[Any], group: AxisGroup) -> DataLoader[Any]:
         return loader
     given = _given_batches(loader)
     batch_size, drop_last = (given.batch_size, given.drop_last) if given else (loader.batch_size or 1, bool(loader.drop_last))
-    return _with_sampler(loader, ResumableSampler(_order(loader), group, batch_size=batch_size, drop_last=drop_last))
+    size = batch_size * group.size
+    sampler = ResumableSampler(_order(loader), group, batch_size=lambda _: size, drop_last=drop_last, consumed=consumed)
+    return _with_sampler(loader, sampler)
+
+
+def _scheduled(
+    loader: DataLoader[Any], batches: ScheduledBatchSampler, group: AxisGroup, consumed: int, micro_batch_size: int
+) -> DataLoader[Any]:
+    schedule, unit = batches.schedule, micro_batch_size * group.size
+    sampler = ResumableSampler(
+        batches.sampler,
+        group,
+        batch_size=lambda samples: schedule.running_batch_size(samples, unit),
+        drop_last=batches.drop_last,
+        consumed=consumed,
+    )
+    args, options = _get_dataloader_init_args_and_kwargs(loader, sampler)
+    options["batch_sampler"] = ScheduledBatchSampler(
+        sampler, schedule, drop_last=batches.drop_last, num_replicas=group.size, micro_batch_size=micro_batch_size
+    )
+    made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **options)
+    return made
+
+
+def sampler_of(loader: object) -> ResumableSampler | None:
+    """Return the sampler that :func:`resumable` has put into a DataLoader, if it has."""
+    candidates = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return next((sampler for sampler in candidates if isinstance(sampler, ResumableSampler)), None)
 
 
 def _given_batches(loader: DataLoader[Any]) -> BatchSampler | None:

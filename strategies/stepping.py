@@ -33,7 +33,7 @@ from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
-from megatron_lightning.strategies.sampling import ResumableSampler
+from megatron_lightning.strategies.sampling import ResumableSampler, sampler_of
 from megatron_lightning.strategies.steps import Step, StepRunner
 
 _STEP_CONTEXTS: Mapping[str, str] = {
@@ -127,6 +127,8 @@ class MegatronSteps(MegatronEnvironment):
                 preflight.check_cut(module, self.pipeline_schedule.placement, options)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             preflight.check_microbatches(self.pipeline_schedule, self.micro_batch_size, data)
+            data_parallel_size = self.layout.data_parallel_size(self._planned_world_size)
+            preflight.check_batch_sizes(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)
 
     def _assemble(self) -> None:
         placement, options = self.pipeline_schedule.placement, self.pipeline_options
@@ -172,7 +174,8 @@ class MegatronSteps(MegatronEnvironment):
         """Return the samplers of the training data that this strategy made."""
         combined = self.module.trainer.fit_loop._combined_loader
         loaders = combined.flattened if combined is not None else []
-        return [loader.sampler for loader in loaders if isinstance(getattr(loader, "sampler", None), ResumableSampler)]
+        samplers = [sampler_of(loader) for loader in loaders]
+        return [sampler for sampler in samplers if sampler is not None]
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""

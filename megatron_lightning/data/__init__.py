@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
     from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
     from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
     from megatron_lightning.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
+    "BatchSizeSchedule",
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "ScheduledBatchSampler",
     "Tokenizer",
     "load_tokenizer",
 ]
@@ -21,6 +24,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
+        "BatchSizeSchedule": "megatron_lightning.data.batch_size",
+        "ScheduledBatchSampler": "megatron_lightning.data.batch_size",
         "GPTDataset": "megatron_lightning.data.gpt",
         "GPTDatasetConfig": "megatron_lightning.data.gpt",
         "IndexedDataset": "megatron_lightning.data.indexed",

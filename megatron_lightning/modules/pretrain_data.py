@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
+from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
@@ -27,6 +29,7 @@ class PretrainDataModule(pl.LightningDataModule):
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
         sequence_length: Tokens of a sample (s).
         batch_size: Samples of a batch on one data-parallel rank (b).
+        batch_size_schedule: Global batch sizes of training that grow, in the place of ``batch_size``.
         split: Weights of train, validation and test, which cut the documents in file order; a part of weight 0 has no loader.
         seed: Seed of the order of documents and samples.
         num_train_samples: Training samples of the whole run, over as many epochs as they take; leave it out for one epoch,
@@ -55,6 +58,7 @@ class PretrainDataModule(pl.LightningDataModule):
         sequence_length: int,
         batch_size: int,
         *,
+        batch_size_schedule: BatchSizeSchedule | None = None,
         split: str = "969,30,1",
         seed: int = 1234,
         num_train_samples: int | None = None,
@@ -70,6 +74,7 @@ class PretrainDataModule(pl.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: a batch needs samples; set it to 1 or more")
+        self.batch_size_schedule = batch_size_schedule
         self.data_prefix, self.batch_size, self.num_workers = data_prefix, batch_size, num_workers
         self.tokenizer = None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
         self.config = GPTDatasetConfig(
@@ -131,11 +136,13 @@ class PretrainDataModule(pl.LightningDataModule):
     def _loader(self, name: IndexSplit, *, drop_last: bool) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         if name not in self._datasets:
             return []
+        dataset = self._datasets[name]
+        batches: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "drop_last": drop_last}
+        if name == "train" and self.batch_size_schedule is not None:
+            batches = {"batch_sampler": ScheduledBatchSampler(SequentialSampler(dataset), self.batch_size_schedule)}
         return DataLoader(
-            self._datasets[name],
-            batch_size=self.batch_size,
-            shuffle=False,
-            drop_last=drop_last,
+            dataset,
+            **batches,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),

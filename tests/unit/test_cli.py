@@ -130,9 +130,15 @@ model:
     param_groups:
       - {{name: embeddings, params: ["**word_embeddings.weight"], lr: 1.0e-4, options: {{betas: [0.8, 0.9]}}}}
       - {{name: no_decay, max_dims: 1, wd_mult: 0}}
-data: {{init_args: {{data_prefix: nowhere, sequence_length: 8, batch_size: 2}}}}
+data:
+  init_args:
+    data_prefix: nowhere
+    sequence_length: 8
+    batch_size: 2
+    batch_size_schedule: {{global_batch_size: 8, rampup_batch_size: [2, 2, 100]}}
 """
     )
+    assert _made(["--config", str(path)]).datamodule.batch_size_schedule.sizes == [2, 4, 6, 8]
     model = _made(["--config", str(path), "--model.lr_schedule.min_lr=1e-5"]).model
     assert isinstance(model, GPTLightningModule)
     model.configure_model()
