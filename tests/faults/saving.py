@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.checkpoint import TensorShards, is_committed, open_checkpoint, save_sharded
+from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
+from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.verification import verify
 from megatron_lightning.parallel.context import AxisGroup
@@ -53,6 +55,18 @@ def shards(version: int, group: AxisGroup) -> list[TensorShards]:
 def save(path: str, version: int, group: AxisGroup) -> None:
     """Save a version; returns when it is committed."""
     save_sharded(path, shards(version, group), {"version": version}, group=group, max_file_bytes=MAX_FILE_BYTES)
+
+
+def save_in_background(path: str, version: int, group: AxisGroup) -> None:
+    """Save a version as training does it with ``async_save``: the tensors change while they are written."""
+    live = shards(version, group)
+    snapshot = HostBuffer().copy_of(take_snapshot(path, live, {"version": version}, group=group))
+    job = BackgroundJob(lambda: write_snapshot(snapshot, group, MAX_FILE_BYTES))
+    for tensor in (view for entry in live for _, view in entry.pieces):
+        tensor.zero_()
+    error = job.wait()
+    if error is not None:
+        raise error
 
 
 def alone() -> AxisGroup:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.bench_checkpoint import run as run_checkpoints
 from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
 from benchmarks.gpu_cases import Item
 from benchmarks.statistics import ratio_of_medians
@@ -62,6 +63,16 @@ def test_a_quick_run_compares_layouts_and_keeps_every_step(tmp_path):
     }
     assert result["facts"]["loss_difference"] < 1e-5  # fp32, two steps
     assert kept.with_suffix(".md").read_text() == page
+
+
+def test_a_quick_checkpoint_run_measures_everything_and_cleans_up(tmp_path):
+    page = run_checkpoints(4 << 20, 2, tmp_path / "disk", tmp_path / "results", num_ranks=128)
+    assert "save, speed relative to DCP" in page and "manifest of 128 ranks" in page
+    (kept,) = (tmp_path / "results").glob("*.json")
+    result = json.loads(kept.read_text())
+    assert len(result["rounds"]) == 2 and all(seconds > 0 for seconds in result["rounds"][0].values())
+    assert 4.05e11 < result["manifest"]["num_parameters"] < 4.07e11  # the model's published size
+    assert list((tmp_path / "disk").iterdir()) == []
 
 
 def _raise() -> dict[str, float]:

@@ -1,0 +1,335 @@
+"""Saving and loading a checkpoint beside plain ``torch.distributed.checkpoint`` and ``dd`` on the same disk, in one run.
+
+    python -m benchmarks.bench_checkpoint            # 1 GiB, 15 rounds; writes benchmarks/results
+    python -m benchmarks.bench_checkpoint --quick    # seconds: 16 MiB, to see that everything runs
+
+Every round does everything once, in an order that turns, so that what else the disk does hits all alike. Files are flushed to
+the disk when they are written (``conv=fsync``) and thrown out of the page cache before they are read. Checksums are on, as
+always. The stall of an asynchronous save is the time until training may go on; its yardstick is a plain copy of the same bytes.
+Memory is the most of this process beyond what it held before, as Linux counts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from benchmarks import machine
+from benchmarks.large_manifest import ManifestCost, measure_manifest
+from benchmarks.statistics import TOLERANCE, Ratio, ratio_of_medians
+from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, save_sharded
+from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
+from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = 4096
+NUM_TENSORS = 16
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A ratio and its goal."""
+
+    what: str
+    ratio: Ratio
+    goal: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal lies inside the interval or on its good side, with the tolerance of all our goals."""
+        return self.ratio.meets(self.goal) if self.at_least else self.ratio.low <= self.goal + TOLERANCE
+
+
+def make_state(num_bytes: int) -> dict[str, Tensor]:
+    """Return random fp32 matrices of about that size together."""
+    rows = max(1, num_bytes // (4 * COLUMNS * NUM_TENSORS))
+    generator = torch.Generator().manual_seed(0)
+    return {f"layers.{i}.weight": torch.randn(rows, COLUMNS, generator=generator) for i in range(NUM_TENSORS)}
+
+
+class Bench:
+    """The operations that are timed, on one folder and one state.
+
+    Args:
+        folder: On the disk to measure.
+        state: What is saved.
+    """
+
+    def __init__(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        self.folder, self.state = folder, dict(state)
+        self.num_bytes = sum(tensor.nbytes for tensor in state.values())
+        self._copy = {name: tensor.clone() for name, tensor in state.items()}
+        self._buffer = HostBuffer()
+        self._written = 0.0
+        with open(self._raw, "wb") as file:
+            for tensor in state.values():
+                file.write(tensor.numpy().data)
+
+    @property
+    def _raw(self) -> Path:
+        return self.folder / "raw"
+
+    def _shards(self, tensors: Mapping[str, Tensor]) -> list[TensorShards]:
+        return [TensorShards.whole(name, tensor) for name, tensor in tensors.items()]
+
+    def dd_write(self) -> None:
+        """Write the same bytes with dd."""
+        _dd(f"if={self._raw}", f"of={self.folder / 'dd'}", "conv=fsync")
+
+    def dd_read(self) -> None:
+        """Read them with dd."""
+        _dd(f"if={self.folder / 'dd'}", "of=/dev/null")
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+        save_sharded(self.folder / "ours", self._shards(self.state), {})
+
+    def load(self) -> None:
+        """Load it into existing tensors."""
+        load_sharded(open_checkpoint(self.folder / "ours"), self._shards(self._copy))
+
+    def dcp_save(self) -> None:
+        """Save with torch.distributed.checkpoint."""
+        dcp.save(self.state, checkpoint_id=str(self.folder / "dcp"), no_dist=True)
+
+    def dcp_load(self) -> None:
+        """Load it into existing tensors."""
+        dcp.load(self._copy, checkpoint_id=str(self.folder / "dcp"), no_dist=True)
+
+    def copy(self) -> None:
+        """Copy the state in memory."""
+        for name, tensor in self.state.items():
+            self._copy[name].copy_(tensor)
+
+    def async_stall(self) -> BackgroundJob:
+        """Begin an asynchronous save; returns when training may go on."""
+        snapshot = self._buffer.copy_of(take_snapshot(self.folder / "async", self._shards(self.state), {}))
+        return BackgroundJob(lambda: write_snapshot(snapshot))
+
+    def check(self) -> None:
+        """Compare what was loaded last.
+
+        Raises:
+            RuntimeError: If it is not what was saved.
+        """
+        if any(not torch.equal(self.state[name], self._copy[name]) for name in self.state):
+            raise RuntimeError("what was loaded is not what was saved; the times mean nothing.")
+        for tensor in self._copy.values():
+            tensor.zero_()
+
+    def forget(self, name: str) -> None:
+        """Throw a file or folder out of the page cache."""
+        path = self.folder / name
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    def remove(self, name: str) -> None:
+        """Delete a file or folder."""
+        path = self.folder / name
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _dd(*arguments: str) -> None:
+    subprocess.run(["dd", *arguments, "bs=8M", "status=none"], check=True)
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Return the seconds that an action takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure_round(bench: Bench, number: int) -> dict[str, float]:
+    """Do everything once; return seconds by name."""
+    pairs = [("dd", bench.dd_write, bench.dd_read), ("ours", bench.save, bench.load), ("dcp", bench.dcp_save, bench.dcp_load)]
+    turned = pairs[number % 3 :] + pairs[: number % 3]
+    seconds: dict[str, float] = {}
+    for name, write, _ in turned:
+        bench.remove(name)
+        seconds[f"{name}_write"] = timed(write)
+    for name, _, read in turned:
+        bench.forget(name)
+        seconds[f"{name}_read"] = timed(read)
+        if name != "dd":
+            bench.check()
+    seconds["copy"] = timed(bench.copy)
+    start = time.perf_counter()
+    job = bench.async_stall()
+    seconds["async_stall"] = time.perf_counter() - start
+    job.wait()
+    seconds["async_written"] = time.perf_counter() - start
+    bench.remove("async")
+    return seconds
+
+
+@contextmanager
+def peak_of(result: dict[str, float], name: str) -> Iterator[None]:
+    """Note under ``name`` how many bytes this process took at most, beyond what it held before the block."""
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far (man 5 proc)
+    try:
+        yield
+    finally:
+        result[name] = _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def measure_memory(bench: Bench) -> dict[str, float]:
+    """Return the most bytes that each operation took beyond the state itself."""
+    peaks: dict[str, float] = {}
+    with peak_of(peaks, "async"):  # first, before anybody's freed memory can be used again
+        bench.async_stall().wait()
+    bench.remove("async")
+    with peak_of(peaks, "save"):
+        bench.save()
+    with peak_of(peaks, "load"):
+        bench.load()
+    bench.remove("dcp")
+    with peak_of(peaks, "dcp_save"):
+        bench.dcp_save()
+    with peak_of(peaks, "dcp_load"):
+        bench.dcp_load()
+    return peaks
+
+
+def compare(rounds: list[dict[str, float]]) -> list[Comparison]:
+    """Return the ratios that have goals."""
+
+    def series(name: str) -> list[float]:
+        return [seconds[name] for seconds in rounds]
+
+    return [
+        Comparison("save, of the disk's sequential rate", ratio_of_medians(series("dd_write"), series("ours_write")), 0.9),
+        Comparison("save, speed relative to DCP", ratio_of_medians(series("dcp_write"), series("ours_write")), 1.0),
+        Comparison("load, of the disk's sequential rate", ratio_of_medians(series("dd_read"), series("ours_read")), 0.9),
+        Comparison("load, speed relative to DCP", ratio_of_medians(series("dcp_read"), series("ours_read")), 1.0),
+        Comparison(
+            "stall of an asynchronous save, of a plain copy's time",
+            ratio_of_medians(series("async_stall"), series("copy")),
+            1.5,
+            at_least=False,
+        ),
+    ]
+
+
+def markdown(
+    facts: Mapping[str, Any],
+    rounds: list[dict[str, float]],
+    comparisons: list[Comparison],
+    peaks: Mapping[str, float],
+    manifest: ManifestCost,
+) -> str:
+    """Return the result as a page."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    size = facts["state_bytes"]
+    lines = [
+        f"# Checkpoints, {facts['date'][:10]}",
+        "",
+        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
+        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end.",
+        "",
+        f"{size / MIB:.0f} MiB in {NUM_TENSORS} fp32 matrices, one process, {len(rounds)} rounds in turns; checksums on, files "
+        "flushed, page cache emptied before reading.",
+        "",
+        "| operation | median s | MiB/s |",
+        "| --- | --- | --- |",
+    ]
+    for name in rounds[0]:
+        median = sorted(seconds[name] for seconds in rounds)[len(rounds) // 2]
+        lines.append(f"| {name} | {median:.3f} | {size / MIB / median:.0f} |")
+    lines += ["", "| goal | wanted | measured, with a 95 % bootstrap interval | |", "| --- | --- | --- | --- |"]
+    for entry in comparisons:
+        sign = "≥" if entry.at_least else "≤"
+        lines.append(f"| {entry.what} | {sign} {entry.goal} | {entry.ratio} | {_verdict(entry.met)} |")
+    largest = facts["largest_tensor_bytes"]
+    lines += [
+        f"| memory of a save, of the largest tensor's | ≤ 1 | {peaks['save'] / largest:.2f} ({peaks['save'] / MIB:.0f} MiB) | "
+        f"{_verdict(peaks['save'] <= largest)} |",
+        f"| memory of an asynchronous save, of the state's | ≤ 1.05 | {peaks['async'] / size:.2f} | "
+        f"{_verdict(peaks['async'] <= 1.05 * size)} |",
+        f"| manifest of {manifest.num_ranks:,} ranks, MB | ≤ 200 | {manifest.num_bytes / 1e6:.0f} ({manifest.num_shards:,} "
+        f"boxes) | "
+        f"{_verdict(manifest.num_bytes <= 200e6)} |",
+        f"| making and writing it, s | ≤ 30 | {manifest.dump_s:.1f}, and {manifest.load_s:.1f} to read and check it | "
+        f"{_verdict(manifest.dump_s <= 30)} |",
+        "",
+        f"For information, memory beyond the state: load {peaks['load'] / MIB:.0f} MiB; DCP's save "
+        f"{peaks['dcp_save'] / MIB:.0f} MiB, its load {peaks['dcp_load'] / MIB:.0f} MiB.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "not met"
+
+
+def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ranks: int = 16384) -> str:
+    """Measure, write a JSON and a Markdown file into ``results``, and return the page.
+
+    Args:
+        num_bytes: Size of the state.
+        num_rounds: How often everything is done.
+        folder: Where to write, on the disk to measure; a temporary folder inside is used and removed.
+        results: Folder of the result files.
+        num_ranks: Ranks of the simulated save.
+    """
+    facts = machine.describe()
+    manifest = measure_manifest(num_ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        bench = Bench(Path(place), make_state(num_bytes))
+        facts |= {"state_bytes": bench.num_bytes, "largest_tensor_bytes": max(t.nbytes for t in bench.state.values())}
+        peaks = measure_memory(bench)  # also the first use of everything, which is not timed
+        rounds = [measure_round(bench, number) for number in range(num_rounds)]
+    facts["load_average_at_end"] = machine.describe()["load_average"]
+    comparisons = compare(rounds)
+    page = markdown(facts, rounds, comparisons, peaks, manifest)
+    kept = {"facts": facts, "rounds": rounds, "peaks": peaks, "manifest": asdict(manifest)}
+    kept["comparisons"] = [{**asdict(entry), "met": entry.met} for entry in comparisons]
+    results.mkdir(parents=True, exist_ok=True)
+    stem = results / f"checkpoint_cpu_{facts['date'].replace(':', '').replace('+0000', '')}"
+    stem.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(page)
+    return page
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="16 MiB, two rounds, a manifest of few ranks")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state; more than a disk's own cache holds")
+    parser.add_argument("--rounds", type=int, default=15, help="fewer than 15 prove nothing")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    options = parser.parse_args()
+    mib, rounds, ranks = (16, 2, 256) if options.quick else (options.mib, options.rounds, 16384)
+    print(run(mib * MIB, rounds, options.folder, options.results, num_ranks=ranks))
+
+
+if __name__ == "__main__":
+    main()
