@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from megatron_lightning.checkpoint import (
     open_checkpoint,
     stands_for,
 )
-from megatron_lightning.checkpoint.agreement import ALONE
+from megatron_lightning.checkpoint.agreement import ALONE, together
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
@@ -68,10 +68,17 @@ class CheckpointGlue:
         for index, optimizer in enumerate(optimizers):
             tensors += [_state_shards(f"optimizer_states.{index}.state", state) for state in optimizer.state_tensors()]
         if optimizers:
-            rest["optimizer_states"] = [{"state": {}, "param_groups": groups} for groups in self._merged_groups(optimizers)]
+            groups = self._merged_groups(optimizers)
+            rest["optimizer_states"] = [
+                {"state": optimizer.plain_state(), "param_groups": mine}
+                for optimizer, mine in zip(optimizers, groups, strict=True)
+            ]
         rest[OWN] = self._own_state(rest)
         info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
         info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
+        config = getattr(self._strategy.module, "config", None)
+        if is_dataclass(config) and not isinstance(config, type):
+            info["config"] = asdict(config)
         self.saver.save(path, tensors, rest, info, context, background=background)
 
     def _module_shards(self, rest: dict[str, Any]) -> Iterator[TensorShards]:
@@ -286,8 +293,11 @@ class CheckpointGlue:
         """Read the optimizer states into the optimizers' tensors; all ranks call this."""
         strategy = self._strategy
         checkpoint = self._with_named_parameters(checkpoint)
-        for index, (optimizer, saved) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=False)):
-            view, prefix = strategy.gradient_flow.view(optimizer), f"optimizer_states.{index}.state."
+        views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
+        states = checkpoint["optimizer_states"]
+        together(strategy.context.axis("world"), "loading the optimizers", lambda: _check_optimizers(views, states))
+        for index, (view, saved) in enumerate(zip(views, states, strict=True)):
+            prefix = f"optimizer_states.{index}.state."
             described = {}
             for full, info in self.source.tensors().items():
                 if full.startswith(prefix):
@@ -295,6 +305,7 @@ class CheckpointGlue:
                     described[name, key] = (info.shape, info.dtype)
             view.load_param_groups(_local_groups(view.param_groups(), saved["param_groups"]))
             shards = [_state_shards(prefix[:-1], state) for state in view.allocate_state(described)]
+            view.load_plain_state(saved["state"])
             load_sharded(self.source, shards, prefix=prefix, strict=True, group=strategy.context.axis("world"))
             view.finish_restore()
         self._source = None
@@ -326,6 +337,24 @@ def _is_tensor_dict(key: str, value: Any) -> bool:
         and "." not in key
         and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
     )
+
+
+def _check_optimizers(views: Sequence[DistributedOptimizer], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no optimizer, and no parameter of one, would silently begin anew."""
+    if len(views) != len(saved):
+        raise CheckpointError(
+            f"the checkpoint holds the states of {len(saved)} optimizers, and the model has {len(views)}. "
+            "Return as many from configure_optimizers, or load the weights alone."
+        )
+    for view, state in zip(views, saved, strict=True):
+        known = {name for group in state["param_groups"] for name in group["params"]}
+        new = [name for group in view.param_groups() for name in group["params"] if name not in known]
+        if known and new:
+            more = f" and {len(new) - 8} more" if len(new) > 8 else ""
+            raise CheckpointError(
+                f"{type(view.optimizer).__name__} has parameters of which the checkpoint's optimizer knows nothing: "
+                f"{', '.join(new[:8])}{more}. Resume with the parameters it was saved with, or load the weights alone."
+            )
 
 
 def _state_shards(prefix: str, state: StateTensor) -> TensorShards:

@@ -280,7 +280,7 @@ class MegatronStrategy(MegatronCheckpoints):
         )
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
-        self._batch_checked = False
+        self._batch_checked, self._batch_counted = False, -1
         if self._gradients is None:
             self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()

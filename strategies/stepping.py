@@ -90,6 +90,7 @@ class MegatronSteps(MegatronEnvironment):
         self._gradients: GradientFlow | None = None
         self._units: ShardedUnits | None = None
         self._batch_checked = False
+        self._batch_counted = -1
         self._step_skipped = False
         self.non_finite: NonFinite = "ignore"
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
@@ -215,7 +216,14 @@ class MegatronSteps(MegatronEnvironment):
         return result.output
 
     def _count(self, num_samples: int) -> None:
-        """Take note of the samples of a training batch, over all data-parallel ranks."""
+        """Take note of the samples of a training batch, over all data-parallel ranks.
+
+        Once: an optimizer that searches along a line runs the step several times with the same batch.
+        """
+        batch = self.module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if batch == self._batch_counted:
+            return
+        self._batch_counted = batch
         self.consumed_samples += num_samples
         for sampler in self.train_samplers():
             sampler.advance()

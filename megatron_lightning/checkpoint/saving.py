@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,8 @@ def _tensor_entries(reports: Sequence[_RankReport]) -> dict[str, TensorEntry]:
 
 
 def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
-    versions = {"megatron_lightning": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"megatron_lightning": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {name: version(name) for name in ("lightning", "numpy", "safetensors")}
     # Two passes: values that JSON lacks become text, and so do NaN and infinity, which other readers refuse.
     text = json.dumps({"versions": versions, **info}, default=str, skipkeys=True)
     result: dict[str, Any] = json.loads(text, parse_constant=str)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import moments
@@ -282,9 +283,42 @@ class DistributedOptimizer:
                 tensors.append(self._state_tensor(entry, MASTER, [part.target.detach() for part in entry.parts]))
             for key in states[0] if states else ():
                 values = [state[key] for state in states]
-                if values[0] is not None:
+                if values[0] is not None and not self._is_plain(values[0]):
                     tensors.append(self._state_tensor(entry, key, [_as_tensor(value) for value in values]))
         return tensors
+
+    def _is_plain(self, value: object) -> bool:
+        """Whether a checkpoint stores a state as it is, beside the tensors: on one device, where it is true of the whole."""
+        return self._reducer.context.world_size == 1 and not isinstance(value, Tensor)
+
+    def plain_state(self) -> dict[str, dict[str, Any]]:
+        """Return numbers, lists and whatever else is no tensor of the state, by global parameter name and key.
+
+        Several ranks keep numbers as scalar tensors (:meth:`state_tensors`), and have nothing here.
+        """
+        plain: dict[str, dict[str, Any]] = {}
+        for entry in self._all_entries():
+            state = self.optimizer.state.get(entry.parts[0].target, {}) if entry.parts else {}
+            values = {key: value for key, value in state.items() if self._is_plain(value)}
+            if values:
+                plain[entry.global_name] = values
+        return plain
+
+    def load_plain_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what :meth:`plain_state` returned; call it after :meth:`allocate_state`.
+
+        Raises:
+            CheckpointError: If there are several ranks, and a state is a collection: it cannot be divided.
+        """
+        for entry in self._all_entries():
+            for key, value in saved.get(entry.global_name, {}).items():
+                if isinstance(value, (list, tuple, dict)) and self._reducer.context.world_size > 1:
+                    raise CheckpointError(
+                        f"state {key!r} of {entry.name} is a {type(value).__name__}, which cannot be divided over "
+                        f"{self._reducer.context.world_size} ranks. Resume on one device."
+                    )
+                for part in entry.parts:
+                    self.optimizer.state[part.target][key] = tree_map_only(Tensor, partial(_copy_to, part.target.device), value)
 
     def allocate_state(self, saved: Mapping[tuple[str, str], tuple[Shape, torch.dtype]]) -> list[StateTensor]:
         """Replace this rank's state by empty tensors for what a checkpoint has; fill them, then call :meth:`finish_restore`.
@@ -364,10 +398,14 @@ def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, (bool, int, float)):
-        return torch.tensor(value)
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)  # exact
     raise CheckpointError(
         f"an optimizer state of type {type(value).__name__} is neither a tensor nor a number, and cannot be saved."
     )
+
+
+def _copy_to(device: torch.device, value: Tensor) -> Tensor:
+    return value.to(device, copy=True)
 
 
 def _host_copy(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,6 +38,7 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "dp2": (2, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "dp3": (3, {}),
     "tp4": (4, {"tensor_model_parallel_size": 4}),
     "tp2-dp2": (4, {"tensor_model_parallel_size": 2}),
     "tp2-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),

@@ -284,3 +284,76 @@ def _fault(folder: str) -> None:
 @pytest.mark.slow
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     run_ranks(2, _fault, str(tmp_path))
+
+
+class _Searching(ToyModule):
+    """LBFGS keeps numbers, lists of tensors and tensors over all parameters in the state of its first parameter."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe")
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps Python numbers, whose last digit matters, instead of tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                state["scale"] = state.get("scale", 1.0) * (1 + 1e-12)
+                parameter.data.mul_(state["scale"] - 1e-3 * state["steps"])
+        return loss
+
+
+class _WithNumbers(ToyModule):
+    def configure_optimizers(self) -> Any:
+        return _Counting(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def _unusual_states(layout: Layout, folder: str, kind: type[ToyModule]) -> Any:
+    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole, module = Losses(), kind()
+    pl.seed_everything(7, verbose=False)
+    data = _data(layout, False)
+    layout.trainer(folder, max_epochs=1, callbacks=[whole, keep], enable_checkpointing=True).fit(module, datamodule=data)
+    steps = sorted(int(path.stem.removeprefix("step=")) for path in Path(folder).glob("step=*.ckpt"))
+    stop = steps[1]
+    again, record = kind(), Losses()
+    fit = layout.trainer(folder, max_epochs=1, callbacks=[record])
+    fit.fit(again, datamodule=_data(layout, False), ckpt_path=f"{folder}/step={stop}.ckpt")
+    same = all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    return record.losses == whole.losses[2:], same
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [pytest.param(ONE, _Searching, id="lbfgs"), pytest.param(PP2, _WithNumbers, id="numbers")]
+    + [pytest.param(layout, _WithNumbers, id=layout.name, marks=pytest.mark.slow) for layout in (ONE, DDP2, PP2_DP2)],
+)
+def test_states_that_are_no_tensors_resume_bit_equal(layout: Layout, kind: type[ToyModule], tmp_path: Path) -> None:
+    assert run(layout, _unusual_states, tmp_path, kind) == [(True, True)] * layout.ranks
+
+
+class _OneMore(ToyModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.more = torch.nn.Linear(2, 2)
+
+
+def _renamed(layout: Layout, folder: str) -> list[str]:
+    keep = ModelCheckpoint(folder, "a", every_n_train_steps=1)
+    layout.trainer(folder, max_steps=1, callbacks=[keep], enable_checkpointing=True).fit(
+        ToyModule(), datamodule=_data(layout, False)
+    )
+    module = _OneMore()
+    module.strict_loading = False  # the weights: what there is
+    with pytest.raises(CheckpointError) as error:
+        layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
+    return [str(error.value)]
+
+
+def test_no_parameter_silently_begins_anew(tmp_path: Path) -> None:
+    for (text,) in run(DP2, _renamed, tmp_path):
+        assert "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, more.bias" in text

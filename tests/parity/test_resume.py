@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
     "pp2-fsdp2": (4, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "data_parallel": "fsdp"}),
     "tp2-fsdp2": (4, {"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}),
+    "pp2-vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
     "pp4-ddp2": (8, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "data_parallel": "ddp"}),
 }
 
@@ -92,6 +93,7 @@ def _pairs() -> list[Any]:
         ("tp2-pp2", None),
         (None, "tp2-pp2"),
         ("dp4", "tp2-pp2"),
+        ("tp2", "pp2-vpp2"),
         ("tp2-fsdp2", "pp2-fsdp2"),
         ("pp2-fsdp2", "tp2"),
         ("dp4", "tp2-fsdp2"),
