@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ import torch.distributed as dist
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.timeline import Timeline
+from megatron_lightning.pipeline.trace import Executed, trace_lines
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class PipelineTimeline(pl.Callback):
     """Writes the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
 
-    Every line is one action: ``{"rank", "pp_rank", "stage", "action", "microbatch", "start_s", "end_s"}``, where ``rank`` is
-    global and ``action`` is F, B, I or W. The ranks of a pipeline start their clocks together, right before the step.
+    Every line is one action, see :mod:`megatron_lightning.pipeline.trace`. The ranks of a pipeline start their clocks together,
+    right before the step.
     ``megatron-lightning schedule --trace DIR`` draws the files.
 
     Args:
@@ -63,14 +63,8 @@ class PipelineTimeline(pl.Callback):
             if executor.timeline is not None:
                 folder = Path(self.dirpath or Path(trainer.default_root_dir, "pipeline_timeline"))
                 folder.mkdir(parents=True, exist_ok=True)
-                self._write(folder / f"rank_{trainer.global_rank}.jsonl", executor.timeline, trainer.strategy)
+                rank = trainer.global_rank
+                executed = [Executed(rank, *interval) for interval in executor.timeline.intervals()]
+                (folder / f"rank_{rank}.jsonl").write_text(trace_lines(executed))
             executor.timeline = None
         self._seen += 1
-
-    @staticmethod
-    def _write(path: Path, timeline: Timeline, strategy: MegatronStrategy) -> None:
-        with path.open("w") as file:
-            for (stage, kind, microbatch), start_s, end_s in timeline.intervals():
-                entry: dict[str, Any] = {"rank": strategy.context.rank, "pp_rank": strategy.context.pp.rank, "stage": stage}
-                entry |= {"action": kind.value, "microbatch": microbatch}
-                file.write(json.dumps({**entry, "start_s": round(start_s, 7), "end_s": round(end_s, 7)}) + "\n")

@@ -72,8 +72,8 @@ def trace_lines(executed: Iterable[Executed]) -> str:
                 "stage": action.stage,
                 "action": action.kind.value,
                 "microbatch": action.microbatch,
-                "start_s": start_s,
-                "end_s": end_s,
+                "start_s": round(start_s, 7),
+                "end_s": round(end_s, 7),
             }
         )
         + "\n"

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -103,6 +104,9 @@ def test_the_picture_shows_every_action(tmp_path: Path) -> None:
     boxes = [shape for shape in scene.shapes if isinstance(shape, Box)]
     assert all(box.x >= 0 and box.x + box.width <= scene.width and box.y + box.height <= scene.height for box in boxes)
     assert len({box.fill for box in boxes}) >= 2 * 3  # two chunks in three shades
+    drawn = sorted((box.y, box.x, box.width) for box in boxes if box.height > 20 and box.fill != "#f4f4f4")
+    assert len(drawn) == sum(len(panel.spans) for panel in panels)
+    assert all(x + width <= next_x for (y, x, width), (next_y, next_x, _) in pairwise(drawn) if y == next_y)
     root = ElementTree.fromstring(svg(scene))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "zbv & <co>" in texts and "stage 1, 4" in texts and "weight gradient" in texts
