@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -13,20 +17,45 @@ class GradientNormMonitor(pl.Callback):
     """Logs the 2-norm of all gradients before clipping, once every optimizer step.
 
     Under :class:`MegatronStrategy` it is the norm over every axis, without double counting; under another strategy it is the
-    norm of this rank's gradients.
+    norm of this rank's gradients. Where steps may be skipped (``16-mixed``, ``non_finite="skip"``), ``skipped_steps`` counts
+    them.
 
     Args:
         name: Key under which it is logged.
+        groups: Log the norm of every parameter group as well, as ``name/group``, if there are several.
+        zeros: Log how many elements of the gradients are zero, as ``name_zeros``; reads all gradients once more.
     """
 
-    def __init__(self, name: str = "grad_norm") -> None:
-        self.name = name
+    def __init__(self, name: str = "grad_norm", *, groups: bool = False, zeros: bool = False) -> None:
+        self.name, self.groups, self.zeros = name, groups, zeros
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Compute and log the norm; a collective under MegatronStrategy."""
-        if isinstance(trainer.strategy, MegatronStrategy):
-            norm = trainer.strategy.gradient_norm()
+        """Compute and log; a collective under MegatronStrategy."""
+        strategy, values = trainer.strategy, dict[str, Any]()
+        if isinstance(strategy, MegatronStrategy):
+            values[self.name] = strategy.gradient_norm()
+            norms: Mapping[str, Tensor] = strategy.gradient_group_norms(optimizer) if self.groups else {}
+            zeros = strategy.num_zero_gradients() if self.zeros else None
         else:
             gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-        pl_module.log(self.name, norm, on_step=True, on_epoch=False)
+            values[self.name] = torch.nn.utils.get_total_norm(gradients)
+            norms = _norms_of_groups(optimizer) if self.groups else {}
+            zeros = torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() if self.zeros and gradients else None
+        if len(norms) > 1:
+            values.update({f"{self.name}/{group}": norm for group, norm in norms.items()})
+        if zeros is not None:
+            values[f"{self.name}_zeros"] = zeros.float()
+        for key, value in values.items():
+            pl_module.log(key, value, on_step=True, on_epoch=False)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Log the skipped steps, which have no other hook."""
+        if isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy.may_skip_steps:
+            pl_module.log("skipped_steps", float(trainer.strategy.skipped_steps), on_step=True, on_epoch=False)
+
+
+def _norms_of_groups(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {
+        str(group.get("name", index)): torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+        for index, group in enumerate(optimizer.param_groups)
+    }

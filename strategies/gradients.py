@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
+from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm, global_zero_count
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import FullyShardedReducer, ShardedUnits
 from megatron_lightning.optim.matrices import names_of_matrices
@@ -78,6 +78,7 @@ class GradientFlow:
         self._held: dict[str, Tensor] | None = None  # gradients of earlier backward passes of a manual optimization
         self._clipped: Precision | None = None
         self._released = False
+        self._group_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def _attach(self) -> None:
         """Build the reduction of the parameters that are trainable now, and let the optimizers step its results."""
@@ -282,6 +283,38 @@ class GradientFlow:
         """Return the global norm of the gradients, or of those that one optimizer reads; a collective."""
         counted = self.reducer.counted(self._read_by(optimizer))
         return global_grad_norm(counted, self._context, sharded=self.reducer.sharded)
+
+    def zero_count(self) -> Tensor:
+        """Return how many elements of the gradients are zero; a collective."""
+        return global_zero_count(self.reducer.counted(), self._context, sharded=self.reducer.sharded)
+
+    def group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the global norm of every parameter group by its name, or its number from 0 on; a collective."""
+        carriers, targets = self._carriers_of_groups(optimizer), self.reducer.targets()
+        mine = {str(group.get("name", index)): ids for index, (group, ids) in enumerate(carriers)}
+        norms = {}
+        for name in self._agreed(tuple(mine)):
+            ids = mine.get(name, set())
+            chosen = {key: gradient for key, gradient in self.by_name().items() if id(targets[key]) in ids}
+            norms[name] = global_grad_norm(self.reducer.counted(chosen), self._context, sharded=self.reducer.sharded)
+        return norms
+
+    def _carriers_of_groups(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], set[int]]]:
+        for view in self._views:
+            if view is not None and view.exchanged and view.optimizer is getattr(optimizer, "_optimizer", optimizer):
+                return list(zip(optimizer.param_groups, view.carriers_of_groups(), strict=True))
+        return [(group, {id(parameter) for parameter in group["params"]}) for group in optimizer.param_groups]
+
+    def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of all pipeline ranks, which may have other groups; exchanged when this rank's change."""
+        pipeline = self._context.pp
+        if pipeline.process_group is None:
+            return names
+        if names not in self._group_names:
+            ranks: list[tuple[str, ...]] = [()] * pipeline.size
+            dist.all_gather_object(ranks, names, group=pipeline.process_group)
+            self._group_names[names] = tuple(dict.fromkeys(name for rank in ranks for name in rank))
+        return self._group_names[names]
 
     def _read_by(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
         """Return the gradients by name, without those that ``optimizer`` does not step."""

@@ -301,7 +301,7 @@ class MegatronStrategy(MegatronCheckpoints):
             self._gradients.take_over_clipping(self.precision_plugin)
         if self._loss_scaling is not None:
             self._loss_scaling.ranks, self._loss_scaling.read_by = self.context.axis("world"), self._gradients.read_by
-        if self._loss_scaling is not None or self.non_finite == "skip":
+        if self.may_skip_steps:
             self._hold_schedulers()
         self._watch_for_non_finite()
 

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, NonFinite, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
@@ -157,6 +158,19 @@ class MegatronSteps(MegatronEnvironment):
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all gradients over every axis, as they are now; a collective."""
         return self.gradient_flow.norm()
+
+    def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the 2-norm of the gradients of every parameter group, by its name or number; a collective."""
+        return self.gradient_flow.group_norms(optimizer)
+
+    def num_zero_gradients(self) -> Tensor:
+        """Return how many elements of the gradients are zero, over every axis; a collective."""
+        return self.gradient_flow.zero_count()
+
+    @property
+    def may_skip_steps(self) -> bool:
+        """Whether optimizer steps are left out when something is not finite."""
+        return self._loss_scaling is not None or self.non_finite == "skip"
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradients that the optimizer reads, by global name (this rank's parts)."""

@@ -58,6 +58,22 @@ def global_grad_norm(
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
+def global_zero_count(items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool) -> Tensor:
+    """Return how many elements of all gradients of the model are zero, equal on every rank; a collective.
+
+    Arguments are those of :func:`global_grad_norm`; the result is an int64 scalar.
+    """
+    groups = _norm_groups(context, sharded)
+    counts = {group: torch.zeros((), dtype=torch.int64, device=context.device) for group in groups.values()}
+    for gradient, spec in items:
+        if counts_once(spec, context):
+            counts[groups[spec.grid]] += (gradient == 0).sum()
+    for group, count in counts.items():
+        if group.process_group is not None:
+            dist.all_reduce(count, group=group.process_group)
+    return torch.stack(list(counts.values())).sum()
+
+
 def clip_grads_by_norm_(gradients: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
     """Scale the gradients in place so that their norm, which is ``total_norm`` now, is at most ``max_norm``."""
     tensors = list(gradients)

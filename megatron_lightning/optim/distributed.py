@@ -121,6 +121,10 @@ class DistributedOptimizer:
         """Return the ids of the tensors that carry the reduced gradients which the optimizer reads here."""
         return {id(entry.carrier) for entry in self._all_entries() if entry.carrier is not None}
 
+    def carriers_of_groups(self) -> list[set[int]]:
+        """Return the same for each parameter group."""
+        return [{id(entry.carrier) for entry in entries if entry.carrier is not None} for entries in self._entries]
+
     def _all_entries(self) -> Iterator[Entry]:
         for entries in self._entries:
             yield from entries

@@ -1,0 +1,108 @@
+"""GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped steps, on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.callbacks import GradientNormMonitor
+from megatron_lightning.config import LossScaleOptions
+from megatron_lightning.strategies import MegatronMixedPrecision
+from tests.helpers.toy import ToyModule
+from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, run, single
+
+STEPS = 3
+
+
+class _Groups(ToyModule):
+    """Two groups, of which a pipeline stage has one alone: the head's are named. Tokens from 10 on do not occur."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return super().training_step({**batch, "ids": batch["ids"] % 10}, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        assert self.model is not None
+        head = [] if self.model.head is None else list(self.model.head.parameters())
+        rest = [p for p in self.model.parameters() if not any(p is other for other in head)]
+        groups = [{"params": rest}, *([{"params": head, "name": "head"}] if head else [])]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+
+class _Record(pl.Callback):
+    """What was logged for each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        logged = trainer.callback_metrics.items()
+        self.seen.append({key: float(value) for key, value in logged if "norm" in key or "skipped" in key})
+
+
+def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
+    record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
+    strategy = layout.strategy(**more)
+    from tests.helpers.trainers import trainer
+
+    options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
+    trainer(strategy, default_root_dir=folder, **options).fit(_Groups(), datamodule=layout.data_module())
+    return record.seen
+
+
+@layouts(PP2_DP2, DDP2, slow=[MICRO, PP2, DP2])
+@pytest.mark.parametrize("more", [{}, {"data_parallel": "fsdp"}], ids=["", "fsdp"])
+def test_norms_of_groups_and_zeros(layout: Layout, more: dict[str, Any], tmp_path: Path) -> None:
+    expected = single(_statistics_of_one_device)
+    assert expected[0].keys() == {"grad_norm", "grad_norm/0", "grad_norm/head", "grad_norm_zeros"}
+    for step in expected:
+        assert step["grad_norm"] ** 2 == pytest.approx(step["grad_norm/0"] ** 2 + step["grad_norm/head"] ** 2)
+        assert step["grad_norm_zeros"] >= 7 * 16
+    for rank in run(layout, _statistics, tmp_path, more):
+        for actual, step in zip(rank, expected, strict=True):
+            # The gradient of the 4 x 16 key biases is zero but for rounding.
+            assert 7 * 16 <= actual.pop("grad_norm_zeros") <= 7 * 16 + 4 * 16
+            assert_close(actual, {key: value for key, value in step.items() if key != "grad_norm_zeros"})
+
+
+def _statistics_of_one_device(layout: Layout, folder: str) -> list[dict[str, float]]:
+    return _statistics(layout, folder, {}) if layout.options is not None else _plain(folder)
+
+
+def _plain(folder: str) -> list[dict[str, float]]:
+    from tests.helpers.trainers import trainer
+
+    record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
+    options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
+    data = Layout("single", 1, 1, None).data_module()
+    trainer("auto", default_root_dir=folder, **options).fit(_Groups(), datamodule=data)
+    return record.seen
+
+
+class _Overflows(_Groups):
+    """The second step overflows."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        output = super().training_step(batch, batch_idx)
+        output["loss"] = output["loss"] * (float("inf") if batch_idx == 1 else 1.0)
+        return output
+
+
+def _skips(layout: Layout, folder: str) -> list[float]:
+    record = _Record()
+    plugin = MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=64.0))
+    fit = layout.trainer(
+        folder, max_steps=STEPS, callbacks=[GradientNormMonitor(), record], limit_val_batches=0, plugins=[plugin]
+    )
+    fit.fit(_Overflows(), datamodule=layout.data_module())
+    return [step["skipped_steps"] for step in record.seen]
+
+
+@layouts(PP2)
+def test_skipped_steps_are_logged(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _skips, tmp_path):
+        assert rank == [0.0, 1.0, 1.0]
