@@ -42,6 +42,8 @@ class StepTime(NamedTuple):
     loss: float
     peak_bytes: int
     """Most memory so far: of the GPU if there is one, else of the process above what the imports took; 0: not known."""
+    host_s: float = 0.0
+    """Processor seconds of the training thread alone, without those that communicate."""
 
 
 class TeamError(RuntimeError):
@@ -53,7 +55,7 @@ class _Turns(pl.Callback):
 
     def __init__(self, pipe: Connection, imported_bytes: int) -> None:
         self._pipe, self._imported = pipe, imported_bytes
-        self._start: tuple[float, float] | None = None
+        self._start: tuple[float, float, float] | None = None
         self._loss: Tensor | None = None
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -61,7 +63,7 @@ class _Turns(pl.Callback):
         self._pipe.recv()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self._start = time.perf_counter(), time.process_time()
+        self._start = time.perf_counter(), time.process_time(), time.thread_time()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         self._loss = outputs["loss"]
@@ -75,9 +77,10 @@ class _Turns(pl.Callback):
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        wall, cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
+        now = time.perf_counter(), time.process_time(), time.thread_time()
+        wall, cpu, host = (end - start for end, start in zip(now, self._start, strict=True))
         loss = self._loss.full_tensor() if hasattr(self._loss, "full_tensor") else self._loss
-        self._pipe.send(StepTime(wall, cpu, float(loss), self._peak_bytes()))
+        self._pipe.send(StepTime(wall, cpu, float(loss), self._peak_bytes(), host))
 
     def _peak_bytes(self) -> int:
         if torch.cuda.is_initialized():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from jsonargparse import ArgumentError, ArgumentParser
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import flat_layout, whole_layout
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.preflight import check_data_parallel
 
 
@@ -61,3 +63,13 @@ def test_whole_layout_keeps_every_parameter_in_one_shard() -> None:
     uneven = whole_layout([90, 310, 50, 200, 7], numels, 3)
     owners = [[o // (total // 3) for o in places] for places, total in ((offsets, size), uneven)]
     assert owners[0] == owners[1]
+
+
+def test_options_come_from_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MegatronStrategy, "strategy")
+    given = {"overlap_param_gather": True, "moments_dtype": "bf16", "num_distributed_optimizer_instances": 2}
+    strategy = parser.instantiate_classes(parser.parse_object({"strategy": {"data_parallel_options": given}})).strategy
+    assert strategy.data_parallel_options == DataParallelOptions(**given)
+    with pytest.raises(ArgumentError, match="overlap_gather"):
+        parser.parse_object({"strategy": {"data_parallel_options": {"overlap_gather": True}}})

@@ -184,11 +184,22 @@ def test_the_schedules_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_table_of_the_docs_is_the_one_of_the_package() -> None:
-    [program] = blocks((ROOT / "docs" / "parallelism.md").read_text(), "python")
+    program, *_ = blocks((ROOT / "docs" / "parallelism.md").read_text(), "python")
     config = SimpleNamespace(num_key_value_heads=2)
     names: dict[str, Any] = {"config": config}
     exec(program, names)
     assert repr(names["plan"]) == repr(llama_hf_plan(config))
+
+
+def test_muon_and_adamw_of_the_docs_share_the_parameters() -> None:
+    _, program = blocks((ROOT / "docs" / "parallelism.md").read_text(), "python")
+    names: dict[str, Any] = {}
+    exec(program, names)
+    module = torch.nn.ModuleDict(
+        {"model": torch.nn.ModuleDict({"layers": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})}
+    )
+    groups = names["configure_optimizers"](module).param_groups
+    assert [[tuple(p.shape) for p in group["params"]] for group in groups] == [[(3, 3)], [(3,), (2, 3), (2,)]]
 
 
 def test_links_lead_somewhere() -> None:
