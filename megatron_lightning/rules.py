@@ -56,11 +56,17 @@ def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
                 f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank takes an equal share. "
                 f"Set {name} to a multiple of {tp}, or tensor_model_parallel_size to a divisor of {value}."
             )
-    if config.query_groups % tp:
+    groups = config.query_groups
+    if groups % tp and tp % groups:
         raise ConfigError(
-            f"num_query_groups={config.query_groups} is not divisible by tensor_model_parallel_size={tp}; a key/value head "
-            f"lives on one tensor-parallel rank. Set tensor_model_parallel_size to a divisor of {config.query_groups}, or "
-            f"num_query_groups to a multiple of {tp}."
+            f"num_query_groups={groups} and tensor_model_parallel_size={tp}: neither divides the other, so ranks and key/value "
+            f"heads cannot be shared equally. Set tensor_model_parallel_size to a divisor or a multiple of {groups}."
+        )
+    if config.qkv_rows % tp:
+        raise ConfigError(
+            f"the {config.qkv_rows} rows of linear_qkv are not divisible by tensor_model_parallel_size={tp}, and ranks that "
+            f"outnumber num_query_groups={groups} share them. Set kv_channels, now {config.head_dim}, to a multiple of "
+            f"{tp // groups}."
         )
     rows = -(-config.vocab_size // tp)
     if rows * (tp - 1) >= config.vocab_size:

@@ -22,6 +22,7 @@ from megatron_lightning.parallel.collectives import (
     all_reduce_start,
     finish,
     gather,
+    gather_sequence,
     reduce_from_axis,
     reduce_scatter,
     reduce_scatter_start,
@@ -200,6 +201,35 @@ class ColumnParallelLinear(_ParallelLinear):
             dim = self.sequence_dim if self.sequence_parallel else None
             y = _column_linear(x, self.weight, self.bias, self.group, dim, self.weight_gradients)
         return gather(y, self.group, -1, self.out_features) if self.gather_output else y
+
+
+class SharedGroupsLinear(ColumnParallelLinear):
+    """The fused query, key and value projection where ranks outnumber the query groups: x [..., in] -> [..., (n + 2) d].
+
+    The rows are shared equally, as in every column-parallel layer, and so are gradients and checkpoints; the result is
+    gathered, and each rank takes n query heads of d channels and its group's key and value. Backward, the ranks that share a
+    group add up what they have of the key's and the value's gradient (Megatron-Core's ``SelfAttention`` does the same).
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the whole output: of each query group its query heads, its key, its value.
+        num_groups: Query groups, of which each serves equally many ranks.
+        heads_per_group: Query heads of a group.
+        options: See :class:`ColumnParallelLinear`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, num_groups: int, heads_per_group: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, **options)
+        self.num_groups, self.heads_per_group = num_groups, heads_per_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to this rank's heads and its group's key and value."""
+        mixed = gather_sequence(super().forward(x), self.group, -1)
+        ranks = self.group.size // self.num_groups
+        heads, (group, part) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
+        own = mixed.unflatten(-1, (self.num_groups, self.heads_per_group + 2, -1))[..., group, :, :]
+        q = own[..., part * heads : (part + 1) * heads, :]
+        return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
 
 
 class VocabParallelLinear(ColumnParallelLinear):

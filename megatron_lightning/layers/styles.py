@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.embedding import SequenceParallelEmbedding, VocabParallelEmbedding
-from megatron_lightning.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelLinear
+from megatron_lightning.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SharedGroupsLinear,
+    VocabParallelLinear,
+)
 from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
 from megatron_lightning.parallel.collectives import copy_to_axis, gather, gather_sequence, scatter
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -63,6 +68,39 @@ class ColumnParallel:
             copy_input=self.copy_input,
             num_blocks=self.num_blocks,
         )
+
+
+@dataclass(frozen=True)
+class QueryKeyValue:
+    """A fused projection to queries, keys and values, grouped per query group -> a column-parallel one of whole heads.
+
+    Ranks that outnumber the query groups share them: see :class:`SharedGroupsLinear`. The attention around it then has fewer
+    query heads to a group, which the plan's ``attributes`` rewrite (:func:`local_heads_per_group`).
+    """
+
+    num_query_groups: int
+    """Key and value heads of the whole model."""
+    heads_per_group: int
+    """Query heads that share one of them."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the column-parallel layer."""
+        groups, size = self.num_query_groups, context.tp.size
+        if size <= groups or size % groups or self.heads_per_group % (size // groups):
+            return ColumnParallel(num_heads=groups).apply(module, context, plan)
+        return SharedGroupsLinear.from_linear(
+            _expect(module, nn.Linear, "QueryKeyValue"),
+            group=context.tp,
+            sequence_parallel=context.sp,
+            sequence_dim=plan.sequence_dim,
+            num_groups=groups,
+            heads_per_group=self.heads_per_group,
+        )
+
+
+def local_heads_per_group(num_query_groups: int, heads_per_group: int, context: ParallelContext) -> int:
+    """Return the query heads of one group that a rank has, given those of the whole model."""
+    return heads_per_group // max(1, context.tp.size // num_query_groups)
 
 
 @dataclass(frozen=True)

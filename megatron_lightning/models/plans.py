@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron_lightning.config import TransformerConfig
@@ -10,12 +11,14 @@ from megatron_lightning.layers.styles import (
     GatherLogits,
     HeadParallel,
     ParallelInput,
+    QueryKeyValue,
     RowParallel,
     SequenceParallel,
     ShardSequence,
     StreamDropout,
     VocabParallel,
     VocabParallelLoss,
+    local_heads_per_group,
 )
 from megatron_lightning.parallel.sharding import ShardingPlan
 
@@ -29,7 +32,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             "embedding.position_embeddings": SequenceParallel(),
             "embedding.dropout": StreamDropout(),
             f"{layer}.input_layernorm": SequenceParallel(),
-            f"{layer}.self_attention.linear_qkv": ColumnParallel(num_heads=config.query_groups),
+            f"{layer}.self_attention.linear_qkv": QueryKeyValue(config.query_groups, config.heads_per_group),
             f"{layer}.self_attention.q_layernorm": HeadParallel(),
             f"{layer}.self_attention.k_layernorm": HeadParallel(),
             f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
@@ -42,7 +45,8 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             "output_layer": VocabParallel(),
             "output_gather": GatherLogits(config.vocab_size),
             "loss": VocabParallelLoss(config.vocab_size),
-        }
+        },
+        attributes={f"{layer}.self_attention.heads_per_group": partial(local_heads_per_group, config.query_groups)},
     )
 
 

@@ -99,6 +99,7 @@ def test_layout_equals_one_device(tp: int, pp: int, dp: int, sp: bool, mode: str
         pytest.param({"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}, id="bias"),
         pytest.param({"position_embedding_type": "learned_absolute"}, id="learned"),
         pytest.param({"num_query_groups": 2, "qk_layernorm": True}, id="gqa-qknorm"),
+        pytest.param({"num_query_groups": 1, "qk_layernorm": True, "add_qkv_bias": True}, id="mqa-on-two-ranks"),
     ],
 )
 def test_model_variants_equal_one_device(config: dict[str, Any]) -> None:

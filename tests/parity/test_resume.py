@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
     "dp4": (4, {}),
+    "tp4": (4, {"tensor_model_parallel_size": 4}),  # more ranks than query groups
     "tp2-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 4}),
     "tp2-pp2-dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
     "pp2-fsdp2": (4, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "data_parallel": "fsdp"}),
@@ -94,6 +95,7 @@ def _pairs() -> list[Any]:
         (None, "tp2-pp2"),
         ("dp4", "tp2-pp2"),
         ("tp2", "pp2-vpp2"),
+        ("tp4", "pp2"),
         ("tp2-fsdp2", "pp2-fsdp2"),
         ("pp2-fsdp2", "tp2"),
         ("dp4", "tp2-fsdp2"),
