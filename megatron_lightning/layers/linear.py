@@ -227,7 +227,7 @@ class SharedGroupsLinear(ColumnParallelLinear):
         mixed = gather_sequence(super().forward(x), self.group, -1)
         ranks = self.group.size // self.num_groups
         heads, (group, part) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
-        own = mixed.unflatten(-1, (self.num_groups, self.heads_per_group + 2, -1))[..., group, :, :]
+        own = mixed.view(*mixed.shape[:-1], self.num_groups, self.heads_per_group + 2, -1)[..., group, :, :]
         q = own[..., part * heads : (part + 1) * heads, :]
         return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
 
