@@ -17,6 +17,7 @@ from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline import Action, PipelineExecutor, Placement, Schedule, schedules, simulate
 from megatron_lightning.pipeline.executor import PipelinePosition
+from megatron_lightning.pipeline.timeline import Timeline
 from tests.helpers.ranks import run_ranks
 
 WIDTH = 6
@@ -323,3 +324,63 @@ def test_a_placement_for_another_pipeline_is_refused() -> None:
         PipelineExecutor(context, Placement.loop(2))
     with pytest.raises(PipelineError, match="schedule 1f1b is for the placement"):
         PipelineExecutor(context, Placement.loop(1)).run(schedules.one_f_one_b(2, 1), Program({}, 1, [3]))
+
+
+def _changing_shapes(warm: bool) -> None:
+    """Every step has other shapes on every boundary, whose headers travel against the stream of gradients."""
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2))
+    for name, chunks in (("interleaved", 2), ("zbv", 2)):
+        placement = _schedule(f"{name}/{chunks}", 4, 1).placement
+        executor = PipelineExecutor(context, placement)
+        if warm:
+            executor.warm_up()
+        stages = {stage: Stage(stage) for stage in placement.stages_of(context.pp.rank)}
+        for step in range(4):
+            lengths = [1 + (step * 5 + microbatch) % 7 for microbatch in range(3 + 2 * step)]
+            executor.run(_schedule(f"{name}/{chunks}", 4, len(lengths)), Program(stages, 8, lengths, step))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_shapes_that_change_never_deadlock_four_ranks_with_virtual_stages(warm: bool) -> None:
+    """Megatron-Core hangs here in two ways: exchanging shapes in a fixed order (issue 5100), and building communicators when
+    the first message meets them (issue 5240)."""
+    run_ranks(4, _changing_shapes, warm, timeout_s=40)
+
+
+def _reduction_order() -> list[str]:
+    """Return when each stage's reduction could start, between the actions of this rank."""
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2))
+    placement = _schedule("zbv/2", 2, 1).placement
+    executor = PipelineExecutor(context, placement)
+    stages = {stage: Stage(stage) for stage in placement.stages_of(context.pp.rank)}
+    for module in stages.values():
+        split_backwards(module, executor.weight_gradients)
+    program = _Ordered(stages, 4, [3] * 4)
+    executor.timeline = Timeline()
+    program.timeline = executor.timeline
+    executor.run(_schedule("zbv/2", 2, 4), program)
+    return program.completed
+
+
+class _Ordered(Program):
+    timeline: Timeline
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.completed: list[str] = []
+
+    @contextmanager
+    def completing(self, stage: int) -> Iterator[None]:
+        yield
+        gradients = [parameter.grad is not None for parameter in self.stages[stage].linear.parameters()]
+        self.completed.append(f"{stage} after {len(self.timeline.intervals()) + 1} {all(gradients)}")
+
+
+def test_a_chunks_gradients_are_complete_with_its_last_action() -> None:
+    """What data-parallel ranks wait for: each chunk is told apart, at its last weight gradient and not at the step's end."""
+    table = _schedule("zbv/2", 2, 4)
+    for rank, completed in enumerate(run_ranks(2, _reduction_order)):
+        row = table.actions[rank]
+        last = {action.stage: index + 1 for index, action in enumerate(row)}
+        assert completed == [f"{stage} after {last[stage]} True" for stage in sorted(last, key=lambda stage: last[stage])]
+        assert min(last.values()) < len(row)

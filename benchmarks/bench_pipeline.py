@@ -1,0 +1,224 @@
+"""Pipeline schedules with stages that sleep: how near a step comes to the formula, beside torch's own pipelining.
+
+    python -m benchmarks.bench_pipeline             # 4 and 8 ranks, about 10 minutes; writes benchmarks/results
+    python -m benchmarks.bench_pipeline --quick     # half a minute: 2 ranks, two rounds, to see that everything runs
+
+All schedules of both engines are set up on the same processes and take turns, a step each. A step lasts from a barrier to the
+end of the slowest rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a
+rank's main thread in it, for each action. Peak memory is measured apart, in fresh processes with messages of 4 MiB: how much
+a rank's resident memory grew over what it had before its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import machine
+from benchmarks.pipeline_stages import ENGINES, SCHEDULES, Case
+from benchmarks.statistics import ratio_of_medians
+
+RESULTS = Path(__file__).parent / "results"
+TIMEOUT_S = 600.0
+SMALL, LARGE = 256, 2**20  # elements of a message
+GOALS: Mapping[str, float] = {"1f1b": 1.05, "interleaved": 1.05, "zb-h1": 1.08, "zbv": 1.08}
+"""Most that a step may take, as a multiple of the formula."""
+
+Times = dict[str, dict[str, list[float]]]
+
+
+def _measure_times(cases: Sequence[Case], rounds: int) -> dict[str, Any]:
+    """Run every case with both engines in turns; return wall and main-thread processor seconds of this rank."""
+    rank = dist.get_rank()
+    steps = {f"{case.schedule}/{name}": make(case, rank) for case in cases for name, make in ENGINES.items()}
+    walls: dict[str, list[float]] = {name: [] for name in steps}
+    hosts: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(-2, rounds):  # two rounds to warm up
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            wall, host = time.perf_counter(), time.thread_time()
+            steps[name]()
+            if number >= 0:
+                walls[name].append(time.perf_counter() - wall)
+                hosts[name].append(time.thread_time() - host)
+    return {"wall": walls, "host": hosts}
+
+
+def _measure_memory(case: Case, engine: str) -> float:
+    """Return by how many MiB the resident memory of this rank grows at most during its first three steps."""
+    step = ENGINES[engine](case, dist.get_rank())
+    dist.barrier()
+    before = _status_mib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    for _ in range(3):
+        step()
+    return _status_mib("VmHWM") - before
+
+
+def _status_mib(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _rank_main(body: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        file_store = dist.FileStore(store, size)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timeout)
+        pipe.send((True, body(*args)))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # torch's engine leaves threads behind
+
+
+def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what ``body(*args)`` gives on each of ``size`` new processes.
+
+    Raises:
+        RuntimeError: With the traceback of a rank that failed.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.pipeline_stages"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = []
+        processes = []
+        for rank in range(size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(body, rank, size, f"{folder}/store", sender, args))
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        answers = [pipe.recv() if pipe.poll(TIMEOUT_S) else (False, f"nothing in {TIMEOUT_S} s") for pipe in pipes]
+        for process in processes:
+            process.kill()
+            process.join()
+    failures = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [answer for _, answer in answers]
+
+
+def _slowest(ranks: Sequence[Mapping[str, Any]], kind: str) -> dict[str, list[float]]:
+    names = ranks[0][kind]
+    return {name: [max(values) for values in zip(*(rank[kind][name] for rank in ranks), strict=True)] for name in names}
+
+
+def measure(ranks: int, microbatches: int, unit_s: float, rounds: int) -> dict[str, Any]:
+    """Return all measurements of one number of ranks: lists by ``schedule/engine``."""
+    timed = [Case(schedule, ranks, microbatches, unit_s, SMALL) for schedule in SCHEDULES]
+    alone = [case._replace(unit_s=0.0) for case in timed]
+    steps, messages = (on_ranks(ranks, _measure_times, cases, rounds) for cases in (timed, alone))
+    memory = {
+        f"{case.schedule}/{engine}": max(on_ranks(ranks, _measure_memory, case._replace(unit_s=0.0, numel=LARGE), engine))
+        for case in timed
+        for engine in ENGINES
+    }
+    return {
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "unit_s": unit_s,
+        "step_s": _slowest(steps, "wall"),
+        "messages_s": _slowest(messages, "wall"),
+        "host_s": _slowest(messages, "host"),
+        "peak_mib": memory,
+    }
+
+
+def rows(result: Mapping[str, Any]) -> list[str]:
+    """Return the table's lines of one number of ranks."""
+    lines = []
+    for schedule, chunks in SCHEDULES.items():
+        case = Case(schedule, result["ranks"], result["microbatches"], result["unit_s"], SMALL)
+        ours, torchs = f"{schedule}/ours", f"{schedule}/torch"
+        against_formula = ratio_of_medians(result["step_s"][ours], [case.ideal_s] * len(result["step_s"][ours]))
+        against_torch = ratio_of_medians(result["step_s"][torchs], result["step_s"][ours])
+        actions = case.microbatches * chunks * (3 if schedule.startswith("zb") else 2)
+        host = {name: statistics.median(result["host_s"][name]) / actions * 1e6 for name in (ours, torchs)}
+        alone = {name: statistics.median(result["messages_s"][name]) * 1e3 for name in (ours, torchs)}
+        verdict = "met" if against_formula.low <= GOALS[schedule] else "not met"
+        cells = [
+            f"{case.ranks} x {case.microbatches}",
+            schedule,
+            f"{case.ideal_s * 1e3:.0f}",
+            f"{statistics.median(result['step_s'][ours]) * 1e3:.0f}",
+            f"{statistics.median(result['step_s'][torchs]) * 1e3:.0f}",
+            f"{against_formula}",
+            f"{GOALS[schedule]:.2f} {verdict}",
+            f"{against_torch}",
+            f"{alone[ours]:.1f} / {alone[torchs]:.1f}",
+            f"{host[ours]:.0f} / {host[torchs]:.0f}",
+            f"{result['peak_mib'][ours]:.0f} / {result['peak_mib'][torchs]:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def markdown(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result as a page."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    header = (
+        "ranks x micro-batches", "schedule", "formula ms", "ours ms", "torch ms", "ours / formula", "goal", "torch / ours",
+        "messages alone ms, ours / torch", "host µs an action, ours / torch", "peak MiB, ours / torch",
+    )  # fmt: skip
+    lines = [
+        f"# Pipeline schedules, {facts['date'][:10]}",
+        "",
+        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
+        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end.",
+        "",
+        f"Stages sleep {results[0]['unit_s'] * 1e3:.0f} ms for a forward, an input gradient and a weight gradient; "
+        f"{facts['rounds']} rounds in turns; medians of the slowest rank, 95 % bootstrap intervals.",
+        "",
+        f"| {' | '.join(header)} |",
+        "| --- " * len(header) + "|",
+        *(line for result in results for line in rows(result)),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def run(sizes: Sequence[int], unit_s: float, rounds: int, folder: Path) -> str:
+    """Measure, write a JSON and a Markdown file into ``folder``, and return the page."""
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")  # so that freed activations leave the resident memory
+    facts = machine.describe()
+    results = [measure(ranks, 2 * ranks, unit_s, rounds) for ranks in sizes]
+    facts |= {"rounds": rounds, "load_average_at_end": machine.describe()["load_average"]}
+    page = markdown(facts, results)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"pipeline_cpu_{facts['date'].replace(':', '').replace('+0000', '')}"
+    stem.with_suffix(".json").write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(page)
+    return page
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2 ranks, 5 ms units and two rounds")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--unit-ms", type=float, default=20.0, help="what a forward of a whole rank takes")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    options = parser.parse_args()
+    sizes, unit_ms, rounds = ([2], 5.0, 2) if options.quick else (options.ranks, options.unit_ms, options.rounds)
+    print(run(sizes, unit_ms / 1e3, rounds, options.results))
+
+
+if __name__ == "__main__":
+    main()

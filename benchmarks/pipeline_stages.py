@@ -1,0 +1,189 @@
+"""Pipeline stages that sleep instead of computing, run by our executor and by ``torch.distributed.pipelining``.
+
+Both run the same schedule on the same processes with messages of the same size. A stage's forward takes one unit, and so do
+the gradient of its input and that of its weights; a stage that is one of V chunks of a rank takes the V-th part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from megatron_lightning.layers.split_backward import Owner
+from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.pipeline import PipelineExecutor, schedules
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
+
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+"""Chunks of each schedule."""
+
+
+class Case(NamedTuple):
+    """One schedule on one pipeline."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    unit_s: float
+    numel: int
+    """Elements of a message, fp32."""
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def ideal_s(self) -> float:
+        """What the papers' formulas give for a step, with nothing but compute."""
+        work, waits = 3 * self.microbatches * self.unit_s, (self.ranks - 1) * self.unit_s
+        idle = {"1f1b": 3 * waits, "interleaved": 3 * waits / self.chunks, "zb-h1": waits, "zbv": waits / self.chunks}
+        return work + idle[self.schedule]
+
+
+class _Input(torch.autograd.Function):
+    """An identity that sleeps forward, and backward as the gradient of an input takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.seconds = seconds
+        _sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _sleep(ctx.seconds)
+        return grad, None
+
+
+class _Weight(torch.autograd.Function):
+    """An identity on a weight that sleeps backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _sleep(ctx.seconds)
+        return grad, None
+
+
+class _SplitWeight(torch.autograd.Function):
+    """Adds a weight whose gradient may be put off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Owner, seconds: float) -> Tensor:
+        ctx.owner, ctx.seconds = owner, seconds
+        return x + owner.parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        owner, seconds = ctx.owner, ctx.seconds
+
+        def product() -> Tensor:
+            _sleep(seconds)
+            return grad.sum().view(1)
+
+        owner.deliver(product)
+        return grad, None, None
+
+
+class Stage(nn.Module):
+    """Maps [1, n] to [1, n]."""
+
+    def __init__(self, seconds: float, ledger: WeightGradients | None = None) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.shift, self.weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        self.owner = None if ledger is None else Owner(self.weight, ledger)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep."""
+        x = _Input.apply(x + self.shift, self.seconds)
+        if self.owner is not None:
+            return _SplitWeight.apply(x, self.owner, self.seconds)
+        return x + _Weight.apply(self.weight, self.seconds)
+
+
+def _sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+class _Program:
+    """What our executor runs."""
+
+    def __init__(self, stages: dict[int, Stage], num_stages: int, inputs: Tensor) -> None:
+        self._stages, self._num_stages, self._inputs = stages, num_stages, inputs
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...]:
+        x = self._inputs[microbatch : microbatch + 1] if received is None else received[0]
+        y: Tensor = self._stages[stage](x)
+        return y.mean() if stage == self._num_stages - 1 else (y,)
+
+    def signature(self, microbatch: int) -> Hashable:
+        return None
+
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def our_step(case: Case, rank: int) -> Callable[[], None]:
+    """Return a function that runs one step of the case on this rank, with our executor."""
+    layout = ParallelLayout(
+        pipeline_model_parallel_size=case.ranks, virtual_pipeline_model_parallel_size=case.chunks if case.ranks > 1 else 1
+    )
+    context = ParallelContext(layout)
+    choice = schedules.resolve(case.schedule, num_coordinates=case.ranks, num_chunks=case.chunks)
+    executor = PipelineExecutor(context, choice.placement)
+    executor.warm_up()
+    ledger = executor.weight_gradients if choice.splits_backward else None
+    own = choice.placement.stages_of(rank)
+    stages = {stage: Stage(case.unit_s / case.chunks, ledger) for stage in own}
+    inputs = torch.zeros(case.microbatches if 0 in own else 0, case.numel)
+    table, program = choice.table(case.microbatches), _Program(stages, choice.placement.num_stages, inputs)
+    return lambda: executor.run(table, program)
+
+
+def torch_step(case: Case, rank: int) -> Callable[[], None]:
+    """Return a function that runs one step of the case on this rank, with torch's own pipelining."""
+    num_stages = case.ranks * case.chunks
+    own = [rank, num_stages - 1 - rank] if case.schedule == "zbv" else list(range(rank, num_stages, case.ranks))
+    example = torch.zeros(1, case.numel)
+    stages = [
+        pipelining.PipelineStage(
+            Stage(case.unit_s / case.chunks),
+            index,
+            num_stages,
+            torch.device("cpu"),
+            input_args=(example.clone().requires_grad_(index > 0),),  # torch sends gradients where the metadata says so
+            output_args=(example.clone().requires_grad_(),),
+        )
+        for index in own
+    ]
+    options: dict[str, Any] = {"n_microbatches": case.microbatches, "loss_fn": lambda output, target: output.mean()}
+    pipeline: Any
+    if case.schedule == "1f1b":
+        pipeline = pipelining.Schedule1F1B(stages[0], **options)
+    else:
+        kinds = {
+            "interleaved": pipelining.ScheduleInterleaved1F1B,
+            "zb-h1": pipelining.ScheduleInterleavedZeroBubble,
+            "zbv": pipelining.ScheduleZBVZeroBubble,
+        }
+        pipeline = kinds[case.schedule](stages, **options)
+    inputs = (torch.zeros(case.microbatches, case.numel),) if 0 in own else ()
+    target = {"target": torch.zeros(case.microbatches, 1)} if num_stages - 1 in own else {}
+    return lambda: pipeline.step(*inputs, **target)
+
+
+ENGINES = {"ours": our_step, "torch": torch_step}
