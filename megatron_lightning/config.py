@@ -118,6 +118,12 @@ class TransformerConfig:
     """Dropout of the embedding's and of each block's output before it joins the residual stream."""
     attention_dropout: float = 0.0
     """Dropout of the attention probabilities."""
+    fp32_residual_connection: bool = False
+    """Keep the residual stream, from the embedding to the last norm, in fp32 where the weights are bf16 or fp16."""
+    attention_softmax_in_fp32: bool = False
+    """Compute attention scores, softmax and context in fp32; torch's fused kernels already sum the softmax in fp32."""
+    logits_in_fp32: bool = False
+    """Return logits in fp32; the losses are computed in fp32 in any case."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by sqrt(2 x num_layers)."""
     init_seed: int = 1234

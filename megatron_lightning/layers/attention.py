@@ -6,6 +6,7 @@ parallelism ``n`` and ``g`` are the rank's share; they are read off the tensors,
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,11 +21,12 @@ class CoreAttention(nn.Module):
 
     Args:
         dropout: Dropout probability of the attention weights.
+        in_fp32: Compute scores, softmax and context in fp32, under autocast as well.
     """
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, *, in_fp32: bool = False) -> None:
         super().__init__()
-        self.dropout = Dropout(dropout)
+        self.dropout, self.in_fp32 = Dropout(dropout), in_fp32
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend.
@@ -37,6 +39,12 @@ class CoreAttention(nn.Module):
         Returns:
             [s, b, n*d].
         """
+        if self.in_fp32:
+            with torch.autocast(q.device.type, enabled=False):
+                return self._attend(q.float(), k.float(), v.float()).to(v.dtype)
+        return self._attend(q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         grouped = q.shape[2] != k.shape[2]
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         with self.dropout.stream():
@@ -66,7 +74,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.rotary = rotary
-        self.core_attention = CoreAttention(config.attention_dropout)
+        self.core_attention = CoreAttention(config.attention_dropout, in_fp32=config.attention_softmax_in_fp32)
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
+
+
+class MixedRMSNorm(nn.RMSNorm):
+    """RMSNorm of an input that is more precise than the weight: computed like the input, returned like the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., size]."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+
+
+class MixedLayerNorm(nn.LayerNorm):
+    """LayerNorm of an input that is more precise than the weight: computed like the input, returned like the weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [..., size]."""
+        if input.dtype == self.weight.dtype:
+            return super().forward(input)
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 def build_norm(config: TransformerConfig, size: int) -> nn.Module:
     """Return the config's norm over the last dim.
 
     Args:
-        config: States the kind and the epsilon.
+        config: States the kind, the epsilon and the precision of the residual stream.
         size: Extent of the last dim (hidden_size, or kv_channels for query and key norms).
     """
-    kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+    rms, layer = (MixedRMSNorm, MixedLayerNorm) if config.fp32_residual_connection else (nn.RMSNorm, nn.LayerNorm)
+    kind = rms if config.normalization == "RMSNorm" else layer
     return kind(size, eps=config.layernorm_epsilon)

@@ -135,13 +135,16 @@ class GPTModel(nn.Module):
             the hidden state [s, b, h].
         """
         hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens, position_ids)
+        if self.config.fp32_residual_connection:
+            hidden = hidden.float()
         hidden = self.decoder(hidden, position_ids)
         if self.output_layer is None:
             return hidden
         logits = self.output_layer(hidden)
         if labels is None:
             full: Tensor = self.output_gather(logits)
-            return full.transpose(0, 1).contiguous()
+            full = full.transpose(0, 1).contiguous()
+            return full.float() if self.config.logits_in_fp32 else full
         losses: Tensor = self.loss(logits, labels.t())
         return losses.t()
 
