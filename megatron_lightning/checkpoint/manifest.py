@@ -23,6 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -221,8 +222,13 @@ def check_tiling(name: str, shape: Shape, shards: Sequence[Shard]) -> None:
 
 
 def _corners(offset: Shape, shape: Shape) -> Iterator[tuple[int, Shape]]:
-    for ends in product((0, 1), repeat=len(shape)):
-        yield (-1) ** sum(ends), tuple(o + n * end for o, n, end in zip(offset, shape, ends, strict=True))
+    ends = [(o, o + n) for o, n in zip(offset, shape, strict=True)]
+    return zip(_signs(len(shape)), product(*ends), strict=True)
+
+
+@lru_cache(maxsize=_MAX_DIMS + 1)
+def _signs(num_dims: int) -> tuple[int, ...]:
+    return tuple((-1) ** sum(ends) for ends in product((0, 1), repeat=num_dims))
 
 
 def _is_plain_name(name: str) -> bool:
@@ -241,7 +247,10 @@ def _count(value: object) -> int:
 
 
 def _counts(values: Sequence[object]) -> Shape:
-    return tuple(_count(value) for value in values)
+    counts: Any = tuple(values)
+    if not set(map(type, counts)) <= {int} or (counts and min(counts) < 0):  # a checkpoint has millions of checksums
+        raise ValueError(f"{counts!r} are not counts")
+    return counts  # type: ignore[no-any-return]
 
 
 def _checksum(text: bytes) -> int:

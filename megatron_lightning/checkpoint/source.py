@@ -181,20 +181,22 @@ def open_checkpoint(
         MissingCheckpointError: On every rank, if nothing stands at ``path``.
         CheckpointError: On every rank, if what stands there is not complete or cannot be read safely.
     """
-    content = on_first_rank(group, lambda: _read_directory(path))
+    parsed: list[Manifest] = []  # on the first rank
+    content = on_first_rank(group, lambda: _read_directory(path, parsed))
     if content == _MISSING:
         raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
 
     def build() -> CheckpointSource:
         if content is None:
             return PlainSource(str(path), optimizer_parameters)
-        return DirectorySource(folder_of(path), Manifest.loads(content[0]), content[1])
+        manifest = parsed[0] if parsed else Manifest.loads(content[0])
+        return DirectorySource(folder_of(path), manifest, content[1])
 
     return together(group, f"opening {path}", build)
 
 
-def _read_directory(path: str | os.PathLike[str]) -> tuple[bytes, bytes] | None:
-    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing."""
+def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tuple[bytes, bytes] | None:
+    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing; append the parsed manifest."""
     if is_plain_file(path):
         return None
     folder = folder_of(path)
@@ -212,6 +214,7 @@ def _read_directory(path: str | os.PathLike[str]) -> tuple[bytes, bytes] | None:
         manifest = Manifest.loads(text)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    parsed.append(manifest)
     for name, size_bytes in manifest.files.items():  # before anything is changed
         if name not in sizes:
             raise unreadable(f"{path}/{name}", "no such file; links are not followed")
