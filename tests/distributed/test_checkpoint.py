@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ from megatron_lightning.checkpoint import (
     TensorShards,
     is_committed,
     load_sharded,
+    loading,
     open_checkpoint,
     read_full,
     save_sharded,
+    saving,
+    sharded,
     stands_for,
 )
+from megatron_lightning.checkpoint.source import DirectorySource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from tests.helpers.ranks import run_ranks
@@ -283,3 +288,50 @@ def test_killed_before_every_change_of_the_file_system(tmp_path: Path, overwrite
     assert len(found) > 8 and found[0] == before and found[-1] == after
     switch = found.index(after)
     assert found == [before] * switch + [after] * (len(found) - switch)  # the old one, then the new one, nothing between
+
+
+# Replicas share the work
+
+
+def _shared_work(path: str) -> tuple[int, int, bool]:
+    """Return the bytes that this rank wrote and read of tensors that four ranks hold, and whether they came back exact."""
+    context = ParallelContext(ParallelLayout())
+    group, written, read = context.axis("world"), [], []
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        f"w{i}": torch.rand(shape, generator=generator) for i, shape in enumerate([(64, 7), (1, 90, 3), (4096,), (2, 2), ()])
+    }
+    values["transposed"] = torch.rand(30, 20, generator=generator).t()  # not contiguous
+
+    def shards(tensors: dict[str, Tensor]) -> list[TensorShards]:
+        return [TensorShards.whole(name, tensor, replicas=context.dp_cp) for name, tensor in tensors.items()]
+
+    def counted(original: Callable[..., Any], record: list[int], position: int) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            pieces = list(args[position])
+            record.extend(piece.view.nbytes for piece in pieces)
+            return original(*args[:position], pieces, *args[position + 1 :], **kwargs)
+
+        return replacement
+
+    with mock.patch.object(sharded, "PART_BYTES", 64), mock.patch.object(loading, "PART_BYTES", 64):
+        with mock.patch.object(saving, "write_shards", counted(saving.write_shards, written, 2)):
+            save_sharded(path, shards(values), {}, group=group)
+        loaded = {name: torch.zeros(tensor.shape) for name, tensor in values.items()}
+        loaded["transposed"] = torch.zeros(30, 20).t()
+        source = open_checkpoint(path, group=group)
+        with mock.patch.object(DirectorySource, "read", counted(DirectorySource.read, read, 1)):
+            load_sharded(source, shards(loaded), group=group)
+    return sum(written), sum(read), all(torch.equal(loaded[name], tensor) for name, tensor in values.items())
+
+
+def test_replicas_share_writing_and_reading(tmp_path: Path) -> None:
+    ranks = run_ranks(4, _shared_work, str(tmp_path / "a"))
+    assert all(exact for _, _, exact in ranks)
+    total = 4 * (64 * 7 + 270 + 4096 + 4 + 1 + 600)
+    small = 4 * (4 + 1)  # written by one rank, read by all
+    assert sum(written for written, _, _ in ranks) == total
+    assert sum(read for _, read, _ in ranks) == total + 3 * small
+    for written, read, _ in ranks:
+        assert 0.2 < written / total < 0.3 and 0.2 < read / total < 0.3
+    assert run_ranks(1, _shared_work, str(tmp_path / "b")) == [(total, total, True)]
