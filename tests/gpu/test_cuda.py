@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.layers import vocab_parallel_cross_entropy
+from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
@@ -167,3 +169,44 @@ def test_cross_entropy_of_one_rank_equals_torchs() -> None:
     expected.sum().backward()
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(logits.grad, plain.grad)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RecomputeOptions(offload_modules=["**.layers.*"], offload_min_bytes=0),
+        RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        RecomputeOptions(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]),
+        RecomputeOptions(
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            offload_modules=["**.layers.*"],
+            offload_min_bytes=0,
+        ),
+    ],
+    ids=["offload", "full", "selective", "both"],
+)
+def test_less_memory_and_the_same_step(options: RecomputeOptions) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 96, "max_sequence_length": 256}
+    with torch.device(CUDA):
+        model = GPTModel(TransformerConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.1))
+        tokens = torch.arange(8 * 256).view(8, 256) % 96
+    (loss, gradients, plain), *others = [_step_and_memory(model, tokens, apply) for apply in (None, options)]
+    again, same, less = others[0]
+    assert torch.equal(loss, again)
+    torch.testing.assert_close(same, gradients)  # gradients of embeddings are summed in no fixed order
+    assert less < 0.8 * plain
+
+
+def _step_and_memory(model: GPTModel, tokens: Tensor, options: RecomputeOptions | None) -> tuple[Tensor, list[Tensor], int]:
+    """Return loss, gradients, and the bytes that the forward pass has kept."""
+    if options is not None:
+        apply_recompute(model, options)
+    torch.manual_seed(0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = model(tokens, labels=tokens).mean()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters()))), kept

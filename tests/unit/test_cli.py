@@ -103,6 +103,16 @@ def test_a_pipeline_is_described_in_the_file(config: str, tmp_path: Path) -> Non
     assert isinstance(strategy, MegatronStrategy) and strategy.pipeline_options.num_layers_in_first_pipeline_stage == 1
 
 
+def test_recomputation_is_yaml(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "recompute.yaml"
+    options = "recompute: {recompute_granularity: selective, recompute_modules: [core_attn, mlp]}"
+    path.write_text(Path(config).read_text().replace("micro_batch_size: 2", f"micro_batch_size: 2\n      {options}"))
+    strategy = _made(["--config", str(path), "--trainer.strategy.recompute.offload_modules=[mlp]"]).trainer.strategy
+    assert isinstance(strategy, MegatronStrategy)
+    assert list(strategy.recompute.recompute_modules) == ["core_attn", "mlp"]
+    assert list(strategy.recompute.offload_modules) == ["mlp"]
+
+
 def test_the_strategy_is_known_by_name(config: str) -> None:
     assert isinstance(_made(["--config", config, "--trainer.strategy", "megatron"]).trainer.strategy, MegatronStrategy)
 
