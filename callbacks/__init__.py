@@ -4,7 +4,8 @@ if __name__ != "megatron_lightning.callbacks":  # a second copy of these classes
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
+from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
 from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
 
-__all__ = ["GradientNormMonitor", "PipelineTimeline", "RescueCheckpoint"]
+__all__ = ["GradientNormMonitor", "LocalCopyCheckpoint", "PipelineTimeline", "RescueCheckpoint"]

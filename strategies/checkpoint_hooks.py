@@ -87,6 +87,19 @@ class MegatronCheckpoints(MegatronSteps):
             for logger in self.module.trainer.loggers:
                 logger.log_metrics({"checkpoint_stall_s": report.stall_s}, step=self.module.trainer.global_step)
 
+    def save_local_copy(self, filepath: str, folder: str) -> None:
+        """Keep every rank's state on its node's own disk and on the next node's; all ranks call this.
+
+        Args:
+            filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path`` for going on from them.
+            folder: Folder on each node; ``{node_rank}`` in it stands for the node's number.
+
+        Raises:
+            CheckpointError: On every rank, if one of them failed; older copies are intact.
+        """
+        checkpoint = self.module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._checkpoints.save_local(checkpoint, str(self.broadcast(filepath)), folder)
+
     @property
     def saves_in_background(self) -> bool:
         """Whether checkpoints are written while training goes on."""

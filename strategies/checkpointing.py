@@ -31,6 +31,7 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
 from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.strategies.local_copies import open_copy, save_copy
 from megatron_lightning.strategies.saver import Saver
 
 if TYPE_CHECKING:
@@ -62,6 +63,27 @@ class CheckpointGlue:
             CheckpointError: On every rank, if one of them failed; what stood under ``path`` before is intact.
         """
         context = self._strategy.context
+        tensors, rest = self._divide(checkpoint)
+        info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
+        info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
+        config = getattr(self._strategy.module, "config", None)
+        if is_dataclass(config) and not isinstance(config, type):
+            info["config"] = asdict(config)
+        self.saver.save(path, tensors, rest, info, context, background=background)
+
+    def save_local(self, checkpoint: dict[str, Any], path: str, folder: str) -> None:
+        """Write every rank's part to its node's own disk and the next node's, and the pointer ``path``; all ranks call this.
+
+        Raises:
+            CheckpointError: On every rank, if one of them failed; older copies are intact.
+        """
+        tensors, rest = self._divide(checkpoint)
+        local, tied = self._strategy.module.state_dict(), self._strategy.assembly.tied
+        tensors += [self._shards(f"state_dict.{tied[name]}", name, local[name]) for name in tied if name in local]
+        save_copy(self._strategy, tensors, rest, path=path, folder=folder)
+
+    def _divide(self, checkpoint: dict[str, Any]) -> tuple[list[TensorShards], dict[str, Any]]:
+        """Return what this rank holds of the tensors, and the rest."""
         rest = dict(checkpoint)
         optimizers = [self._view(optimizer) for optimizer in rest.pop("optimizer_states", [])]
         tensors = list(self._module_shards(rest))
@@ -74,12 +96,7 @@ class CheckpointGlue:
                 for optimizer, mine in zip(optimizers, groups, strict=True)
             ]
         rest[OWN] = self._own_state(rest)
-        info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
-        info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
-        config = getattr(self._strategy.module, "config", None)
-        if is_dataclass(config) and not isinstance(config, type):
-            info["config"] = asdict(config)
-        self.saver.save(path, tensors, rest, info, context, background=background)
+        return tensors, rest
 
     def _module_shards(self, rest: dict[str, Any]) -> Iterator[TensorShards]:
         """Take every dict of tensors by module name out of ``rest``."""
@@ -180,7 +197,8 @@ class CheckpointGlue:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
         """
         module = self._strategy.module
-        self._source, self._path = open_checkpoint(path, group=self._strategy.context.axis("world")), path
+        group = self._strategy.context.axis("world")
+        self._source, self._path = open_copy(self._strategy, path) or open_checkpoint(path, group=group), path
         checkpoint = self._source.state()
         local = module.state_dict()
         others = {name: value for name, value in checkpoint.get("state_dict", {}).items() if name in local}

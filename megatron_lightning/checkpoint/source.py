@@ -94,10 +94,10 @@ class DirectorySource:
         for piece in pieces:
             entry = self.manifest.tensors[piece.name]
             for shard in entry.shards:
-                box = _overlap(piece.offset, piece.view.shape, shard.offset, shard.shape)
+                box = overlap(piece.offset, piece.view.shape, shard.offset, shard.shape)
                 if box is not None:
                     low, extent = box
-                    target = piece.view[_slices(low, extent, piece.offset)]
+                    target = piece.view[slices(low, extent, piece.offset)]
                     inside = tuple(a - o for a, o in zip(low, shard.offset, strict=True))
                     by_file.setdefault(shard.file, []).extend(plan_box(shard, inside, target, entry.dtype))
         files = list(by_file)
@@ -161,7 +161,7 @@ class PlainSource:
     def read(self, pieces: Iterable[Piece]) -> None:
         """See :class:`CheckpointSource`."""
         for piece in pieces:
-            box = _slices(piece.offset, tuple(piece.view.shape), (0,) * piece.view.dim())
+            box = slices(piece.offset, tuple(piece.view.shape), (0,) * piece.view.dim())
             piece.view.copy_(self._tensors[piece.name][box])
 
 
@@ -227,7 +227,7 @@ def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tup
     return text, state
 
 
-def _overlap(offset: Shape, shape: Shape, other_offset: Shape, other_shape: Shape) -> tuple[Shape, Shape] | None:
+def overlap(offset: Shape, shape: Shape, other_offset: Shape, other_shape: Shape) -> tuple[Shape, Shape] | None:
     """Return (first index, extent) of what two boxes have in common, None for nothing."""
     low = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
     ends = zip(offset, shape, other_offset, other_shape, low, strict=True)
@@ -235,5 +235,6 @@ def _overlap(offset: Shape, shape: Shape, other_offset: Shape, other_shape: Shap
     return (low, extent) if prod(extent) else None
 
 
-def _slices(low: Shape, extent: Shape, origin: Shape) -> tuple[slice, ...]:
+def slices(low: Shape, extent: Shape, origin: Shape) -> tuple[slice, ...]:
+    """Return the indices of a box inside a tensor whose first index is ``origin``."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(low, extent, origin, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megatron_lightning.callbacks import RescueCheckpoint
+from megatron_lightning.callbacks import LocalCopyCheckpoint, RescueCheckpoint
 from megatron_lightning.checkpoint import is_committed
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
-from tests.lightning.support import PP2, PP2_DP2, SINGLE, Layout, layouts, run
+from tests.lightning.support import DP2, PP2, PP2_DP2, SINGLE, Layout, layouts, run
 
 STOP = 3
 
@@ -32,9 +35,11 @@ class _Terminated(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _fit(layout: Layout, folder: str, *callbacks: pl.Callback, ckpt_path: str | None = None) -> tuple[Any, list[float]]:
+def _fit(
+    layout: Layout, folder: str, *callbacks: pl.Callback, ckpt_path: str | None = None, **more: Any
+) -> tuple[Any, list[float]]:
     record, module = Losses(), ToyModule()
-    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, **more}
     trainer = layout.trainer(folder, callbacks=[record, *callbacks], **options)
     try:
         trainer.fit(module, datamodule=layout.data_module(), ckpt_path=ckpt_path)
@@ -80,3 +85,58 @@ def test_saves_in_time_fall_on_optimizer_steps(tmp_path: Path) -> None:
     assert (tmp_path / "rescue.ckpt").is_file() and not (tmp_path / "never").exists()
     with pytest.raises(ConfigError, match="every_n_minutes is 0"):
         RescueCheckpoint(every_n_minutes=0)
+
+
+# Local copies
+
+
+def _lose(*paths: str) -> None:
+    """Delete what a lost node had, between two runs."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+
+
+def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
+    """Train on two nodes of one rank each; go on after either's disk is lost, and after both copies of a part are."""
+    os.environ["LOCAL_RANK"] = "0"
+    nodes: dict[str, Any] = {"num_nodes": 2, "devices": 1}
+    disk = f"{folder}/disk-{{node_rank}}"
+
+    def copies() -> LocalCopyCheckpoint:
+        return LocalCopyCheckpoint(disk, every_n_train_steps=1, dirpath=folder)
+
+    whole, losses = _fit(layout, f"{folder}/whole", **nodes)
+    often = ModelCheckpoint(folder, "shared", every_n_train_steps=2, save_top_k=1, enable_version_counter=False)
+    _, first = _fit(layout, folder, copies(), often, max_steps=STOP, **nodes)
+    kept = sorted(len(os.listdir(f"{folder}/disk-{node}")) for node in range(2))
+    result: dict[str, Any] = {"first": first == losses[:STOP], "kept": kept}
+    for lost in (0, 1):
+        _lose(f"{folder}/disk-{lost}")
+        end, rest = _fit(layout, folder, RescueCheckpoint(folder), ckpt_path=f"{folder}/local.ckpt", **nodes)
+        same = all(torch.equal(a, b) for a, b in zip(whole, end, strict=True))
+        result[f"lost {lost}"] = (rest == losses[STOP:], same)
+    end, rest = _fit(layout, folder, copies(), ckpt_path="last", **nodes)  # the pointer is the newest
+    result["last"] = rest == losses[STOP:]
+    _lose(f"{folder}/disk-0", f"{folder}/disk-1")
+    _, rest = _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
+    result["shared"] = rest == losses[STOP - 1 :]  # saved at step 2
+    _lose(f"{folder}/shared.ckpt")
+    with pytest.raises(CheckpointError, match=r"points to local copies .* on no node"):
+        _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
+    return result
+
+
+@layouts(PP2, slow=[DP2])
+def test_local_copies_survive_the_loss_of_a_node(layout: Layout, tmp_path: Path) -> None:
+    expected = {"first": True, "kept": [2, 2], "lost 0": (True, True), "lost 1": (True, True), "last": True, "shared": True}
+    for rank in run(layout, _lost_nodes, tmp_path):
+        assert rank == expected
+
+
+def test_copies_need_one_interval() -> None:
+    for intervals in ({}, {"every_n_train_steps": 1, "every_n_minutes": 1.0}, {"every_n_minutes": 0.0}):
+        with pytest.raises(ConfigError, match="need one interval"):
+            LocalCopyCheckpoint("folder", **intervals)

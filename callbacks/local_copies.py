@@ -1,0 +1,80 @@
+"""Keep the newest state on the nodes' own disks: frequent saves that leave the shared file system alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megatron_lightning.checkpoint.storage import is_remote
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
+
+
+class LocalCopyCheckpoint(ModelCheckpoint):
+    """Saves every rank's state to its node's own disk, with a copy on the next node; ``ckpt_path="last"`` finds it.
+
+    A small file, ``local.ckpt``, on the shared file system says where the copies are. A run of the same layout goes on from the
+    newest copy of which every rank's part is on some node, so one lost node in two neighbours does no harm; otherwise, from
+    the newest checkpoint beside that file. The two newest copies are kept.
+
+    Args:
+        folder: Folder on each node's own disk; ``{node_rank}`` in it stands for the node's number.
+        every_n_train_steps: Optimizer steps between two copies.
+        every_n_minutes: Minutes between two copies, instead.
+        dirpath: Shared folder of ``local.ckpt``; None: as for ``ModelCheckpoint``.
+
+    Raises:
+        ConfigError: If not exactly one of the two intervals is given, ``dirpath`` is no directory, or another strategy is used.
+    """
+
+    CHECKPOINT_NAME_LAST = "local"
+
+    def __init__(
+        self,
+        folder: str,
+        every_n_train_steps: int | None = None,
+        every_n_minutes: float | None = None,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        given = [value for value in (every_n_train_steps, every_n_minutes) if value is not None]
+        if len(given) != 1 or given[0] <= 0:
+            raise ConfigError(
+                f"every_n_train_steps is {every_n_train_steps} and every_n_minutes is {every_n_minutes}: copies need one "
+                "interval. Set one of the two to a positive number."
+            )
+        super().__init__(
+            dirpath=dirpath,
+            save_top_k=0,
+            save_last=True,
+            every_n_train_steps=every_n_train_steps or 0,
+            every_n_epochs=0,
+            train_time_interval=None if every_n_minutes is None else timedelta(minutes=every_n_minutes),
+            enable_version_counter=False,
+        )
+        self.folder = folder
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the strategy."""
+        super().setup(trainer, pl_module, stage)
+        if not isinstance(trainer.strategy, MegatronCheckpoints):
+            raise ConfigError(
+                f"LocalCopyCheckpoint saves each rank's part, and {type(trainer.strategy).__name__} knows no parts. Use "
+                "MegatronStrategy, or ModelCheckpoint."
+            )
+        if is_remote(str(self.dirpath)):
+            raise ConfigError(
+                f"dirpath is {self.dirpath}, and local.ckpt, which says where the copies are, is a file. Set dirpath to a "
+                "directory that all nodes share."
+            )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save nothing: a run that ended well needs no copies."""
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, MegatronCheckpoints):
+            strategy.save_local_copy(filepath, self.folder)
+            self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
