@@ -87,7 +87,9 @@ class GradientFlow:
         specs, context, options = self._specs, self._context, self._options
         if self._units is None:
             whole = names_of_matrices(self._optimizers, trainable)
-            self.reducer = GradientReducer(trainable, specs, context, sharded=self._sharded, whole=whole, options=options)
+            self.reducer = GradientReducer(
+                trainable, specs, context, sharded=self._sharded, whole=whole, part_of=self._stage_of, options=options
+            )
         else:
             self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, options=options)
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()

@@ -213,6 +213,7 @@ def build_buckets(
     groups: Mapping[GridName, DataGroups],
     tied: Set[str],
     whole: Set[str] = frozenset(),
+    part_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order in which backward completes them.
@@ -226,6 +227,8 @@ def build_buckets(
         groups: The data-parallel ranks of each grid.
         tied: Names of owners that have a copy on another pipeline rank, and of such copies.
         whole: Names of the parameters whose optimizer needs all of them on one rank.
+        part_of: The part of the model (pipeline stage) that completes a parameter's gradient; a bucket that is reduced early is
+            of one part.
         bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
 
     Returns:
@@ -242,6 +245,8 @@ def build_buckets(
     closed: list[tuple[_Key, list[str]]] = []
     for name in order:
         key = _key(parameters[name], specs[name], context, tied=name in tied, whole=name in whole)
+        if part_of and not key.sum_groups:
+            key = key._replace(part=part_of.get(name, -1))
         num_ranks = groups[key.grid].all.size
         if not key.sum_groups and num_ranks == 1 and main_dtype(key.dtype) == key.dtype:
             continue
@@ -279,6 +284,7 @@ class _Key(NamedTuple):
     grid: GridName
     sum_groups: tuple[AxisGroup, ...]
     whole: bool
+    part: int = -1
 
 
 def _key(parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool, whole: bool) -> _Key:

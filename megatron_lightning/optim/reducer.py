@@ -42,6 +42,7 @@ class GradientReducer:
         context: The groups of this rank. With a pipeline, construction is a collective of the pipeline group.
         sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1); False: all of them on every rank.
         whole: Names of the parameters whose optimizer needs all of them on one rank.
+        part_of: The pipeline stage that completes a parameter's gradient, by name; None: all together.
         options: Size of the buckets, and how they travel.
 
     Raises:
@@ -56,6 +57,7 @@ class GradientReducer:
         *,
         sharded: bool,
         whole: Set[str] = frozenset(),
+        part_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
     ) -> None:
         self.options = options = options or DataParallelOptions()
@@ -73,7 +75,14 @@ class GradientReducer:
         }
         """The data-parallel ranks of each grid."""
         self.buckets = build_buckets(
-            parameters, specs, context, groups=self.groups, tied=tied, whole=whole, bucket_size=options.bucket_size
+            parameters,
+            specs,
+            context,
+            groups=self.groups,
+            tied=tied,
+            whole=whole,
+            part_of=part_of,
+            bucket_size=options.bucket_size,
         )
         self.fragments: dict[str, Fragment] = {}
         """Name -> this rank's part of a bucketed parameter; the optimizer may set another ``target``."""

@@ -291,3 +291,36 @@ def test_one_rank_keeps_plain_gradients() -> None:
     reducer.expose()
     reducer.finish(torch.tensor(0.5))
     assert model.bias.grad is not None and torch.equal(model.bias.grad, torch.full((2,), 0.5))
+
+
+def parts_are_reduced_apart(sharded: bool) -> None:
+    """Two pipeline stages on one rank: the gradients of one travel when its last backward is done, however small it is."""
+    context = context_of()
+    names = ["0.a", "0.unused", "shared", "1.a", "1.unused"]
+    parameters = {name: nn.Parameter(torch.ones(5)) for name in names}
+    specs = {name: ShardSpec.replicated((5,)) for name in names}
+    stage_of = {name: int(name[0]) for name in names if name != "shared"}
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, part_of=stage_of)
+    reducer.late = frozenset({"shared"})
+    reducer.start_window()
+    (parameters["0.a"].sum() + parameters["shared"].sum()).backward()  # an earlier micro-batch
+    launched = []
+    for stage in (1, 0):  # the last stage is done first
+        reducer.sync = True
+        ((stage + 1) * parameters[f"{stage}.a"].sum() + parameters["shared"].sum()).backward()
+        reducer.sync = False
+        reducer.complete(name for name, user in stage_of.items() if user == stage)
+        launched.append({name for bucket in reducer.buckets if bucket.launched for name in bucket.names})
+    assert launched[0] == {"1.a", "1.unused"}
+    # What several stages share waits for the end, and with it what comes later in the order of all ranks.
+    assert "shared" not in launched[1]
+    reducer.finish(1.0 / context.dp_cp.size)
+    for name, expected in {"0.a": 2.0, "1.a": 2.0, "shared": 3.0}.items():
+        fragment = reducer.fragments.get(name)
+        if fragment is not None:
+            assert torch.equal(fragment.target.grad, torch.full_like(fragment.target.grad, expected)), name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_are_reduced_apart(sharded: bool) -> None:
+    run_ranks(2, parts_are_reduced_apart, sharded)
