@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import GradientNormMonitor
 from megatron_lightning.checkpoint import consolidate
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy, ShardedCheckpointIO
 from tests.helpers.ranks import run_ranks
@@ -37,6 +37,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-fsdp2": (4, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "data_parallel": "fsdp"}),
     "tp2-fsdp2": (4, {"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}),
     "pp2-vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
+    "pp2-zbv-cut": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "micro_batch_size": 2,
+            "pipeline_schedule": "zbv",
+            "pipeline_options": PipelineOptions(pipeline_model_parallel_layout="E|ttt|t|L"),
+        },
+    ),
     "pp4-ddp2": (8, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "data_parallel": "ddp"}),
 }
 
@@ -96,6 +106,7 @@ def _pairs() -> list[Any]:
         ("dp4", "tp2-pp2"),
         ("tp2", "pp2-vpp2"),
         ("tp4", "pp2"),
+        ("pp2-vpp2", "pp2-zbv-cut"),
         ("tp2-fsdp2", "pp2-fsdp2"),
         ("pp2-fsdp2", "tp2"),
         ("dp4", "tp2-fsdp2"),
