@@ -11,7 +11,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, cpu_exc
 from megatron_lightning.parallel import collectives as c
 from tests.helpers.ranks import run_ranks
 
-ROWS, COLUMNS = 24, 2**15  # more than the smallest size that is exchanged directly, on four ranks as well
+ROWS, COLUMNS = 24, 2**17  # more than the smallest size that is exchanged directly, on four ranks as well
 
 
 def _body(dtype: torch.dtype) -> None:

@@ -118,7 +118,7 @@ def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptio
     written = [
         (t.name, t.key, t.dtype, [(at, piece.float().numpy().copy()) for at, piece in t.pieces])
         for t in view.state_tensors()
-        if t.writes
+        if t.writes and (t.replicas is None or t.replicas.rank == 0)
     ]
     values = {
         name: [(at, piece.float().numpy().copy()) for at, piece in reducer.specs[name].pieces(p.detach())]
