@@ -42,6 +42,10 @@ class _Seeing(ToyModule):
         super().__init__()
         self.seen: dict[str, list[list[int]]] = {"validation": [], "predict": []}
 
+    def setup(self, stage: str) -> None:
+        if self.global_rank:
+            torch.manual_seed(77)  # as after training: replicas have random numbers of their own
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.seen["validation"].append(batch["id"].tolist())
         return super().validation_step(batch, batch_idx)
