@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 StartMethod = Literal["popen", "spawn", "fork"]
 
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
-_POLL_S = 0.5
+_POLL_S = 0.2
 _GRACE_S = 2.0  # for the others to meet their own errors, print them and leave
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
 
@@ -91,7 +91,7 @@ class ChildWatch(threading.Thread):
         self._stopped.set()
 
     def run(self) -> None:
-        """Look every half second until all have ended well or one has failed."""
+        """Look every fifth of a second until all have ended well or one has failed."""
         while not self._stopped.wait(_POLL_S):
             children = self._children()
             if self.announce():
@@ -104,16 +104,20 @@ class ChildWatch(threading.Thread):
                 return
 
     def announce(self) -> bool:
-        """Print the first child that failed, once; return whether there is one."""
-        for child in self._children():
-            code = child.exit_code()
-            if code:
-                if self._announced.acquire(blocking=False):
-                    how = child.describe_end(code)
-                    print(f"megatron_lightning: rank {child.rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
-                    self._on_failure(child.rank, how)
-                return True
-        return False
+        """Print the child that failed, once; return whether there is one.
+
+        Of several, one that a signal killed is the cause: the others lost their connection to it and raised. SIGTERM alone
+        is a consequence: workers get it when another one has failed.
+        """
+        ended = [(child, child.exit_code()) for child in self._children()]
+        failed = [(child, code) for child, code in ended if code]
+        failed.sort(key=lambda end: (end[1] == -signal.SIGTERM, end[1] > 0))
+        if failed and self._announced.acquire(blocking=False):
+            child, code = failed[0]
+            how = child.describe_end(code)
+            print(f"megatron_lightning: rank {child.rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
+            self._on_failure(child.rank, how)
+        return bool(failed)
 
 
 class ParentWatch(threading.Thread):
@@ -129,7 +133,7 @@ class ParentWatch(threading.Thread):
         self._parent_pid, self._on_end = parent_pid, on_end
 
     def run(self) -> None:
-        """Look every half second."""
+        """Look every fifth of a second."""
         while os.getppid() == self._parent_pid:
             time.sleep(_POLL_S)
         self._on_end(f"process {self._parent_pid}, which started this one ({os.getpid()}), has ended")

@@ -95,6 +95,15 @@ def test_a_child_that_fails_takes_the_others_along(capsys: pytest.CaptureFixture
     assert "rank 2 failed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("codes", "named"), [((1, -9), 2), ((-15, 1), 2), ((-15, 1, -9), 3), ((1, 1), 1), ((0, 7), 2)])
+def test_the_cause_is_named_among_several_ends(codes: tuple[int, ...], named: int) -> None:
+    """A kill is no consequence; an error may be that of a kill; SIGTERM comes from the starter of the processes."""
+    children = [Child(rank, 0, lambda code=code: code) for rank, code in enumerate(codes, 1)]  # type: ignore[misc]
+    failures: list[int] = []
+    assert ChildWatch(lambda: children, lambda rank, how: failures.append(rank), ends_self=False).announce()
+    assert failures == [named]
+
+
 def test_children_that_end_well_are_left_alone() -> None:
     children = [_child(1, "pass")]
     watch = ChildWatch(lambda: children, lambda rank, how: pytest.fail("no child failed"), ends_self=False)
