@@ -99,13 +99,15 @@ class FailureWatch:
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks that this one failed, and break its connections, so that they fail at once where they can.
 
-        Prints the first report if another rank was faster. This process is then left to its own way out: it has an exception
-        to raise. An attribute ``pipeline_position`` of the exception becomes part of the report.
+        Prints the headline, or the first report if another rank was faster. This process is then left to its own way out: it
+        has an exception to raise. An attribute ``pipeline_position`` of the exception becomes part of the report.
         """
         self._reported.set()
         first = self._publish(Failure.of(self._rank, exception))
         if first.rank != self._rank:
             self._announce(first, f"the error of rank {self._rank} is probably its consequence")
+        elif self._announced.acquire(blocking=False):  # the others may be ended before they can say it
+            print(f"megatron_lightning: {first.headline}", file=sys.stderr, flush=True)
         compat.abort_process_groups()
 
     def report_child(self, rank: int, summary: str) -> None:

@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning.errors import ConfigError
 
@@ -259,6 +260,9 @@ class WorkerLauncher(_MultiProcessingLauncher):
         watch.start()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessException:
+            watch.announce()  # torch was faster than the watch
+            raise
         finally:
             watch.stop()
             watch.join()
