@@ -23,6 +23,9 @@ class Fault(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank != self.rank or batch_idx != 2:
             return
+        if self.kind == "stage":
+            self._fail_in_a_layer(module)
+            return
         print(f"FAULT {time.time()} {os.getpid()}", flush=True)
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -31,11 +34,29 @@ class Fault(pl.Callback):
         if self.kind == "exit":
             os._exit(7)
 
+    def _fail_in_a_layer(self, module: pl.LightningModule) -> None:
+        """Raise in the second micro-batch that the first layer of this rank sees."""
+        calls = []
+
+        def fail(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                print(f"FAULT {time.time()} {os.getpid()}", flush=True)
+                raise ValueError("the injected fault")
+
+        next(iter(module.model.layers.values())).register_forward_pre_hook(fail)
+
 
 def main() -> None:
     start_method, kind, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     devices, num_nodes = (*map(int, sys.argv[4:]), *(2, 1)[len(sys.argv) - 4 :])
-    strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2, start_method=start_method)
+    chunks = 2 if kind == "stage" else 1
+    strategy = MegatronStrategy(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks,
+        micro_batch_size=2,
+        start_method=start_method,
+    )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",

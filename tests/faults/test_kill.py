@@ -72,3 +72,11 @@ def test_an_exception_ends_the_job_with_its_traceback(start_method: str, rank: i
     assert code != 0 and elapsed_s < LIMIT_S, f"{elapsed_s} s\n{output}"
     assert "ValueError: the injected fault" in output and "job.py" in output, output
     assert f"rank {rank} on" in output, output
+
+
+def test_an_exception_in_a_stage_is_named_with_its_place_in_the_schedule() -> None:
+    """Two chunks a rank: the first layer of rank 1 is stage 0."""
+    code, output, elapsed_s = run_job("popen", "stage", 1)
+    assert code != 0 and elapsed_s < LIMIT_S, f"{elapsed_s} s\n{output}"
+    place = r"rank 1 \(pp rank 1\) was at stage 0, action 0F1, micro-batch 1"
+    assert re.search(f"rank 1 on .* failed at {place}: ValueError: the injected fault", output), output
