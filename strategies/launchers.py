@@ -272,7 +272,13 @@ class WorkerLauncher(_MultiProcessingLauncher):
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         ParentWatch(os.getppid(), lambda how: print(f"megatron_lightning: {how}", file=sys.stderr, flush=True)).start()
-        super()._wrapping_function(process_idx, *args, **kwargs)
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        except BaseException as error:
+            watch = self._strategy.failure_watch
+            if watch is not None:  # the Trainer's own handling of exceptions stays in the process that started this one
+                watch.report(error)
+            raise
 
 
 def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
