@@ -8,6 +8,7 @@ state of the random generator in which an epoch's order was drawn is kept, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from megatron_lightning.data.batch_size import ScheduledBatchSampler
+from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -193,8 +194,9 @@ def resumable(
         return loader
     given = _given_batches(loader)
     batch_size, drop_last = (given.batch_size, given.drop_last) if given else (loader.batch_size or 1, bool(loader.drop_last))
-    size = batch_size * group.size
-    sampler = ResumableSampler(_order(loader), group, batch_size=lambda _: size, drop_last=drop_last, consumed=consumed)
+    constant = BatchSizeSchedule(global_batch_size=batch_size * group.size)
+    running = partial(constant.running_batch_size, unit=1)
+    sampler = ResumableSampler(_order(loader), group, batch_size=running, drop_last=drop_last, consumed=consumed)
     return _with_sampler(loader, sampler)
 
 
@@ -205,7 +207,7 @@ def _scheduled(
     sampler = ResumableSampler(
         batches.sampler,
         group,
-        batch_size=lambda samples: schedule.running_batch_size(samples, unit),
+        batch_size=partial(schedule.running_batch_size, unit=unit),
         drop_last=batches.drop_last,
         consumed=consumed,
     )
