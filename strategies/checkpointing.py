@@ -28,8 +28,9 @@ from megatron_lightning.checkpoint.agreement import ALONE, together
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
+from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
+from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.local_copies import open_copy, save_copy
 from megatron_lightning.strategies.saver import Saver

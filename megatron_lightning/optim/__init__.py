@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from megatron_lightning.optim.buckets import Bucket, Fragment
     from megatron_lightning.optim.chained import ChainedOptimizer
     from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
-    from megatron_lightning.optim.distributed import DistributedOptimizer, StateTensor
+    from megatron_lightning.optim.distributed import DistributedOptimizer
     from megatron_lightning.optim.loss_scale import DynamicLossScale
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
     from megatron_lightning.optim.reducer import GradientReducer
     from megatron_lightning.optim.schedules import LRSchedule, ScheduledLR
+    from megatron_lightning.optim.state import StateTensor
 
 __all__ = [
     "NO_DECAY",
@@ -45,7 +46,7 @@ __getattr__, __dir__ = lazy_attributes(
         "NO_DECAY": "megatron_lightning.optim.param_groups",
         "ParamGroup": "megatron_lightning.optim.param_groups",
         "ScheduledLR": "megatron_lightning.optim.schedules",
-        "StateTensor": "megatron_lightning.optim.distributed",
+        "StateTensor": "megatron_lightning.optim.state",
         "clip_grads_by_norm_": "megatron_lightning.optim.clipping",
         "clip_grads_by_value_": "megatron_lightning.optim.clipping",
         "global_grad_norm": "megatron_lightning.optim.clipping",
