@@ -198,7 +198,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return an int64 that depends on every bit of ``tensor`` and on their order."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    return (padded * torch.arange(1, 2 * padded.numel(), 2, device=padded.device)).sum()
+    return (padded * (2 * torch.arange(padded.numel(), device=padded.device) + 1)).sum()  # odd factors keep every bit
 
 
 def _agree(fingerprints: Tensor, group: AxisGroup) -> bool:

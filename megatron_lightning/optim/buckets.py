@@ -176,7 +176,10 @@ class Bucket:
             whole = high - low == numel
             shape = parameter.shape if whole else (high - low,)
             value, gradient = (buffer[low:high].view(shape) for buffer in (self.value, self.gradient))
-            fragments[name] = Fragment(name, low - offset, whole, value, gradient, nn.Parameter(value))
+            target = nn.Parameter(value)
+            if value.dtype != gradient.dtype:  # stays the target where masters lie elsewhere, or nothing steps it
+                allow_any_grad_dtype(target)
+            fragments[name] = Fragment(name, low - offset, whole, value, gradient, target)
         return fragments
 
 

@@ -25,7 +25,7 @@ class Reduction:
 
     Args:
         bucket: The gradients to reduce, in place.
-        dtype: What they are sent as; None: as they are.
+        dtype: What real gradients are sent as; None: as they are.
         bytes_communicated: Counts the size of the buffers given to each collective.
     """
 
@@ -36,7 +36,8 @@ class Reduction:
         group = bucket.data.shard if bucket.sharded else bucket.data.all
         if group.process_group is None:
             return
-        buffer = bucket.gradient if dtype is None else bucket.gradient.to(dtype)
+        rounded = dtype is not None and bucket.gradient.is_floating_point()  # a complex one would lose half of itself
+        buffer = bucket.gradient.to(dtype) if rounded else bucket.gradient
         self._sent = buffer[bucket.shard]
         if bucket.sharded:
             self._count("reduce_scatter", buffer)
