@@ -294,6 +294,9 @@ class PipelineOptions:
     """Count output layer and loss as a layer when layers are spread."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Micro-batches that visit a model chunk in one go, for the interleaved schedule; None: as few as possible."""
+    variable_seq_lengths: bool = False
+    """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in whether these take a gradient:
+    steps that trim a batch by its values, layers frozen within an epoch. Every message then carries its shapes."""
 
     def __post_init__(self) -> None:
         counts = (

@@ -222,7 +222,14 @@ class MegatronStrategy(MegatronCheckpoints):
             self._executor.warm_up()
         if fitting and self.pipeline_schedule.splits_backward:
             self._split_backwards()
-        self._runner = StepRunner(module, self.context, self.assembly, executor=self._executor, schedule=self.pipeline_schedule)
+        self._runner = StepRunner(
+            module,
+            self.context,
+            self.assembly,
+            executor=self._executor,
+            schedule=self.pipeline_schedule,
+            variable_shapes=self.pipeline_options.variable_seq_lengths,
+        )
         self._runner.units = self._units
         self.barrier()
         if fitting:

@@ -83,6 +83,7 @@ class StepRunner:
         assembly: What this rank holds of the module.
         executor: Runs the action tables.
         schedule: Name of the pipeline schedule.
+        variable_shapes: Whether every message between stages says its shapes; else equal micro-batches have equal ones.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class StepRunner:
         *,
         executor: PipelineExecutor,
         schedule: ScheduleChoice,
+        variable_shapes: bool = False,
     ) -> None:
         self.module, self.context, self.assembly = module, context, assembly
         self.rng, self.metrics = ReplicaRng(context.device), MetricSync(module, context)
         self.num_stages = context.layout.num_stages
+        self.variable_shapes = variable_shapes
         self._choice, self._schedules = schedule, dict[tuple[int, bool], Schedule]()
         self._executor = executor
         self.units: ShardedUnits | None = None
@@ -141,8 +144,9 @@ class StepRunner:
             PipelineError: If the step breaks the contract of a pipelined step.
         """
         program = _StepProgram(self, step)
-        if self.module.trainer.current_epoch != self._epoch:  # callbacks freeze and unfreeze layers between epochs
-            self._epoch = self.module.trainer.current_epoch
+        epoch = self.module.trainer.current_epoch
+        if self.variable_shapes or epoch != self._epoch:  # callbacks freeze and unfreeze layers between epochs
+            self._epoch = epoch
             self._executor.forget_boundaries()
         self.rng.begin_step()
         backward = step.backward_scale is not None
@@ -254,6 +258,8 @@ class _StepProgram:
 
     def signature(self, microbatch: int) -> Any:
         """Return shapes and dtypes of the micro-batch: equal ones give equal stage boundaries."""
+        if self._runner.variable_shapes:
+            return microbatch
         shapes = tuple((tuple(x.shape), x.dtype) for x in tensors_of(self._step.microbatches[microbatch]))
         return (self._step.hook, shapes)
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class StageProgram(Protocol):
         Args:
             stage: Global stage.
             microbatch: Index in the step.
-            received: Outputs of the stage before; None on stage 0.
+            received: Outputs of the stage before, which may be changed in place; None on stage 0.
 
         Returns:
             The tensors for the next stage; on the last stage the scalar to back-propagate, or None.
@@ -81,6 +81,23 @@ class PipelinePosition:
             f"rank {self.rank} (pp rank {self.coordinate}) was at stage {self.action.stage}, action {self.action}, "
             f"micro-batch {self.action.microbatch}"
         )
+
+
+class _Entrance(torch.autograd.Function):
+    """A received tensor as its stage sees it: no leaf, since a leaf that takes a gradient may not be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _enter(received: Tensor) -> Tensor:
+    entered: Tensor = _Entrance.apply(received)  # type: ignore[no-untyped-call]
+    return entered
 
 
 _BoundaryKey = tuple[int, bool, Hashable]
@@ -238,9 +255,11 @@ class _Run:
             for tensor, meta in zip(received, self._boundaries[self._key(stage, microbatch)], strict=True):
                 if meta.requires_grad:
                     tensor.requires_grad_()
-        outputs = self._program.forward(stage, microbatch, received)
         # Only what can take a gradient is kept; the rest of the input lives as long as the graph needs it.
         inputs = tuple(tensor for tensor in received or () if tensor.requires_grad)
+        if inputs and received is not None:
+            received = tuple(_enter(tensor) if tensor.requires_grad else tensor for tensor in received)
+        outputs = self._program.forward(stage, microbatch, received)
         flight = self._end(outputs, inputs) if planned.gives is None else self._hand_on(planned.gives, outputs, inputs)
         if self._backward:
             self._in_flight[stage, microbatch] = flight
@@ -280,8 +299,9 @@ class _Run:
             promised, found = (", ".join(map(str, metas)) for metas in (known, boundary))
             raise PipelineError(
                 f"stage {message.stage - 1} hands on {found} for micro-batch {message.microbatch}, and an earlier micro-batch "
-                f"with the same signature {key[-1]!r} had {promised}; the next stage has posted buffers for that. Let the "
-                "signature tell the two apart, or call forget_boundaries() on all ranks after layers are frozen or unfrozen."
+                f"with the same signature {key[-1]!r} had {promised}; the next stage has posted buffers for that. Where "
+                "shapes follow from values in a batch, or layers are frozen within an epoch, set variable_seq_lengths of "
+                "pipeline_options; a program of your own lets its signature tell the two apart, or calls forget_boundaries()."
             )
         if known is boundary and message.peer is not None:
             return (encode_header(boundary, self._executor.context.device), *tensors)

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import PipelineTimeline
+from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyDecoder, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
-from tests.lightning.support import Layout, assert_close, layouts, metrics_of, run, single
+from tests.lightning.support import MICRO, Layout, assert_close, layouts, metrics_of, run, single
 
 _TWO: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
 
@@ -80,6 +81,62 @@ def test_everything_is_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = single(_everything)
     for result in run(layout, _everything, tmp_path):
         assert_close(result, expected, 2e-5)
+
+
+class _InPlace(ToyDecoder):
+    """Every stage begins by changing its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) if self.embed is not None else x
+        for layer in self.layers.values():
+            h += 0.1
+            h = layer(torch.relu_(h))
+        h = self.norm(h) if self.norm is not None else h
+        return self.head(h) if self.head is not None else h
+
+
+class _Trimmed(ToyModule):
+    """How long a micro-batch is follows from its values; a layer is frozen within an epoch."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = _InPlace()
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        length = 4 + int(batch["ids"].sum()) % 5
+        return super()._loss({name: values[:, :length] for name, values in batch.items()})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.named_parameters():
+            if name.startswith(("model.embed", "model.layers.0")):
+                parameter.requires_grad_(batch_idx % 2 == 0)
+
+
+def _trim(layout: Layout, folder: str) -> list[float]:
+    record = Losses()
+    fit = layout.trainer(folder, max_epochs=2, callbacks=[record])
+    fit.fit(_Trimmed(), DataLoader(samples(28, 1), batch_size=8))
+    return [*record.losses, *record.norms]
+
+
+_ANY = PipelineOptions(variable_seq_lengths=True)
+
+
+@layouts(
+    _layout("zbv", virtual_pipeline_model_parallel_size=2, pipeline_schedule="zbv", pipeline_options=_ANY),
+    _layout("interleaved", virtual_pipeline_model_parallel_size=2, pipeline_options=_ANY),
+)
+def test_shapes_may_follow_from_values(layout: Layout, tmp_path: Path) -> None:
+    """Also which layers are trained may change from step to step, and stages may change their input in place."""
+    expected = run(MICRO, _trim, tmp_path)[0]
+    for result in run(layout, _trim, tmp_path):
+        assert_close(result, expected)
+
+
+def test_shapes_that_follow_from_values_are_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"same signature.*set variable_seq_lengths of pipeline_options"):
+        run(_layout("1f1b"), _trim, tmp_path)
 
 
 def _two_epochs(layout: Layout, folder: str) -> list[float]:
