@@ -58,8 +58,9 @@ class MegatronCheckpoints(MegatronSteps):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded checkpoint directory; committed by one rename when every rank has written its part.
 
-        After an exception on some ranks only, nothing is saved: the others are not here to write their parts. A checkpoint
-        plugin of the user's own gets Lightning's dict instead, with our progress in it.
+        After an exception on some ranks only, nothing is saved: the others are not here to write their parts. Nor is it after
+        one in the middle of an optimizer step, or before it on some ranks and after it on others: the parts would be of two
+        steps. A checkpoint plugin of the user's own gets Lightning's dict instead, with our progress in it.
 
         Raises:
             ConfigError: If there are ``storage_options`` and no plugin that understands them.
@@ -71,13 +72,15 @@ class MegatronCheckpoints(MegatronSteps):
             super().save_checkpoint(self._checkpoints.with_progress(checkpoint), filepath, storage_options)
             return
         preflight.check_storage(storage_options)
-        interrupted = self.module.trainer.state.status == TrainerStatus.INTERRUPTED
-        if interrupted and self.context.world_size > 1 and not self.all_ranks_interrupted():
-            warnings.warn(
-                f"{filepath} is not saved: the exception reached only some of the {self.context.world_size} ranks.",
-                stacklevel=2,
-            )
-            return
+        if self.module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            if not self._interrupted_together():
+                warnings.warn(
+                    f"{filepath} is not saved: the exception reached only some of the {self.context.world_size} ranks, or "
+                    "came in the middle of an optimizer step.",
+                    stacklevel=2,
+                )
+                return
+            self.forget_batch()
         # After the run nobody would wait for a save in the background.
         running = self.module.trainer.state.status == TrainerStatus.RUNNING
         background = running and self.saves_in_background
@@ -86,6 +89,13 @@ class MegatronCheckpoints(MegatronSteps):
         if background and report is not None:
             for logger in self.module.trainer.loggers:
                 logger.log_metrics({"checkpoint_stall_s": report.stall_s}, step=self.module.trainer.global_step)
+
+    def _interrupted_together(self) -> bool:
+        """Whether an exception reached all ranks between the same two optimizer steps."""
+        step = self.module.trainer.global_step
+        if self.context.world_size == 1:
+            return not self.is_updating
+        return self.all_ranks_interrupted(f"rank {self.global_rank} is updating" if self.is_updating else f"step {step}")
 
     def save_local_copy(self, filepath: str, folder: str) -> None:
         """Keep every rank's state on its node's own disk and on the next node's; all ranks call this.

@@ -7,7 +7,6 @@ what ranks have of their own (random states, states of data loaders) under ``"me
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
 from megatron_lightning.strategies.local_copies import open_copy, save_copy
 from megatron_lightning.strategies.saver import Saver
 
@@ -185,7 +185,7 @@ class CheckpointGlue:
             ranks = [None] * context.pp.size
             dist.all_gather_object(ranks, mine, group=context.pp.process_group)
         place = {name: position for position, name in enumerate(self._strategy.assembly.names)}
-        return [_merge([rank[index] for rank in ranks], place) for index in range(len(optimizers))]
+        return [merge_groups([rank[index] for rank in ranks], place) for index in range(len(optimizers))]
 
     # ------------------------------------------------------------------------------------------------------ load
 
@@ -322,7 +322,7 @@ class CheckpointGlue:
                 if full.startswith(prefix):
                     name, _, key = full[len(prefix) :].rpartition(".")
                     described[name, key] = (info.shape, info.dtype)
-            view.load_param_groups(_local_groups(view.param_groups(), saved["param_groups"]))
+            view.load_param_groups(groups_of_rank(view.param_groups(), saved["param_groups"]))
             shards = [_state_shards(prefix[:-1], state) for state in view.allocate_state(described)]
             view.load_plain_state(saved["state"])
             load_sharded(self.source, shards, prefix=prefix, strict=True, group=strategy.context.axis("world"))
@@ -386,37 +386,8 @@ def _nothing(name: str, stored: Mapping[str, Any]) -> TensorShards:
     return TensorShards(name, stored[name].shape, stored[name].dtype, [])
 
 
-def _merge(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Put the groups of all stages together, by name or by equal hyper-parameters.
-
-    A module that leaves out empty groups has fewer on some stages. Of equal groups of a stage the first stays the first.
-    """
-    merged: dict[tuple[str, int], dict[str, Any]] = {}
-    for groups in ranks:
-        seen: Counter[str] = Counter()
-        for group in groups:
-            values = {key: value for key, value in group.items() if key != "params"}
-            identity = repr(values.get("name") or sorted(values.items()))
-            entry = merged.setdefault((identity, seen[identity]), {**values, "params": []})
-            entry["params"] += [name for name in group["params"] if name not in entry["params"]]
-            seen[identity] += 1
-    for entry in merged.values():
-        entry["params"].sort(key=lambda name: place.get(name, len(place)))
-    return list(merged.values())
-
-
-def _local_groups(local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the saved group of each local one: which holds its parameters, or has its name, or else is in its place."""
-    holder = {name: group for group in saved for name in group["params"]}
-    named = {group["name"]: group for group in saved if "name" in group}
-    by_place = [saved[min(index, len(saved) - 1)] for index in range(len(local))]
-    return [
-        holder.get(next(iter(group["params"]), ""), named.get(group.get("name"), by_place[index]))
-        for index, group in enumerate(local)
-    ]
-
-
 def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
     """Whether Lightning's loops will begin a new pass over the data."""
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    return bool(progress.get("is_last_batch", False))
+    current = progress.get("current", {})  # an exception may end the last batch before it is trained on
+    return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get("ready")

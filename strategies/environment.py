@@ -206,15 +206,17 @@ class MegatronEnvironment(ParallelStrategy):
         """Whether there are other ranks to talk to; a Trainer of one device talks to none that an earlier one started."""
         return dist.is_initialized() and self._planned_world_size > 1
 
-    def all_ranks_interrupted(self, within_s: float = 10.0) -> bool:
-        """Return whether every rank calls this within ``within_s`` seconds; no collective, so that none can hang.
+    def all_ranks_interrupted(self, state: str, within_s: float = 10.0) -> bool:
+        """Return whether every rank calls this with the same ``state`` within ``within_s`` seconds.
+
+        No collective, so that none can hang.
 
         An exception on one rank leaves it alone with what callbacks do about exceptions; Ctrl-C reaches all ranks. From a
         negative answer on :meth:`barrier` does not wait.
         """
         store = compat.default_store()
         attempt = store.add(f"megatron_lightning/interrupted/{self.global_rank}", 1)
-        key = f"megatron_lightning/interrupted/attempt/{attempt}"
+        key = f"megatron_lightning/interrupted/attempt/{attempt}/{state}"
         arrived, deadline = store.add(key, 1), time.monotonic() + within_s
         while arrived < self.context.world_size and time.monotonic() < deadline:
             time.sleep(0.1)

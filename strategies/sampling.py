@@ -102,6 +102,7 @@ class ResumableSampler(Sampler[int]):
         self._consumed = 0  # samples of this pass over the data, of all ranks together
         self._states: dict[str, Tensor] = {}  # of the generators, right before this pass's order was drawn
         self._resuming = False
+        self._last_batch = 0
 
     def __len__(self) -> int:
         total, size = len(self.order), self._group.size  # type: ignore[arg-type]
@@ -114,7 +115,12 @@ class ResumableSampler(Sampler[int]):
 
     def advance(self) -> None:
         """Count one batch on every rank as consumed."""
-        self._consumed += self._batch_size(self.consumed_samples)
+        self._last_batch = self._batch_size(self.consumed_samples)
+        self._consumed += self._last_batch
+
+    def go_back(self) -> None:
+        """Take back the last :meth:`advance`; the batch comes again when the pass is resumed."""
+        self._consumed, self._last_batch = self._consumed - self._last_batch, 0
 
     @property
     def consumed_samples(self) -> int:

@@ -91,7 +91,8 @@ class MegatronSteps(MegatronEnvironment):
         self._gradients: GradientFlow | None = None
         self._units: ShardedUnits | None = None
         self._batch_checked = False
-        self._batch_counted = -1
+        self._batch_counted, self._batch_samples = -1, 0
+        self._updated_from = -1  # step from which the last update of the weights began
         self._step_skipped = False
         self.non_finite: NonFinite = "ignore"
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
@@ -237,12 +238,27 @@ class MegatronSteps(MegatronEnvironment):
         batch = self.module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batch == self._batch_counted:
             return
-        self._batch_counted = batch
+        self._batch_counted, self._batch_samples = batch, num_samples
         self.consumed_samples += num_samples
         for sampler in self.train_samplers():
             sampler.advance()
         for scheduler in self._scheduled():
             scheduler.count_samples(num_samples)
+
+    def forget_batch(self) -> None:
+        """Take back the count of a batch that an exception ended before it was trained on, so that it comes again."""
+        progress: Any = self.module.trainer.fit_loop.epoch_loop.batch_progress.total
+        if not progress.processed < progress.ready == self._batch_counted:
+            return
+        self._batch_counted = -1
+        self.consumed_samples -= self._batch_samples
+        for sampler in self.train_samplers():
+            sampler.go_back()
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an optimizer step has begun that the Trainer has not counted: weights are of this step or of the next."""
+        return self._updated_from == self.module.trainer.global_step
 
     def _scheduled(self) -> list[ScheduledLR]:
         """Return the schedulers that want to know about samples."""
@@ -278,12 +294,18 @@ class MegatronSteps(MegatronEnvironment):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step unless something is not finite, and count the steps that were skipped."""
+
+        def gradients() -> Any:
+            result = closure()
+            self._updated_from = self.module.trainer.global_step
+            return result
+
         if self._watch is not None:
-            output = closure()  # shows whether there will be a step
+            output = gradients()  # shows whether there will be a step
             if not self._non_finite_found:
                 output = super().optimizer_step(optimizer, lambda: output, model, **kwargs)
         else:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, gradients, model, **kwargs)
         overflowed = self._loss_scaling is not None and self._loss_scaling.step_skipped
         self._step_skipped = self._non_finite_found or overflowed
         self._non_finite_found = False

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from megatron_lightning.callbacks import LocalCopyCheckpoint, RescueCheckpoint
 from megatron_lightning.checkpoint import is_committed
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.strategies.failure import FailureWatch
+from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
 from tests.lightning.support import DP2, PP2, PP2_DP2, SINGLE, Layout, layouts, run
@@ -63,6 +67,56 @@ def test_sigterm_on_one_rank_saves_on_all_and_going_on_is_bit_equal(layout: Layo
     for rank in run(layout, _rescued, tmp_path):
         assert rank == {"end": "AgreedStop", "restored": True, "steps": (STOP, 8 - STOP), "losses": True, "same": True}
     assert is_committed(tmp_path / "rescue.ckpt")
+
+
+class _Fails(pl.Callback):
+    """Raises on every rank in step ``STOP``: on each where it is told to."""
+
+    def __init__(self, *places: str) -> None:
+        self.places = places
+
+    def _fail(self, trainer: pl.Trainer, place: str) -> None:
+        if self.places[trainer.global_rank % len(self.places)] == place:
+            raise ValueError(f"raised {place}")
+
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step == STOP:
+            self._fail(trainer, "before the update")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == STOP + 1:
+            self._fail(trainer, "after the update")
+
+
+def _failed(layout: Layout, folder: str, *places: str) -> dict[str, Any]:
+    whole, losses = _fit(layout, f"{folder}/whole")
+    impatient = partialmethod(MegatronStrategy.all_ranks_interrupted, within_s=1.0)
+    with (
+        mock.patch.object(MegatronStrategy, "all_ranks_interrupted", impatient),
+        mock.patch.object(FailureWatch, "report"),  # it would end the ranks of this test
+        pytest.raises(ValueError, match="raised"),
+    ):
+        layout.trainer(
+            folder,
+            max_epochs=2,
+            enable_checkpointing=True,
+            callbacks=[RescueCheckpoint(folder, on_sigterm=False), _Fails(*places)],
+        ).fit(ToyModule(), datamodule=layout.data_module())
+    if not is_committed(f"{folder}/rescue.ckpt"):
+        return {"saved": False}
+    end, rest = _fit(layout, folder, RescueCheckpoint(folder), ckpt_path="last")
+    same = all(torch.equal(a, b) for a, b in zip(whole, end, strict=True))
+    return {"saved": True, "losses": rest == losses[-len(rest) :], "steps": len(rest), "same": same}
+
+
+def test_an_exception_in_a_step_repeats_its_batch(tmp_path: Path) -> None:
+    for rank in run(PP2, _failed, tmp_path, "before the update"):
+        assert rank == {"saved": True, "losses": True, "steps": 8 - STOP, "same": True}
+
+
+def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(tmp_path: Path) -> None:
+    for rank in run(PP2, _failed, tmp_path, "after the update", "before the update"):
+        assert rank == {"saved": False}
 
 
 def _saves(layout: Layout, folder: str, every_n_minutes: float, accumulate: int) -> list[int]:
