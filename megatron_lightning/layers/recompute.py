@@ -144,9 +144,29 @@ def _checkpointed(forward: Forward, /, *args: Any, streams: RngStreams | None, *
     """Run ``forward`` and keep its inputs only."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        forward, args = _with_distinct(forward, args)
     if streams is None:  # torch.compile knows this form, and takes it into the compiled layer
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_replaying, streams), **kwargs)
+
+
+def _with_distinct(forward: Forward, args: tuple[Any, ...]) -> tuple[Forward, tuple[Any, ...]]:
+    """Return what runs ``forward`` on the distinct ones of ``args``, and those.
+
+    Hooks around a checkpoint give back a tensor for each that was saved, so that query, key and value would no longer be one,
+    and attention would take another way in the second run.
+    """
+    distinct = {id(value): value for value in args}
+    if len(distinct) == len(args):
+        return forward, args
+    index = {identity: number for number, identity in enumerate(distinct)}
+    places = [index[id(value)] for value in args]
+
+    def run(*values: Any, **kwargs: Any) -> Any:
+        return forward(*(values[place] for place in places), **kwargs)
+
+    return run, tuple(distinct.values())
 
 
 def _replaying(streams: RngStreams) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -18,6 +18,7 @@ from megatron_lightning.errors import ConfigError, RecomputeError
 from megatron_lightning.layers.recompute import apply_recompute, check_patterns, remove_recompute
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.rng import RngStreams
+from tests.helpers.toy import ToyDecoder
 
 S, B, H, F, LAYERS = 8, 2, 16, 24, 5
 FLOAT = 4
@@ -293,3 +294,18 @@ def test_offload_changes_nothing_on_the_cpu() -> None:
     loss, gradients = _step(model)
     assert torch.equal(loss, expected[0])
     assert all(map(torch.equal, gradients, expected[1]))
+
+
+@pytest.mark.parametrize("modules", [["self_attn", "norm1"], ["self_attn"]], ids=["dropped", "packed"])
+def test_attention_on_one_tensor_is_recomputed_inside_other_hooks(modules: list[str]) -> None:
+    """Hooks give back a tensor for each of query, key and value, which are one in the first run."""
+    ids, model = torch.arange(16).view(2, 8), ToyDecoder(2)
+
+    def losses_and_gradients() -> list[Tensor]:
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            loss = model(ids).square().sum()
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    plain = losses_and_gradients()
+    apply_recompute(model, RecomputeOptions(recompute_granularity="selective", recompute_modules=modules))
+    assert all(torch.equal(one, other) for one, other in zip(losses_and_gradients(), plain, strict=True))
