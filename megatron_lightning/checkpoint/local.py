@@ -107,7 +107,7 @@ class LocalCopies:
         name = f"step-{step:012d}-{on_first_rank(group, new_identifier)}"
         together(group, "writing a local copy", lambda: self._write(self._part(name, group.rank), tensors, state))
         self._replicate(name)
-        together(group, "deleting old local copies", self._forget_old)
+        together(group, "deleting old local copies", lambda: self._forget_old(name))
 
     def open(self) -> CheckpointSource | None:
         """Return the newest copy of which every rank's part is on some node; None if there is none. All ranks call this.
@@ -207,10 +207,13 @@ class LocalCopies:
         dist.recv_object_list(box, self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
         return box[0]
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, newest: str) -> None:
+        """Keep the copy just written and those before it; later steps are of a run that was given up."""
         if self._group.rank % self._ranks_per_node == 0:
-            names = sorted(folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name))
-            for name in names[:-_NUM_KEPT]:
+            names = {folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)}
+            step = newest.rpartition("-")[0]
+            before = sorted(name for name in names if name.rpartition("-")[0] < step)
+            for name in names - {newest, *before[1 - _NUM_KEPT :]}:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
 
