@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
@@ -28,7 +29,7 @@ class Costs:
     """How long the actions of every stage take and what they hold, in any unit of time and of memory.
 
     Raises:
-        ConfigError: If a number is negative.
+        ConfigError: If a number is negative or not finite.
     """
 
     forward: PerStage = 1.0
@@ -47,8 +48,8 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and any(number < 0 for number in (value if isinstance(value, tuple) else (value,))):
-                raise ConfigError(f"cost {field.name} is {value}; nothing takes less than no time. Set it to 0 or more.")
+            if value is not None and not all(0 <= number < inf for number in (value if isinstance(value, tuple) else (value,))):
+                raise ConfigError(f"cost {field.name} is {value}, which no work takes. Set it to a finite number of 0 or more.")
 
     def durations(self, num_stages: int) -> Mapping[Kind, tuple[float, ...]]:
         """Return how long each kind of action takes on every stage.

@@ -225,6 +225,8 @@ def test_a_function_of_ones_own() -> None:
         (f"{__name__}.nothing", r"cannot be imported.*nothing"),
         (f"{__name__}.OWN", r"a str\. Set it to a function"),
         ("pathlib.Path.cwd", r"cannot be imported"),
+        ("..make", r"'\.\.make', which cannot be imported"),
+        ("os.getcwd", r"os\.getcwd takes the arguments \(\).*Let it take \(num_coordinates, "),
         ("builtins.max", r"returned int\. Let it return a Schedule"),
         ([], r"has the stages none"),
         (["1F0 1B0", ""], r"no action in row 2"),

@@ -77,6 +77,8 @@ def test_costs_that_cannot_be() -> None:
         simulate(schedules.one_f_one_b(2, 2), Costs(forward=(1, 2, 3)))
     with pytest.raises(ConfigError, match=r"cost communication is -1"):
         Costs(communication=-1)
+    with pytest.raises(ConfigError, match=r"cost forward is \(1\.0, nan\)"):
+        Costs(forward=(1.0, float("nan")))
 
 
 @pytest.mark.parametrize("name", ["interleaved", "gpipe"])

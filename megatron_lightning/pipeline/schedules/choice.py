@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,11 +205,26 @@ def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
         )
     try:
         generator: Any = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:  # a TypeError is a relative path's
         raise ConfigError(
             f"pipeline_schedule is {spec!r}, which cannot be imported: {error}. Set it to the class path of a function of "
             "(num_coordinates, num_microbatches, num_chunks) that returns a Schedule."
         ) from error
     if not callable(generator):
         raise ConfigError(f"pipeline_schedule is {spec!r}, a {type(generator).__name__}. Set it to a function.")
+    _check_arguments(spec, generator)
     return spec, generator
+
+
+def _check_arguments(name: str, generator: Generator) -> None:
+    try:
+        signature = inspect.signature(generator)
+    except ValueError:  # some built-in functions tell nobody
+        return
+    try:
+        signature.bind(1, 1, 1)
+    except TypeError as error:
+        raise ConfigError(
+            f"pipeline_schedule={name} takes the arguments {signature}: {error}. Let it take (num_coordinates, "
+            "num_microbatches, num_chunks)."
+        ) from error
