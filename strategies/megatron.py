@@ -168,6 +168,7 @@ class MegatronStrategy(MegatronCheckpoints):
             trainer, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
         )
         preflight.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
+        preflight.check_dense_gradients(self.module, replicas, fitting=fitting)
         preflight.check_checkpoint_links(trainer, background=self.saves_in_background)
 
     def setup_environment(self) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS
 
 from megatron_lightning.checkpoint.storage import is_remote
@@ -299,13 +300,36 @@ def check_sharded_units(module: pl.LightningModule, data_parallel: str, num_repl
     if data_parallel != "fsdp" or num_replicas == 1:
         return
     if not (is_overridden("configure_model", module) or is_overridden("setup", module)):
-        find_pipelined_module(module)
+        try:
+            find_pipelined_module(module)
+        except ConfigError as error:
+            raise ConfigError(
+                f'data_parallel="fsdp" shards the units that a model lists in pipeline_units(), and {type(module).__name__} '
+                "does not have exactly one submodule with that method. Give it to the model that the step calls, or set "
+                'data_parallel="zero1".'
+            ) from error
     if fitting and not module.automatic_optimization:
         raise ConfigError(
             f'{type(module).__name__} optimizes manually (automatic_optimization=False), and with data_parallel="fsdp" the '
             f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass that ends a step. Set "
             'automatic_optimization=True, or data_parallel="zero1".'
         )
+
+
+def check_dense_gradients(module: pl.LightningModule, num_replicas: int, *, fitting: bool) -> None:
+    """Check that the gradients fit into buffers that are reduced.
+
+    Raises:
+        ConfigError: For an embedding that makes sparse gradients, on several data-parallel ranks.
+    """
+    if not fitting or num_replicas == 1:
+        return
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ConfigError(
+                f"{name} has sparse=True, and its gradients are reduced over {num_replicas} data-parallel ranks in buffers, "
+                "which are dense. Set sparse=False, or use one data-parallel rank."
+            )
 
 
 def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, *, fitting: bool) -> None:

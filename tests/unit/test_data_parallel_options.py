@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import lightning.pytorch as pl
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
+from torch import nn
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import flat_layout, whole_layout
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies import MegatronStrategy, preflight
 from megatron_lightning.strategies.preflight import check_data_parallel
 
 
@@ -73,3 +75,21 @@ def test_options_come_from_yaml() -> None:
     assert strategy.data_parallel_options == DataParallelOptions(**given)
     with pytest.raises(ArgumentError, match="overlap_gather"):
         parser.parse_object({"strategy": {"data_parallel_options": {"overlap_gather": True}}})
+
+
+class _Model(pl.LightningModule):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2, sparse=sparse)
+
+
+def test_fsdp_says_what_it_misses_in_a_model_without_units() -> None:
+    with pytest.raises(ConfigError, match=r'"fsdp" shards the units .*_Model does not have .* data_parallel="zero1"'):
+        preflight.check_sharded_units(_Model(sparse=False), "fsdp", 2, fitting=True)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"):
+        preflight.check_dense_gradients(_Model(sparse=True), 2, fitting=True)
+    preflight.check_dense_gradients(_Model(sparse=True), 1, fitting=True)
+    preflight.check_dense_gradients(_Model(sparse=False), 2, fitting=True)
