@@ -217,7 +217,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How the strategy saves checkpoints.
+    """How the strategy saves and loads checkpoints.
 
     Raises:
         ConfigError: If a value is unknown.
@@ -228,6 +228,10 @@ class CheckpointOptions:
     the rank writes. The next save, and the end of training, wait until it is committed."""
     on_save_error: SaveErrorAction = "raise"
     """"raise" ends training when a checkpoint cannot be saved; "warn" goes on, and older checkpoints are kept until one can."""
+    resize_vocabulary: bool = False
+    """Load checkpoints whose vocabulary is padded to another size than the model's: of embedding and output layer (what the
+    sharding plan calls ``VocabParallel``) and of their optimizer states, rows beyond the model's are left out, and missing
+    ones are zeros, with a warning. False: another size is an error."""
 
     def __post_init__(self) -> None:
         if self.on_save_error not in get_args(SaveErrorAction):

@@ -134,7 +134,10 @@ class MegatronCheckpoints(MegatronSteps):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of the module."""
-        self._checkpoints.load_model(checkpoint, strict)
+        if self._context is None:  # asked before the Trainer's setup: the module is whole
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._checkpoints.load_model(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""

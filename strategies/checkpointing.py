@@ -33,7 +33,9 @@ from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
 from megatron_lightning.strategies.local_copies import open_copy, save_copy
+from megatron_lightning.strategies.metric_states import deal_metric_states, merge_metric_states
 from megatron_lightning.strategies.saver import Saver
+from megatron_lightning.strategies.vocabulary import fit_vocabulary, vocabulary_parameters
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -51,7 +53,8 @@ class CheckpointGlue:
     def __init__(self, strategy: MegatronStrategy, saver: Saver) -> None:
         self._strategy, self.saver = strategy, saver
         self._source: CheckpointSource | None = None
-        self._path = ""
+        self._path, self._is_plain = "", False
+        self._metrics_apart: dict[str, list[Tensor]] = {}
         self._random_state: list[Tensor] | None = None
         self._positions: list[dict[str, Any]] = []
 
@@ -85,7 +88,7 @@ class CheckpointGlue:
 
     def _divide(self, checkpoint: dict[str, Any]) -> tuple[list[TensorShards], dict[str, Any]]:
         """Return what this rank holds of the tensors, and the rest."""
-        rest = dict(checkpoint)
+        rest = self.with_progress(checkpoint)
         optimizers = [self._view(optimizer) for optimizer in rest.pop("optimizer_states", [])]
         tensors = list(self._module_shards(rest))
         for index, optimizer in enumerate(optimizers):
@@ -96,7 +99,6 @@ class CheckpointGlue:
                 {"state": optimizer.plain_state(), "param_groups": mine}
                 for optimizer, mine in zip(optimizers, groups, strict=True)
             ]
-        rest[OWN] = self._own_state(rest)
         return tensors, rest
 
     def _module_shards(self, rest: dict[str, Any]) -> Iterator[TensorShards]:
@@ -163,8 +165,11 @@ class CheckpointGlue:
         }
 
     def with_progress(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``checkpoint`` with what only we know of the run, for a checkpoint plugin of the user's own."""
-        return {**checkpoint, OWN: self._own_state(checkpoint)}
+        """Return ``checkpoint`` with what only we know of the run, and the metrics of all replicas; all ranks call this."""
+        metrics = merge_metric_states(self._strategy.module, self._strategy.context.dp_cp)
+        state = checkpoint["state_dict"]
+        state = {**state, **{name: value for name, value in metrics.merged.items() if name in state}}
+        return {**checkpoint, "state_dict": state, OWN: self._own_state(checkpoint) | {"metrics": metrics.apart}}
 
     def _view(self, optimizer: Any) -> DistributedOptimizer:
         """Return the optimizer as checkpoints see it."""
@@ -199,7 +204,8 @@ class CheckpointGlue:
         """
         module = self._strategy.module
         group = self._strategy.context.axis("world")
-        self._source, self._path = open_copy(self._strategy, path) or open_checkpoint(path, group=group), path
+        source = open_copy(self._strategy, path) or open_checkpoint(path, group=group)
+        self._source, self._path, self._is_plain = self._fitted(source), path, isinstance(source, PlainSource)
         checkpoint = self._source.state()
         local = module.state_dict()
         others = {name: value for name, value in checkpoint.get("state_dict", {}).items() if name in local}
@@ -224,6 +230,18 @@ class CheckpointGlue:
         if self._source is None:
             raise CheckpointError("no checkpoint is being loaded.")
         return self._source
+
+    def _fitted(self, source: CheckpointSource) -> CheckpointSource:
+        """Let a vocabulary of another size look like the model's, if that is wanted."""
+        strategy = self._strategy
+        specs, tied = strategy.assembly.specs, strategy.assembly.tied
+        shapes = {}
+        for name in vocabulary_parameters(strategy.module, strategy.sharding_plan, {**specs, **tied}):
+            owner = tied.get(name, name)
+            spec = specs.get(name) or specs.get(owner)
+            if spec is not None:
+                shapes[name] = shapes[owner] = spec.global_shape
+        return fit_vocabulary(source, shapes, strategy.context, resize=strategy.checkpoint_options.resize_vocabulary)
 
     def _load_module(self, strict: bool) -> dict[str, Tensor]:
         """Read this rank's part of the module into its own tensors, which needs no further memory."""
@@ -267,6 +285,7 @@ class CheckpointGlue:
 
     def _restore_own(self, checkpoint: dict[str, Any], *, fitting: bool) -> None:
         own = checkpoint.pop(OWN, None)  # hooks see the dict that they know from one device
+        self._metrics_apart = (own or {}).get("metrics", {})
         if own is None or not fitting:
             return
         strategy = self._strategy
@@ -305,8 +324,10 @@ class CheckpointGlue:
         self.restore_random_state()
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Copy the loaded part into the module."""
-        self._strategy.module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        """Copy the loaded part into the module, of its metrics what this replica goes on with."""
+        module, state = self._strategy.module, checkpoint["state_dict"]
+        parts = deal_metric_states(module, self._strategy.context.dp_cp, state, self._metrics_apart)
+        module.load_state_dict({**state, **parts}, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the optimizer states into the optimizers' tensors; all ranks call this."""
@@ -333,11 +354,13 @@ class CheckpointGlue:
     def _with_named_parameters(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open a plain file once more, now that the optimizers exist whose parameters it numbers."""
         strategy = self._strategy
-        if not isinstance(self.source, PlainSource) or not checkpoint["optimizer_states"]:
+        if not self._is_plain or not checkpoint["optimizer_states"]:
             return checkpoint
         views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
         order = [[name for group in groups for name in group["params"]] for groups in self._merged_groups(views)]
-        self._source = open_checkpoint(self._path, optimizer_parameters=order, group=strategy.context.axis("world"))
+        self._source = self._fitted(
+            open_checkpoint(self._path, optimizer_parameters=order, group=strategy.context.axis("world"))
+        )
         return self._source.state()
 
 
