@@ -66,7 +66,7 @@ def fit_vocabulary(
         if shape is not None and info.shape[1:] == shape[1:] and info.shape[:1] not in ((), shape[:1]):
             rows[full] = shape[0]
     texts = [f"{full}: {stored[full].shape[0]} rows in the checkpoint, {size} in the model" for full, size in rows.items()]
-    together(context.axis("world"), "loading the checkpoint", lambda: resize or _refuse(texts))
+    together(context.axis("world"), "loading the checkpoint", lambda: _refuse([] if resize else texts))
     if not rows:
         return source
     if context.tp.rank == context.dp_cp.rank == 0:  # each stage for its own tensors

@@ -58,6 +58,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _refused(layout: Layout, folder: str, size: str, tied: bool) -> None:
     with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: (21|32) rows in the[\s\S]*resize_vocabulary=True"):
         _fit(layout, folder, size, tied, more=CheckpointOptions())
+
+
+def _misshaped(layout: Layout, folder: str, size: str, tied: bool) -> None:
     with pytest.raises(CheckpointError, match="do not fit"):  # the vocabulary is as wide as the model
         _fit(layout, folder, size, tied, hidden=32, more=OPTIONS)
 
@@ -74,6 +77,7 @@ def test_rows_are_cut_or_zero(before: Layout, after: Layout, sizes: tuple[str, s
     """Weights and moments; all other tensors are as they were."""
     run(before, _fit, tmp_path, sizes[0], tied, 16, None, "first")
     run(after, _refused, tmp_path, sizes[1], tied)
+    run(after, _misshaped, tmp_path, sizes[1], tied)
     texts = run(after, _fit, tmp_path, sizes[1], tied, 16, OPTIONS, "second")[0]
     old, new = (_tensors(tmp_path / f"{name}.ckpt") for name in ("first", "second"))
     assert old.keys() == new.keys()
