@@ -72,7 +72,7 @@ def merge_metric_states(module: nn.Module, replicas: AxisGroup) -> MergedStates:
             merged = state.reduction(torch.stack(values))
         else:
             merged, result.apart[state.name] = values[0], values
-        result.merged[state.name] = tree_map_only(Tensor, lambda t, to=state.metric.device: t.to(to), merged)
+        result.merged[state.name] = _moved(merged, state.metric.device)
     if result.apart:
         rank_zero_warn(
             f"The persistent metric states {', '.join(result.apart)} have no dist_reduce_fx of sum, mean, min, max or cat. "
@@ -101,14 +101,14 @@ def deal_metric_states(
     states = [state for state in _persistent(module) if state.name in saved]
     dealt = {state.name: _part(state, replicas, saved[state.name], apart.get(state.name)) for state in states}
     devices = {state.name: state.metric.device for state in states}
-    return {name: tree_map_only(Tensor, lambda t, to=devices[name]: t.to(to), part) for name, part in dealt.items()}
+    return {name: _moved(part, devices[name]) for name, part in dealt.items()}
 
 
 def _part(state: _State, replicas: AxisGroup, value: Any, apart: Sequence[Tensor] | None) -> Any:
     first = replicas.rank == 0
     if state.is_list and state.reduction is dim_zero_cat:
         # An empty entry of the same kind lets torchmetrics gather from every rank.
-        rows = [torch.atleast_1d(entry) for entry in value]
+        rows = [entry if entry.dim() else entry.view(1) for entry in value]
         return rows if first else [entry[:0] for entry in rows[:1]]
     if state.is_list:
         if len(value) % replicas.size:
@@ -122,6 +122,10 @@ def _part(state: _State, replicas: AxisGroup, value: Any, apart: Sequence[Tensor
     if len(kept) != replicas.size:
         raise _indivisible(state, replicas, f"one state for each of {len(kept)} data-parallel ranks")
     return kept[replicas.rank]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _indivisible(state: _State, replicas: AxisGroup, found: str) -> CheckpointError:
