@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from megatron_lightning.errors import PipelineError
@@ -125,7 +126,13 @@ class StepRunner:
             if first:
                 preflight.warn_of_few_microbatches(self._choice, num_microbatches)
             make = self._choice.table if first else self._choice.table_or_sweep
-            self._schedules[key] = make(num_microbatches) if backward else self._choice.forward_table(num_microbatches)
+            self._schedules[key] = made = make(num_microbatches) if backward else self._choice.forward_table(num_microbatches)
+            if backward and made.name == "sweep":
+                rank_zero_warn(
+                    f"pipeline_schedule {self._choice.name} has no order for the {num_microbatches} micro-batches of this "
+                    "batch: all forwards run, then all backwards, which holds more activations. Set drop_last on the "
+                    "DataLoader to avoid it."
+                )
         return self._schedules[key]
 
     def split(self, batch: Any, micro_batch_size: int | None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,11 @@ def _train(table: str | None) -> tuple[list[float], list[float]]:
     )  # fmt: skip
     record = Losses()
     fit = trainer(strategy, max_epochs=2, callbacks=[record])
-    fit.fit(GPTLightningModule(config, learning_rate=1e-2), DataLoader(samples, batch_size=8))  # 8, 8 and 4 samples
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.fit(GPTLightningModule(config, learning_rate=1e-2), DataLoader(samples, batch_size=8))  # 8, 8 and 4 samples
+    said = [str(entry.message) for entry in caught if "has no order for the 2 micro-batches" in str(entry.message)]
+    assert len(said) == (table is not None and fit.global_rank == 0), said
     return record.losses, record.norms
 
 
