@@ -36,9 +36,19 @@ def _name(group: AxisGroup) -> str:
     return group.process_group.group_name
 
 
+def _begun(started: Tensor) -> Tensor:
+    """Return a collective that runs; on CPUs one that is done.
+
+    gloo runs the collectives of a group in two threads. With two at once, one of them was seen to meet a corrupted heap
+    (docs/LOG.md), and with the cores busy nothing is gained by it.
+    """
+    waited: Tensor = _ops.wait_tensor(started) if started.device.type == "cpu" else started
+    return waited
+
+
 def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     """Begin to reduce ``x`` over the group; ``op`` is sum or max."""
-    return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, _name(group))
+    return x if group.size == 1 else _begun(_ops.all_reduce(x.contiguous(), op, _name(group)))
 
 
 def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -46,8 +56,7 @@ def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     if group.size == 1:
         return x
     gather = torch.ops.megatron_lightning.all_gather if cpu_exchange.pays(x) else _ops.all_gather_into_tensor
-    started: Tensor = gather(x.movedim(dim, 0).contiguous(), group.size, _name(group))
-    return started
+    return _begun(gather(x.movedim(dim, 0).contiguous(), group.size, _name(group)))
 
 
 def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -61,10 +70,8 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
         return x
     x = x.movedim(dim, 0).contiguous()
     if cpu_exchange.pays(x):
-        started: Tensor = torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group))
-    else:
-        started = _ops.reduce_scatter_tensor(x, "sum", group.size, _name(group))
-    return started
+        return _begun(torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group)))
+    return _begun(_ops.reduce_scatter_tensor(x, "sum", group.size, _name(group)))
 
 
 def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
