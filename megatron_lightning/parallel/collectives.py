@@ -8,7 +8,7 @@ and their sequence-parallel forms (https://arxiv.org/abs/2205.05198).
 All go through torch's functional collectives (for large tensors on CPUs, the operators of ``cpu_exchange``, which have
 finished when they return); ``torch.compile`` traces both, and activation checkpointing may save or recompute them. None
 works in place on its argument, and over an axis of one rank each returns its argument. The functions that end in ``_start``
-and ``_finish`` have no gradient: between the two, other work overlaps the communication.
+have no gradient: until :func:`finish`, other work overlaps the communication (on CPUs they have finished already).
 """
 
 from __future__ import annotations
