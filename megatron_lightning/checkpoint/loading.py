@@ -111,18 +111,15 @@ def _is_shared(shards: TensorShards, view: Tensor) -> bool:
 
 def _exchange(shards: TensorShards) -> None:
     """Give the other replicas the parts that this one has read; a collective over them."""
-    group, sent = shards.replicas, []
+    group = shards.replicas
     for offset, view in shards.pieces:
         if not _is_shared(shards, view):
             continue
         for replica, part in parts_of(shards.name, offset, view, group.size):
             buffer = part.view.contiguous()
-            work = dist.broadcast(buffer, src=group.ranks[replica], group=group.process_group, async_op=True)
-            sent.append((work, buffer, part.view))
-    for work, buffer, target in sent:
-        work.wait()
-        if buffer is not target:
-            target.copy_(buffer)
+            dist.broadcast(buffer, src=group.ranks[replica], group=group.process_group)
+            if buffer is not part.view:
+                part.view.copy_(buffer)
 
 
 def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool) -> None:

@@ -39,8 +39,8 @@ def _name(group: AxisGroup) -> str:
 def _begun(started: Tensor) -> Tensor:
     """Return a collective that runs; on CPUs one that is done.
 
-    gloo runs the collectives of a group in two threads. With two at once, one of them was seen to meet a corrupted heap
-    (docs/LOG.md), and with the cores busy nothing is gained by it.
+    gloo runs the collectives of a group in two threads, and torch 2.13 was seen to corrupt the heap when both were at work,
+    in a program of torch alone too (docs/LOG.md). With the cores busy, nothing is gained by it either.
     """
     waited: Tensor = _ops.wait_tensor(started) if started.device.type == "cpu" else started
     return waited
