@@ -204,30 +204,42 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class SharedGroupsLinear(ColumnParallelLinear):
-    """The fused query, key and value projection where ranks outnumber the query groups: x [..., in] -> [..., (n + 2) d].
+    """A projection to keys or values where ranks outnumber the query groups: x [..., in] -> [..., (n + m) d].
 
     The rows are shared equally, as in every column-parallel layer, and so are gradients and checkpoints; the result is
-    gathered, and each rank takes n query heads of d channels and its group's key and value. Backward, the ranks that share a
-    group add up what they have of the key's and the value's gradient (Megatron-Core's ``SelfAttention`` does the same).
+    gathered, and each rank takes n query heads of d channels, if there are any, and the m heads that its group shares: key and
+    value of a fused projection, one of them of a separate one. Backward, the ranks that share a group add up what they have of
+    these heads' gradient (Megatron-Core's ``SelfAttention`` does the same).
 
     Args:
         in_features: Size of the input.
-        out_features: Size of the whole output: of each query group its query heads, its key, its value.
+        out_features: Size of the whole output: of each query group its query heads, then its shared heads.
         num_groups: Query groups, of which each serves equally many ranks.
-        heads_per_group: Query heads of a group.
+        heads_per_group: Query heads of a group that are fused with the shared ones.
+        shared_per_group: Shared heads of a group.
         options: See :class:`ColumnParallelLinear`.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, num_groups: int, heads_per_group: int, **options: Any) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        num_groups: int,
+        heads_per_group: int,
+        shared_per_group: int,
+        **options: Any,
+    ) -> None:
         super().__init__(in_features, out_features, **options)
-        self.num_groups, self.heads_per_group = num_groups, heads_per_group
+        self.num_groups, self.heads_per_group, self.shared_per_group = num_groups, heads_per_group, shared_per_group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to this rank's heads and its group's key and value."""
+        """Map [..., in] to this rank's query heads and the heads that its group shares."""
         mixed = gather_sequence(super().forward(x), self.group, -1)
         ranks = self.group.size // self.num_groups
         heads, (group, part) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
-        own = mixed.view(*mixed.shape[:-1], self.num_groups, self.heads_per_group + 2, -1)[..., group, :, :]
+        per_group = self.heads_per_group + self.shared_per_group
+        own = mixed.view(*mixed.shape[:-1], self.num_groups, per_group, -1)[..., group, :, :]
         q = own[..., part * heads : (part + 1) * heads, :]
         return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
 

@@ -86,7 +86,7 @@ class QueryKeyValue:
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the column-parallel layer."""
         groups, size = self.num_query_groups, context.tp.size
-        if size <= groups or size % groups or self.heads_per_group % (size // groups):
+        if not _shares_groups(groups, size) or self.heads_per_group % (size // groups):
             return ColumnParallel(num_heads=groups).apply(module, context, plan)
         return SharedGroupsLinear.from_linear(
             _expect(module, nn.Linear, "QueryKeyValue"),
@@ -95,7 +95,43 @@ class QueryKeyValue:
             sequence_dim=plan.sequence_dim,
             num_groups=groups,
             heads_per_group=self.heads_per_group,
+            shared_per_group=2,
         )
+
+
+@dataclass(frozen=True)
+class KeyOrValue:
+    """A separate projection to keys or to values -> a column-parallel one of whole heads.
+
+    Ranks that outnumber the heads share them: see :class:`SharedGroupsLinear`. Where the attention around it repeats each of
+    them for its query heads, it repeats them less often then, which the plan's ``attributes`` rewrite
+    (:func:`local_heads_per_group`). The query projection is a :class:`ColumnParallel` of the query heads.
+    """
+
+    num_query_groups: int
+    """Key (or value) heads of the whole model."""
+    copy_input: bool = True
+    """False inside a :class:`ParallelInput` region."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the column-parallel layer."""
+        groups = self.num_query_groups
+        if not _shares_groups(groups, context.tp.size):
+            return ColumnParallel(num_heads=groups, copy_input=self.copy_input).apply(module, context, plan)
+        return SharedGroupsLinear.from_linear(
+            _expect(module, nn.Linear, "KeyOrValue"),
+            group=context.tp,
+            sequence_parallel=context.sp and self.copy_input,
+            sequence_dim=plan.sequence_dim,
+            copy_input=self.copy_input,
+            num_groups=groups,
+            heads_per_group=0,
+            shared_per_group=1,
+        )
+
+
+def _shares_groups(num_query_groups: int, num_ranks: int) -> bool:
+    return num_ranks > num_query_groups and num_ranks % num_query_groups == 0
 
 
 def local_heads_per_group(num_query_groups: int, heads_per_group: int, context: ParallelContext) -> int:

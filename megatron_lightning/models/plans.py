@@ -10,6 +10,7 @@ from megatron_lightning.layers.styles import (
     ColumnParallel,
     GatherLogits,
     HeadParallel,
+    KeyOrValue,
     ParallelInput,
     QueryKeyValue,
     RowParallel,
@@ -53,16 +54,16 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
 def llama_hf_plan(config: Any) -> ShardingPlan:
     """Return the table of an unmodified ``transformers.LlamaForCausalLM`` with configuration ``config``."""
     column = ColumnParallel(copy_input=False)
-    heads = ColumnParallel(copy_input=False, num_heads=config.num_key_value_heads)
+    key_or_value = KeyOrValue(config.num_key_value_heads, copy_input=False)
     return ShardingPlan(
         sequence_dim=1,
         modules={
             "model.embed_tokens": VocabParallel(shard_sequence=False),
             "model.layers.0": ShardSequence(),
             "model.layers.*.self_attn": ParallelInput(),
-            "model.layers.*.self_attn.q_proj": heads,
-            "model.layers.*.self_attn.k_proj": heads,
-            "model.layers.*.self_attn.v_proj": heads,
+            "model.layers.*.self_attn.q_proj": ColumnParallel(copy_input=False, num_heads=config.num_attention_heads),
+            "model.layers.*.self_attn.k_proj": key_or_value,
+            "model.layers.*.self_attn.v_proj": key_or_value,
             "model.layers.*.self_attn.o_proj": RowParallel(),
             "model.layers.*.mlp": ParallelInput(),
             "model.layers.*.mlp.gate_proj": column,
@@ -70,5 +71,8 @@ def llama_hf_plan(config: Any) -> ShardingPlan:
             "model.layers.*.mlp.down_proj": RowParallel(),
             "**norm": SequenceParallel(),
             "lm_head": VocabParallel(gather_output=True),
+        },
+        attributes={
+            "model.layers.*.self_attn.num_key_value_groups": partial(local_heads_per_group, config.num_key_value_heads)
         },
     )

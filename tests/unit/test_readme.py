@@ -185,7 +185,7 @@ def test_the_schedules_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_table_of_the_docs_is_the_one_of_the_package() -> None:
     program, *_ = blocks((ROOT / "docs" / "parallelism.md").read_text(), "python")
-    config = SimpleNamespace(num_key_value_heads=2)
+    config = SimpleNamespace(num_key_value_heads=2, num_attention_heads=4)
     names: dict[str, Any] = {"config": config}
     exec(program, names)
     assert repr(names["plan"]) == repr(llama_hf_plan(config))
