@@ -1,20 +1,36 @@
 """The all-gather of parameters after a step of the sharded optimizer, inside that step or beside the next forward.
 
 Overlapped, every bucket is gathered in the order in which forward reaches it, and a module waits for the buckets of its own
-parameters when it is called. Modules that are entered without a call (the LightningModule, the pipelined module) are waited
-for at the start of the step. Whoever else reads a weight between the step and the next forward calls :meth:`wait` first.
+parameters when it is called. Parameters are also read without a call of the module that owns them: ``nn.MultiheadAttention``
+reads the weight of its ``out_proj``. What is called is seen in the first training step, whose gathers complete at once; for
+the parameters of other modules the innermost module around them that is called waits, and where there is none (the
+LightningModule and the pipelined module are entered without a call) the start of the step does. Whoever else reads a weight
+between the step and the next forward calls :meth:`ParameterGather.wait` first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_lightning.compat import all_gather
 from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.reducer import GradientReducer
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A module whose call announces that parameters are read."""
+
+    buckets: list[Bucket]
+    """What must be up to date by then."""
+    called: bool = False
+    """Whether a forward pass that is trained on has called it."""
+    hook: Any = None
 
 
 class ParameterGather:
@@ -26,22 +42,46 @@ class ParameterGather:
     """
 
     def __init__(self, reducer: GradientReducer, module: nn.Module | None = None) -> None:
-        self._reducer, self._overlapped = reducer, module is not None
+        self._reducer = reducer
         self._unannounced: list[Bucket] = []
-        self._hooks: list[Any] = []
+        self._readers: dict[str, _Reader] = {}  # by path; a shared module has several
+        self._learning, self._overlapped = False, False
         if module is not None:
             self._watch(module)
 
     def _watch(self, root: nn.Module) -> None:
-        """Let every module wait for its parameters."""
+        """Let every module wait for its own parameters, and take note of its calls."""
         bucket_of = {id(p): bucket for bucket in self._reducer.buckets if bucket.sharded for p in bucket.parameters}
-        for module in root.modules():
-            own = {id(bucket_of[id(p)]): bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of}
-            if module is root or hasattr(module, "pipeline_units"):
-                self._unannounced += own.values()
-            elif own:
-                buckets = tuple(own.values())
-                self._hooks.append(module.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait(buckets)))
+        readers: dict[int, _Reader] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            if id(module) not in readers:
+                own = {id(bucket_of[id(p)]): bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of}
+                readers[id(module)] = reader = _Reader(list(own.values()))
+                if module is root or hasattr(module, "pipeline_units"):
+                    self._unannounced += reader.buckets
+                # Before the hooks that are there: weight norm's computes the weight from parameters.
+                reader.hook = module.register_forward_pre_hook(lambda *_, reader=reader: self._announce(reader), prepend=True)
+            self._readers[path] = readers[id(module)]
+
+    def _announce(self, reader: _Reader) -> None:
+        if self._learning and torch.is_grad_enabled():
+            reader.called = True
+        self.wait(reader.buckets)
+
+    def _learn(self) -> None:
+        """Let somebody wait for the parameters of every module that was not called; from now on gathers overlap."""
+        for path, reader in self._readers.items():
+            if reader.called:
+                continue
+            outer = path
+            while outer and not self._readers[outer].called:
+                outer = outer.rpartition(".")[0]
+            waits = self._readers[outer].buckets if self._readers[outer].called else self._unannounced
+            waits += [bucket for bucket in reader.buckets if bucket not in waits]
+        for reader in self._readers.values():
+            if not reader.buckets:
+                reader.hook.remove()
+        self._learning, self._overlapped = False, True
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Gather the parameters of ``buckets``, in this order. A collective."""
@@ -60,7 +100,10 @@ class ParameterGather:
             self.wait(started)
 
     def begin_step(self) -> None:
-        """Wait for the parameters that are used without a call of their module."""
+        """Wait for the parameters that are used without a call."""
+        if self._learning and any(reader.called for reader in self._readers.values()):
+            self._learn()
+        self._learning = bool(self._readers) and not self._overlapped
         self.wait(self._unannounced)
 
     def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
@@ -72,6 +115,6 @@ class ParameterGather:
 
     def detach(self) -> None:
         """Let go of the modules; nothing is waited for, since the other ranks may have failed."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for reader in self._readers.values():
+            reader.hook.remove()
+        self._readers.clear()

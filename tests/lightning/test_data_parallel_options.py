@@ -30,7 +30,7 @@ from tests.lightning.support import (
 
 SINGLE_OURS = Layout("single-ours", 1, 1, ())
 OPTIONS = {
-    "overlap": DataParallelOptions(overlap_param_gather=True, bucket_size=500),
+    "overlap": DataParallelOptions(overlap_param_gather=True, bucket_size=1),  # a bucket for each parameter
     "offload": DataParallelOptions(optimizer_cpu_offload=True, bucket_size=500),
     "hybrid": DataParallelOptions(num_distributed_optimizer_instances=2),
 }
@@ -98,15 +98,17 @@ def test_training_and_resuming_are_the_same(layout: Layout, name: str, tmp_path:
 
 
 class _Peeks(ToyModule):
-    """Uses a layer's weight without calling the layer."""
+    """Uses weights, after the first step without calling their layers."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if batch_idx == 0:
+            return super().training_step(batch, batch_idx)
         return (self.model.head.weight * self.model.layers["0"].norm1.weight).square().mean()
 
 
 def _peek(layout: Layout, folder: str) -> str:
     options = DataParallelOptions(overlap_param_gather=True)
-    fit = trainer(layout.strategy(data_parallel_options=options), max_steps=2, limit_val_batches=0)
+    fit = trainer(layout.strategy(data_parallel_options=options), max_steps=4, limit_val_batches=0)
     with pytest.raises(PipelineError) as caught:
         fit.fit(_Peeks(), datamodule=layout.data_module())
     return str(caught.value)
