@@ -31,6 +31,7 @@ from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
 from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module, pipeline_units
 from megatron_lightning.strategies.batches import tensors_of
+from megatron_lightning.strategies.module_checks import find_tables
 
 
 class _Mark(NamedTuple):
@@ -173,14 +174,7 @@ def _parallelize(module: pl.LightningModule, context: ParallelContext, plan: Sha
     if plan is not None:
         parallelize(module, context, plan)
         return
-    planned = [child for child in module.modules() if callable(getattr(child, "sharding_plan", None))]
-    if not planned:
-        raise ConfigError(
-            f"tensor_model_parallel_size is {context.layout.tp}, and no module of {type(module).__name__} says how it is split "
-            "over ranks. Give the model a method sharding_plan() that returns a ShardingPlan, pass "
-            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
-        )
-    for child in planned:
+    for child in find_tables(module, context.layout.tp):
         make_plan: Callable[[], ShardingPlan] = getattr(child, "sharding_plan")  # noqa: B009 (no attribute of nn.Module)
         parallelize(child, context, make_plan())
 

@@ -39,13 +39,14 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies import module_checks, preflight
 from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.failure import AgreedStop
 from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.strategies.gradients import GradientFlow
+from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
 from megatron_lightning.strategies.saver import Saver
@@ -157,18 +158,16 @@ class MegatronStrategy(MegatronCheckpoints):
         """
         super().check_before_launch(trainer, data)
         if self.lightning_module is not None and trainer is not None:
-            preflight.check_pipelined(self.lightning_module, self.layout)
             self._check_module(trainer)
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        preflight.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
+        module_checks.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
         replicas = self.layout.data_parallel_size(self._planned_world_size)
         preflight.check_callbacks(
             trainer, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
         )
-        preflight.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
-        preflight.check_dense_gradients(self.module, replicas, fitting=fitting)
+        module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
         preflight.check_checkpoint_links(trainer, background=self.saves_in_background)
 
     def setup_environment(self) -> None:
@@ -279,7 +278,7 @@ class MegatronStrategy(MegatronCheckpoints):
 
     def _split_backwards(self) -> None:
         """Let linear layers put off their weight gradients, and say on rank 0 which layers cannot."""
-        preflight.check_split(self.module, self.pipeline_schedule.name)
+        module_checks.check_split(self.module, self.pipeline_schedule.name)
         split, whole = split_backwards(self.module, self.executor.weight_gradients)
         rank_zero_info(
             f"MegatronStrategy: schedule {self.pipeline_schedule.name} puts off the weight gradients of {len(split)} layers on "
@@ -309,8 +308,9 @@ class MegatronStrategy(MegatronCheckpoints):
             self._gradients.take_over_clipping(self.precision_plugin)
         if self._loss_scaling is not None:
             self._loss_scaling.ranks, self._loss_scaling.read_by = self.context.axis("world"), self._gradients.read_by
+        self._release_schedulers()
         if self.may_skip_steps:
-            self._hold_schedulers()
+            self._held = HeldSchedulers(self.module, self.lr_scheduler_configs, lambda: self._step_skipped)
         self._watch_for_non_finite()
 
     def model_to_device(self) -> None:
@@ -379,6 +379,7 @@ class MegatronStrategy(MegatronCheckpoints):
             "_executor",
             "_runner",
             "_gradients",
+            "_held",
             "_failure_watch",
             "_launcher",
         )

@@ -6,6 +6,7 @@
     bf16-mixed   as Lightning's: fp32 weights, autocast
     16-mixed     autocast, and Megatron's dynamic loss scaling with one verdict on overflow for all ranks
     bf16-true    bf16 weights; masters and reductions are fp32; the batch's masks and positions are left alone
+    16-true      the same in fp16; without a loss scale, as Lightning's
 
 On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``; the plugin itself runs there:
 ``Trainer(plugins=[MegatronMixedPrecision("16-mixed", device="cpu")])``.
@@ -111,7 +112,7 @@ class MegatronMixedPrecision(MixedPrecision):
 
 
 class MegatronHalfPrecision(HalfPrecision):
-    """bf16 (or, on one device, fp16) weights; the batch is cast to them but for what must stay exact.
+    """bf16 or fp16 weights; the batch is cast to them but for what must stay exact.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.

@@ -1,4 +1,4 @@
-"""Checks of the strategy's settings against each other, the module and the Trainer, before any process group exists."""
+"""Checks of the strategy's settings against each other, model sizes, data and the Trainer, before any group exists."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 from torch.optim import LBFGS
 
 from megatron_lightning.checkpoint.storage import is_remote
-from megatron_lightning.config import DataParallelOptions, NonFinite, PipelineOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, NonFinite, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.layouts import cut_units
 from megatron_lightning.pipeline.schedules import FixedTable, ScheduleChoice
 from megatron_lightning.pipeline.simulate import simulate
-from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
 from megatron_lightning.rules import check_model_layout
 
-SUPPORTED_PRECISION = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
 
 
 def check_options(
@@ -51,10 +46,19 @@ def check_options(
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; set it to 1 or more, or leave it unset for whole batches.")
     if data_parallel not in ("ddp", "zero1", "fsdp"):
         raise ConfigError(f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or "fsdp".')
-    if non_finite not in get_args(NonFinite):
-        raise ConfigError(f'non_finite is {non_finite!r}. Set it to "ignore", "raise" or "skip".')
+    check_non_finite(non_finite)
     if start_method not in ("popen", "spawn", "fork"):
         raise ConfigError(f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".')
+
+
+def check_non_finite(policy: str) -> None:
+    """Check what is to be done about infinite and NaN values.
+
+    Raises:
+        ConfigError: If it is unknown.
+    """
+    if policy not in get_args(NonFinite):
+        raise ConfigError(f'non_finite is {policy!r}. Set it to "ignore", "raise" or "skip".')
 
 
 def check_data_parallel(layout: ParallelLayout, data_parallel: str, options: DataParallelOptions, world_size: int) -> None:
@@ -99,13 +103,13 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
     """Check the Trainer's precision.
 
     Raises:
-        ConfigError: If several ranks would disagree under it.
+        ConfigError: If it is not known to be right for the parts of a model on several ranks.
     """
     precision = getattr(plugin, "precision", "32-true")
     if world_size > 1 and precision not in SUPPORTED_PRECISION:
         raise ConfigError(
-            f"precision={precision!r} is not supported on {world_size} ranks: its small gradients would vanish. "
-            f"Set it to one of {', '.join(SUPPORTED_PRECISION)}."
+            f"precision={precision!r} of {type(plugin).__name__} is not supported on {world_size} ranks: it is made for whole "
+            f"models on one device, and here each rank has a part. Set it to one of {', '.join(SUPPORTED_PRECISION)}."
         )
 
 
@@ -212,46 +216,21 @@ def check_config(
         check_model_layout(config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages)
 
 
-def check_cut(module: pl.LightningModule, placement: Placement, options: PipelineOptions) -> None:
-    """Check that the model can be cut into stages as the user wants, as far as its layers are known before it exists.
-
-    Raises:
-        ConfigError: Naming the numbers that do not fit.
-    """
-    config = getattr(module, "config", None)
-    if any(hasattr(child, "pipeline_units") for child in module.modules()):
-        units = pipeline_units(find_pipelined_module(module)[1])
-    elif isinstance(config, TransformerConfig):
-        units = ["embedding", *(f"layers.{index}" for index in range(config.num_layers)), "output_layer"]
-    else:
-        return
-    if options != PipelineOptions() or placement.num_stages > 1:
-        cut_units(units, placement, options)
-
-
-def check_batch_sizes(
+def check_batches(
     schedule: ScheduleChoice, micro_batch_size: int | None, data_parallel_size: int, data: pl.LightningDataModule | None
 ) -> None:
-    """Check every size that a data module's ``batch_size_schedule`` comes to.
+    """Check the size of a data module's batches, where it says it, and every size that its ``batch_size_schedule`` comes to.
 
     Raises:
         ConfigError: If the ranks cannot share one in whole micro-batches, or the pipeline cannot run as many.
     """
+    batch_size = getattr(data, "batch_size", getattr(getattr(data, "hparams", None), "batch_size", None))
+    if isinstance(batch_size, int) and batch_size > 0 and schedule.placement.num_stages > 1:
+        schedule.table(1 if micro_batch_size is None else -(-batch_size // micro_batch_size))
     sizes = getattr(data, "batch_size_schedule", None)
     if isinstance(sizes, BatchSizeSchedule):
         for count in sizes.num_microbatches(micro_batch_size or 1, data_parallel_size):
             schedule.table(count if micro_batch_size else 1)
-
-
-def check_microbatches(schedule: ScheduleChoice, micro_batch_size: int | None, data: pl.LightningDataModule | None) -> None:
-    """Check that the schedule can run as many micro-batches as a batch of the data module has, where it says its size.
-
-    Raises:
-        ConfigError: If it cannot.
-    """
-    batch_size = getattr(data, "batch_size", getattr(getattr(data, "hparams", None), "batch_size", None))
-    if isinstance(batch_size, int) and batch_size > 0 and schedule.placement.num_stages > 1:
-        schedule.table(1 if micro_batch_size is None else -(-batch_size // micro_batch_size))
 
 
 @contextmanager
@@ -291,79 +270,6 @@ def check_optimizers(
         )
 
 
-def check_sharded_units(module: pl.LightningModule, data_parallel: str, num_replicas: int, *, fitting: bool) -> None:
-    """Check that FSDP2 finds units to shard, and that one backward pass makes a step.
-
-    Raises:
-        ConfigError: For a model without ``pipeline_units()`` that exists already, and for manual optimization.
-    """
-    if data_parallel != "fsdp" or num_replicas == 1:
-        return
-    if not (is_overridden("configure_model", module) or is_overridden("setup", module)):
-        try:
-            find_pipelined_module(module)
-        except ConfigError as error:
-            raise ConfigError(
-                f'data_parallel="fsdp" shards the units that a model lists in pipeline_units(), and {type(module).__name__} '
-                "does not have exactly one submodule with that method. Give it to the model that the step calls, or set "
-                'data_parallel="zero1".'
-            ) from error
-    if fitting and not module.automatic_optimization:
-        raise ConfigError(
-            f'{type(module).__name__} optimizes manually (automatic_optimization=False), and with data_parallel="fsdp" the '
-            f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass that ends a step. Set "
-            'automatic_optimization=True, or data_parallel="zero1".'
-        )
-
-
-def check_dense_gradients(module: pl.LightningModule, num_replicas: int, *, fitting: bool) -> None:
-    """Check that the gradients fit into buffers that are reduced.
-
-    Raises:
-        ConfigError: For an embedding that makes sparse gradients, on several data-parallel ranks.
-    """
-    if not fitting or num_replicas == 1:
-        return
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
-            raise ConfigError(
-                f"{name} has sparse=True, and its gradients are reduced over {num_replicas} data-parallel ranks in buffers, "
-                "which are dense. Set sparse=False, or use one data-parallel rank."
-            )
-
-
-def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, *, fitting: bool) -> None:
-    """Check what the LightningModule does against the layout.
-
-    Raises:
-        ConfigError: For steps that a schedule of micro-batches cannot run.
-    """
-    if not fitting or (layout.num_stages == 1 and micro_batch_size is None):
-        return
-    if not module.automatic_optimization:
-        raise ConfigError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with a schedule of micro-batches "
-            f"the strategy runs the backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Set "
-            "automatic_optimization=True, or pipeline_model_parallel_size=1 and micro_batch_size=None."
-        )
-    if is_overridden("backward", module):
-        raise ConfigError(
-            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the "
-            "override, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
-        )
-
-
-def check_pipelined(module: pl.LightningModule, layout: ParallelLayout) -> None:
-    """Check that a model which exists before the groups do can be cut; others are checked when they are built.
-
-    Raises:
-        ConfigError: If no submodule, or more than one, has ``pipeline_units()``.
-    """
-    built_later = is_overridden("configure_model", module) or is_overridden("setup", module)
-    if layout.num_stages > 1 and not built_later:
-        find_pipelined_module(module)
-
-
 def warn_of_idle_pipeline(layout: ParallelLayout, micro_batch_size: int | None) -> None:
     """Say what a pipeline costs whose batches are not cut."""
     if layout.pp > 1 and micro_batch_size is None:
@@ -397,17 +303,3 @@ def check_backend(backend: str | None) -> None:
             f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks compare their weights and "
             f'agree on checkpoints. Leave it unset, or set it to "cpu:gloo,cuda:{backend.rpartition(":")[2]}".'
         )
-
-
-def check_split(module: pl.LightningModule, schedule: str) -> None:
-    """Check that the layers can put off their weight gradients.
-
-    Raises:
-        ConfigError: If one is compiled: what its backward computes was decided when it was traced.
-    """
-    for name, child in module.named_modules():
-        if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
-            raise ConfigError(
-                f"{name or type(module).__name__} is compiled, and schedule {schedule} puts off weight gradients, which a "
-                'traced backward computes at once. Set pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
-            )

@@ -6,10 +6,9 @@ reduction and clipping from ``gradients``, the order of the data from ``sampling
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,29 +19,23 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, NonFinite, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.recompute import apply_recompute, check_patterns
+from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies import module_checks, preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch, is_assembled
 from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.environment import MegatronEnvironment
 from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.gradients import GradientFlow
+from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
 from megatron_lightning.strategies.sampling import ResumableSampler, sampler_of
-from megatron_lightning.strategies.steps import Step, StepRunner
-
-_STEP_CONTEXTS: Mapping[str, str] = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
+from megatron_lightning.strategies.steps import Step, StepRunner, precision_context
 
 
 class MegatronSteps(MegatronEnvironment):
@@ -94,6 +87,7 @@ class MegatronSteps(MegatronEnvironment):
         self._batch_counted, self._batch_samples = -1, 0
         self._updated_from = -1  # step from which the last update of the weights began
         self._step_skipped = False
+        self._held: HeldSchedulers | None = None
         self.non_finite: NonFinite = "ignore"
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
         self._watch: FiniteWatch | None = None
@@ -127,16 +121,26 @@ class MegatronSteps(MegatronEnvironment):
             explicit = options.pipeline_model_parallel_layout is not None
             preflight.check_config(module, self.layout, self._planned_world_size, data, explicit_stages=explicit)
             if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
-                preflight.check_cut(module, self.pipeline_schedule.placement, options)
+                module_checks.check_cut(module, self.pipeline_schedule.placement, options)
+                planned = module_checks.planned_module(module)
+                if planned is not None:
+                    self._check_layers(planned, trainer)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            preflight.check_microbatches(self.pipeline_schedule, self.micro_batch_size, data)
             data_parallel_size = self.layout.data_parallel_size(self._planned_world_size)
-            preflight.check_batch_sizes(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)
+            preflight.check_batches(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)
+
+    def _check_layers(self, module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
+        """Check all layers of the module: on every rank alike, since none has taken its part yet."""
+        tensor_size = self.layout.tp if self.sharding_plan is None else 1
+        module_checks.check_layers(module, self.recompute, tensor_size=tensor_size)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            num_replicas = self.layout.data_parallel_size(self._planned_world_size)
+            module_checks.check_trained_layers(module, self.pipeline_schedule, num_replicas)
 
     def _assemble(self) -> None:
         placement, options = self.pipeline_schedule.placement, self.pipeline_options
         if not is_assembled(self.module):
-            check_patterns(self.module, self.recompute)
+            self._check_layers(self.module, self.module.trainer)
         self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
         apply_recompute(self.module, self.recompute, stages=self._assembly.own_stages)
 
@@ -215,7 +219,7 @@ class MegatronSteps(MegatronEnvironment):
             hook="training_step",
             microbatches=microbatches,
             args=(*args, *kwargs.values()),
-            context=self.precision_plugin.train_step_context,
+            context=precision_context(self.precision_plugin, "training_step"),
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             loss_scale=self._loss_scaling.scale if self._loss_scaling else 1.0,
             completing=gradients.completing,
@@ -315,27 +319,12 @@ class MegatronSteps(MegatronEnvironment):
                 scheduler.forget_samples()
         return output
 
-    def _hold_schedulers(self) -> None:
-        """Let schedulers that count steps wait where a step was skipped (Lightning steps them after every batch)."""
-        module = self.module
-        counting = [config.scheduler for config in self.lr_scheduler_configs if config.interval == "step"]
-        original: Callable[..., None] = module.lr_scheduler_step
-
-        @functools.wraps(original)
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if not (self._step_skipped and any(scheduler is held for held in counting)):
-                original(scheduler, metric)
-
-        if counting and not hasattr(module.__dict__.get("lr_scheduler_step"), "__wrapped__"):
-            module.__dict__["lr_scheduler_step"] = lr_scheduler_step
-
     def _watch_for_non_finite(self) -> None:
         """Begin to look for infinities and NaN, if that is wanted; with a loss scale not in gradients, which may overflow."""
         if self._watch is not None:
             self._watch.detach()
         self._watch = None
-        if self.non_finite not in get_args(NonFinite):
-            raise ConfigError(f'non_finite is {self.non_finite!r}. Set it to "ignore", "raise" or "skip".')
+        preflight.check_non_finite(self.non_finite)
         if self.non_finite == "ignore":
             return
         self._watch = FiniteWatch(self.context, self.num_stages, policy=self.non_finite, place=self.runner.place)
@@ -344,12 +333,9 @@ class MegatronSteps(MegatronEnvironment):
             self._watch.attach(parameters if self._units is None else {**parameters, **self._units.whole_parameters()})
 
     def _release_schedulers(self) -> None:
-        attributes = self.module.__dict__
-        original = getattr(attributes.get("lr_scheduler_step"), "__wrapped__", None)
-        if original is not None:
-            del attributes["lr_scheduler_step"]
-            if getattr(original, "__self__", None) is not self.module:  # the user had put it on the instance
-                attributes["lr_scheduler_step"] = original
+        if self._held is not None:
+            self._held.release()
+        self._held = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -377,7 +363,7 @@ class MegatronSteps(MegatronEnvironment):
         microbatches = self.runner.split(batch, self.micro_batch_size)
         if self._is_native:
             return getattr(super(), hook)(batch, *args, **kwargs)
-        context = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])
+        context = precision_context(self.precision_plugin, hook)
         step = Step(hook=hook, microbatches=microbatches, args=(*args, *kwargs.values()), context=context)
         return self.runner.run(step).output
 

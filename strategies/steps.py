@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -64,6 +65,17 @@ class Step:
     """Looks for infinities and NaN."""
     after_backwards: Callable[[], None] | None = None
     """Called when all backwards have run, before anything else is communicated."""
+
+
+def precision_context(plugin: Precision, hook: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what a plugin puts around one call of a ``*_step`` hook."""
+    contexts = {
+        "training_step": plugin.train_step_context,
+        "validation_step": plugin.val_step_context,
+        "test_step": plugin.test_step_context,
+        "predict_step": plugin.predict_step_context,
+    }
+    return contexts[hook]
 
 
 @dataclass

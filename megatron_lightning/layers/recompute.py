@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Protocol
 
@@ -90,19 +91,42 @@ def check_patterns(module: nn.Module, options: RecomputeOptions) -> None:
     Raises:
         ConfigError: Naming the one that matches no module.
     """
-    asked = [*options.offload_modules]
-    asked += options.recompute_modules if options.recompute_granularity == "selective" else ()
-    for pattern in asked:
-        if not any(_outermost(module, [pattern])):
-            raise ConfigError(
-                f"{pattern!r} of recompute_modules or offload_modules matches no module of {type(module).__name__}. Name a "
-                "module as its parent does, or give a pattern of its path, in which ** stands for any number of segments."
-            )
-    if options.recompute_granularity == "full" and not any(_outermost(module, options.recompute_layers)):
+    asked = {"offload_modules": options.offload_modules}
+    if options.recompute_granularity == "selective":
+        asked["recompute_modules"] = options.recompute_modules
+    for option, patterns in asked.items():
+        for pattern in patterns:
+            if not any(_outermost(module, [pattern])):
+                raise ConfigError(
+                    f"{pattern!r} of {option} matches no module of {type(module).__name__}.{_similar(pattern, module)} Name a "
+                    "module as its parent does, or give a pattern of its path, in which ** stands for any number of segments."
+                )
+    if options.recompute_granularity != "full":
+        return
+    layers = list(_outermost(module, options.recompute_layers))
+    if not layers:
+        lists = [path for path, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        there = f" It has lists of modules at {', '.join(map(repr, lists))}." if lists else ""
         raise ConfigError(
-            f"recompute_layers={list(options.recompute_layers)} match no module of {type(module).__name__}. Set the pattern of "
-            'the paths of its layers, such as "**.blocks.*".'
+            f"recompute_layers={list(options.recompute_layers)} match no module of {type(module).__name__}.{there} Set the "
+            f'pattern of the paths of its layers, such as "{lists[0] if lists else "**.blocks"}.*".'
         )
+    if options.recompute_method == "uniform" and (options.recompute_num_layers or 1) > 1:
+        for path in _containers(layers):
+            _check_together(module.get_submodule(path), options.recompute_num_layers)
+
+
+def _similar(pattern: str, module: nn.Module) -> str:
+    """Return what the modules are called, the name that was meant first."""
+    names = dict.fromkeys(path.rpartition(".")[2] for path, _ in module.named_modules())
+    names.update(dict.fromkeys(alias for alias in _ALIASES if any(_outermost(module, [alias]))))
+    known = [name for name in names if name and not name.isdecimal()]
+    if not known:
+        return ""
+    last = pattern.rpartition(".")[2]
+    [*nearest] = get_close_matches(last, known, n=1)
+    meant = f" Did you mean {nearest[0]!r}?" if nearest and nearest[0] != last else ""
+    return f"{meant} Its modules are called {', '.join(known[:20])}{', …' if len(known) > 20 else ''}."
 
 
 class _Wrapper(Protocol):
@@ -179,7 +203,7 @@ def _checkpoint_layers(
 ) -> None:
     layers, count = list(_outermost(module, options.recompute_layers)), options.recompute_num_layers or 1
     if options.recompute_method == "uniform" and count > 1:
-        for path in dict.fromkeys(path.rpartition(".")[0].rpartition(".")[0] for path in layers):
+        for path in _containers(layers):
             _checkpoint_together(module.get_submodule(path), count, wrapper)
         return
     if options.recompute_method == "block":
@@ -188,13 +212,22 @@ def _checkpoint_layers(
         _replace(module.get_submodule(path), "forward", wrapper)
 
 
-def _checkpoint_together(container: nn.Module, count: int, wrapper: _Wrapper) -> None:
-    """Let the container of layers recompute ``count`` of them at once."""
+def _containers(layers: Sequence[str]) -> Iterator[str]:
+    """Yield the paths of the modules whose attributes are the lists of these layers."""
+    yield from dict.fromkeys(path.rpartition(".")[0].rpartition(".")[0] for path in layers)
+
+
+def _check_together(container: nn.Module, count: int | None) -> None:
     if not hasattr(container, "layers_at_once"):
         raise ConfigError(
             f"recompute_method=uniform with recompute_num_layers={count}, and {type(container).__name__} runs its layers one "
             "by one. Set recompute_num_layers to 1, or give it layers_at_once and run_layers(layers, …) like TransformerBlock."
         )
+
+
+def _checkpoint_together(container: nn.Module, count: int, wrapper: _Wrapper) -> None:
+    """Let the container of layers recompute ``count`` of them at once."""
+    _check_together(container, count)
     container.__dict__.setdefault(_OURS, {}).setdefault("layers_at_once", container.layers_at_once)
     container.layers_at_once = count  # type: ignore[assignment]
     _replace(container, "run_layers", wrapper)

@@ -64,7 +64,7 @@ class StagePartition:
         if not whole:
             return
         units = [unit for stage in self.stages for unit in stage]
-        _check_units(module, units)
+        check_units(module, units)
         kept = {unit for stage in self.own for unit in self.stages[stage]}
         for unit in units:
             if unit not in kept:
@@ -88,7 +88,12 @@ def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     return module.get_submodule(parent), name
 
 
-def _check_units(module: nn.Module, units: Sequence[str]) -> None:
+def check_units(module: nn.Module, units: Sequence[str]) -> None:
+    """Check that ``units``, of all stages together, are the pipelined module's own and hold its parameters.
+
+    Raises:
+        ConfigError: If a unit does not exist or contains another, or a parameter belongs to no unit.
+    """
     listed = unit_names(pipeline_units(module)) if hasattr(module, "pipeline_units") else units
     if set(listed) != set(units):
         odd = sorted(set(listed) ^ set(units))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.pipeline.schedules import resolve
@@ -23,7 +25,7 @@ from megatron_lightning.strategies.launchers import ScriptLauncher
 from megatron_lightning.strategies.preflight import warn_of_few_microbatches
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
-from tests.lightning.support import DP2, MICRO, PP2, Layout, run
+from tests.lightning.support import DP2, MICRO, PP2, PP2_DP2, Layout, make_layout, run
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,15 @@ def test_a_world_that_the_layout_does_not_divide() -> None:
         trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=3)
 
 
-def test_a_loss_scale_on_several_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"precision='16-true' is not supported on 2 ranks.* Set it to one of 32-true"):
-        trainer(MegatronStrategy(), devices=2, precision="16-true")  # on a CPU Lightning replaces 16-mixed itself
+class _Fp8(Precision):
+    precision = "transformer-engine"
+
+
+def test_a_precision_for_whole_models_on_several_ranks() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'transformer-engine' of _Fp8 is not supported on 2 ranks.* Set it to one of 32-true"
+    ):
+        trainer(MegatronStrategy(), devices=2, plugins=[_Fp8()])
 
 
 def test_a_backend_without_cpu_tensors() -> None:
@@ -177,11 +185,46 @@ class _Unsendable(ToyModule):
         return {"loss": loss, "later": lambda: loss}
 
 
+class _Sparse(ToyModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.embed.sparse = True
+
+
+class _Orphan(ToyModule):
+    """Exists from the start, and has a parameter in no unit."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        ToyModule.configure_model(self)
+        self.model.scale = nn.Parameter(torch.ones(1))
+
+    configure_model = pl.LightningModule.configure_model
+
+
+class _Compiled(_Orphan):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model.scale
+        self.model.head.compile()
+
+
 class _NothingToTrain(ToyModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for name, p in self.named_parameters() if "head" in name], lr=0.1)
 
 
+def _selective(name: str) -> RecomputeOptions:
+    return RecomputeOptions(recompute_granularity="selective", recompute_modules=[name])
+
+
+RECOMPUTE = make_layout(
+    "recompute",
+    2,
+    1,
+    pipeline_model_parallel_size=2,
+    recompute=_selective("self_atn"),
+)
 CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "manual": (PP2, _Manual, ConfigError, r"_Manual optimizes manually.*pipeline 2.* Set automatic_optimization=True"),
     "manual-micro": (MICRO, _Manual, ConfigError, r"_Manual optimizes manually.*micro_batch_size 2"),
@@ -197,6 +240,8 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "reduction": (MICRO, _OwnReduction, ConfigError, r"self.log\('own'\) has reduce_fx=<function .* Set it to mean, sum"),
     "output": (PP2, _Unsendable, ConfigError, r"cannot be sent to the other pipeline stages .* Return and log tensors"),
     "no-parameters": (PP2, _NothingToTrain, ConfigError, r"no parameters for an optimizer on pipeline rank 1 of 2"),
+    "recompute": (RECOMPUTE, ToyModule, ConfigError, r"'self_atn' of recompute_modules matches .* Did you mean 'self_attn'\?"),
+    "sparse": (PP2_DP2, _Sparse, ConfigError, r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"),
     "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS.* Set|LBFGS.* Use"),
     "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
 }
@@ -214,7 +259,15 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["recompute", "sparse"])
+def test_what_a_hook_builds_is_refused_alike_on_every_rank(case: str, tmp_path: Path) -> None:
+    """Also on the stages that hold none of it."""
+    layout, *_ = CASES[case]
+    [error] = set(run(layout, _refused, tmp_path, case))
+    assert re.search(CASES[case][3], error) and "\n" not in error
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("recompute", "sparse")])
 def test_modules(case: str, tmp_path: Path) -> None:
     layout, _, _, message = CASES[case]
     errors = run(layout, _refused, tmp_path, case)
@@ -223,6 +276,11 @@ def test_modules(case: str, tmp_path: Path) -> None:
     assert said
     for error in said:
         assert re.search(message, error, re.DOTALL), error
+
+
+def _language_model() -> GPTLightningModule:
+    """Its layers follow from its configuration."""
+    return GPTLightningModule(TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16))
 
 
 class _Unlaunched(ToyModule):
@@ -241,12 +299,26 @@ class _Unlaunched(ToyModule):
         (_Manual, [], {"pipeline_model_parallel_size": 2}, "_Manual optimizes manually"),
         (_Backward, [], {"micro_batch_size": 2}, r"overrides backward\(\)"),
         (_Unlaunched, [], {"pipeline_model_parallel_size": 2}, r"pipeline_units\(\), and _Unlaunched has 0"),
+        (_Orphan, [], {"pipeline_model_parallel_size": 2}, r"parameter 'scale' of ToyDecoder belongs to no pipeline unit"),
+        (_Orphan, [], {"tensor_model_parallel_size": 2}, r"no module of _Orphan says how it is split"),
+        (
+            _Compiled,
+            [],
+            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+            r"model\.head is compiled, and schedule zb-h1",
+        ),
+        (
+            _language_model,
+            [],
+            {"recompute": _selective("core_atn")},
+            r"'core_atn' of .* Did you mean 'core_attn'\? Its modules",
+        ),
         (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
     ],
-    ids=["manual", "backward", "units", "finetuning"],
+    ids=["manual", "backward", "units", "orphan", "table", "compiled", "recompute", "finetuning"],
 )
 def test_modules_are_refused_before_any_process_starts(
-    module: type[ToyModule],
+    module: Callable[[], pl.LightningModule],
     callbacks: list[pl.Callback],
     options: dict[str, Any],
     message: str,

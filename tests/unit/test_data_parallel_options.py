@@ -13,7 +13,8 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import flat_layout, whole_layout
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.strategies import MegatronStrategy, preflight
+from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.strategies import MegatronStrategy, module_checks
 from megatron_lightning.strategies.preflight import check_data_parallel
 
 
@@ -85,11 +86,12 @@ class _Model(pl.LightningModule):
 
 def test_fsdp_says_what_it_misses_in_a_model_without_units() -> None:
     with pytest.raises(ConfigError, match=r'"fsdp" shards the units .*_Model does not have .* data_parallel="zero1"'):
-        preflight.check_sharded_units(_Model(sparse=False), "fsdp", 2, fitting=True)
+        module_checks.check_sharded_units(_Model(sparse=False), "fsdp", 2, fitting=True)
 
 
 def test_sparse_gradients_are_refused() -> None:
+    schedule = resolve("auto", num_coordinates=1)
     with pytest.raises(ConfigError, match=r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"):
-        preflight.check_dense_gradients(_Model(sparse=True), 2, fitting=True)
-    preflight.check_dense_gradients(_Model(sparse=True), 1, fitting=True)
-    preflight.check_dense_gradients(_Model(sparse=False), 2, fitting=True)
+        module_checks.check_trained_layers(_Model(sparse=True), schedule, 2)
+    module_checks.check_trained_layers(_Model(sparse=True), schedule, 1)
+    module_checks.check_trained_layers(_Model(sparse=False), schedule, 2)

@@ -276,9 +276,20 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
         (lambda: _bad("core_attn", recompute_method="half"), "recompute_method is 'half', which is unknown"),
         (lambda: _bad(recompute_granularity="selective"), "recompute_modules is empty"),
         (lambda: RecomputeOptions(offload_modules="mlp"), "offload_modules='mlp' is no list"),
-        (lambda: check_patterns(_Blocks(), _bad("moe", recompute_granularity="selective")), "'moe' of recompute_modules or"),
-        (lambda: check_patterns(_Blocks(), RecomputeOptions(offload_modules=["mlp"])), "'mlp' of recompute_modules or"),
-        (lambda: check_patterns(_Blocks(), _bad("x", **FULL)), "match no module of _Blocks. Set the pattern"),
+        (
+            lambda: check_patterns(_Blocks(), _bad("moe", recompute_granularity="selective")),
+            "'moe' of recompute_modules matches no module of",
+        ),
+        (lambda: check_patterns(_Blocks(), RecomputeOptions(offload_modules=["mlp"])), "'mlp' of offload_modules matches"),
+        (
+            lambda: check_patterns(_Blocks(), _bad("x", **FULL)),
+            "match no module of _Blocks. It has lists of modules at 'blocks'. ",
+        ),
+        (lambda: check_patterns(_Blocks(), _bad("x", layers=["blocks.*"], **FULL)), "_Blocks runs its layers one by one"),
+        (
+            lambda: check_patterns(GPTModel(_config()), _bad("mpl", recompute_granularity="selective")),
+            "Did you mean 'mlp'. Its",
+        ),
         (lambda: apply_recompute(_Blocks(), _bad("x", layers=["blocks.*"], **FULL)), "_Blocks runs its layers one by one"),
     ],
 )

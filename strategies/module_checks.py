@@ -1,0 +1,178 @@
+"""Checks of the LightningModule and its layers: before any process group exists as far as they are known then.
+
+Layers that ``configure_model`` builds are looked at on every rank when it has built them, before this rank's part is taken of
+them, so that all ranks find the same. Those of :class:`GPTLightningModule` follow from its configuration, and are known before.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.recompute import check_patterns
+from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.layouts import cut_units
+from megatron_lightning.pipeline.partition import unit_names
+from megatron_lightning.pipeline.schedules import ScheduleChoice
+from megatron_lightning.pipeline.stage import check_units, find_pipelined_module, pipeline_units
+
+
+def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
+    """Return the module with all its layers, on ``meta`` if need be; None: hooks will build what cannot be known before."""
+    if not _is_built_later(module):
+        return module
+    if type(module).configure_model is not GPTLightningModule.configure_model or is_overridden("setup", module):
+        return None
+    planned = copy.copy(module)
+    planned._modules = dict(module._modules)
+    with torch.device("meta"):
+        planned.configure_model()
+    return planned
+
+
+def _is_built_later(module: pl.LightningModule) -> bool:
+    return is_overridden("configure_model", module) or is_overridden("setup", module)
+
+
+def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, *, fitting: bool) -> None:
+    """Check what the LightningModule does against the layout.
+
+    Raises:
+        ConfigError: For steps that a schedule of micro-batches cannot run.
+    """
+    if not fitting or (layout.num_stages == 1 and micro_batch_size is None):
+        return
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with a schedule of micro-batches "
+            f"the strategy runs the backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Set "
+            "automatic_optimization=True, or pipeline_model_parallel_size=1 and micro_batch_size=None."
+        )
+    if is_overridden("backward", module):
+        raise ConfigError(
+            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the "
+            "override, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+        )
+
+
+def check_cut(module: pl.LightningModule, placement: Placement, options: PipelineOptions) -> None:
+    """Check that the model can be cut into stages as the user wants, as far as its layers are known before it exists.
+
+    Raises:
+        ConfigError: If no submodule, or more than one, has ``pipeline_units()``, or these do not fit the model or the stages.
+    """
+    config = getattr(module, "config", None)
+    if any(hasattr(child, "pipeline_units") for child in module.modules()):
+        pipelined = find_pipelined_module(module)[1]
+        units = pipeline_units(pipelined)
+        if placement.num_stages > 1:
+            check_units(pipelined, unit_names(units))
+    elif placement.num_stages > 1 and not _is_built_later(module):
+        find_pipelined_module(module)  # says what is missing
+        return
+    elif isinstance(config, TransformerConfig):
+        units = ["embedding", *(f"layers.{index}" for index in range(config.num_layers)), "output_layer"]
+    else:
+        return
+    if options != PipelineOptions() or placement.num_stages > 1:
+        cut_units(units, placement, options)
+
+
+def check_sharded_units(module: pl.LightningModule, data_parallel: str, num_replicas: int, *, fitting: bool) -> None:
+    """Check that FSDP2 finds units to shard, and that one backward pass makes a step.
+
+    Raises:
+        ConfigError: For a model without ``pipeline_units()`` that exists already, and for manual optimization.
+    """
+    if data_parallel != "fsdp" or num_replicas == 1:
+        return
+    if not _is_built_later(module):
+        try:
+            find_pipelined_module(module)
+        except ConfigError as error:
+            raise ConfigError(
+                f'data_parallel="fsdp" shards the units that a model lists in pipeline_units(), and {type(module).__name__} '
+                "does not have exactly one submodule with that method. Give it to the model that the step calls, or set "
+                'data_parallel="zero1".'
+            ) from error
+    if fitting and not module.automatic_optimization:
+        raise ConfigError(
+            f'{type(module).__name__} optimizes manually (automatic_optimization=False), and with data_parallel="fsdp" the '
+            f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass that ends a step. Set "
+            'automatic_optimization=True, or data_parallel="zero1".'
+        )
+
+
+def check_layers(module: pl.LightningModule, recompute: RecomputeOptions, *, tensor_size: int) -> None:
+    """Check all layers of the module.
+
+    Args:
+        module: With all its layers.
+        recompute: What names some of them.
+        tensor_size: Tensor-parallel ranks that the module's own tables are for.
+
+    Raises:
+        ConfigError: For names that match nothing, layers that cannot be recomputed together, and a module without a table.
+    """
+    check_patterns(module, recompute)
+    if tensor_size > 1:
+        find_tables(module, tensor_size)
+
+
+def check_trained_layers(module: pl.LightningModule, schedule: ScheduleChoice, num_replicas: int) -> None:
+    """Check what all layers of the module do in training.
+
+    Raises:
+        ConfigError: For sparse gradients over several replicas, and compiled layers that should put off weight gradients.
+    """
+    if num_replicas > 1:
+        _check_dense_gradients(module, num_replicas)
+    if schedule.splits_backward:
+        check_split(module, schedule.name)
+
+
+def _check_dense_gradients(module: pl.LightningModule, num_replicas: int) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ConfigError(
+                f"{name} has sparse=True, and its gradients are reduced over {num_replicas} data-parallel ranks in buffers, "
+                "which are dense. Set sparse=False, or use one data-parallel rank."
+            )
+
+
+def find_tables(module: pl.LightningModule, tensor_size: int) -> list[nn.Module]:
+    """Return the modules that have a tensor-parallel table.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    found = [child for child in module.modules() if callable(getattr(child, "sharding_plan", None))]
+    if not found:
+        raise ConfigError(
+            f"tensor_model_parallel_size is {tensor_size}, and no module of {type(module).__name__} says how it is split "
+            "over ranks. Give the model a method sharding_plan() that returns a ShardingPlan, pass "
+            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
+        )
+    return found
+
+
+def check_split(module: pl.LightningModule, schedule: str) -> None:
+    """Check that the layers can put off their weight gradients.
+
+    Raises:
+        ConfigError: If one is compiled: what its backward computes was decided when it was traced.
+    """
+    for name, child in module.named_modules():
+        if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
+            raise ConfigError(
+                f"{name or type(module).__name__} is compiled, and schedule {schedule} puts off weight gradients, which a "
+                'traced backward computes at once. Set pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
+            )
