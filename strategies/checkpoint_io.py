@@ -19,12 +19,14 @@ class ShardedCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the whole checkpoint, with tensors on the CPU if ``path`` is a directory.
 
+        A plain file is read as plain data wherever it is, unless ``weights_only=False`` says that it is trusted.
+
         Raises:
             CheckpointError: If the directory is incomplete or damaged.
         """
         if Path(path).is_dir():
             return read_full(path)
-        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only is not False)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:

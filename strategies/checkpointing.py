@@ -26,6 +26,7 @@ from megatron_lightning.checkpoint import (
 from megatron_lightning.checkpoint.agreement import ALONE, together
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
+from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
@@ -288,6 +289,7 @@ class CheckpointGlue:
         self._metrics_apart = (own or {}).get("metrics", {})
         if own is None or not fitting:
             return
+        check_progress(own)
         strategy = self._strategy
         context = strategy.context
         strategy.consumed_samples, strategy.skipped_steps = own["consumed_samples"], own.get("skipped_steps", 0)

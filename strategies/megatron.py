@@ -293,14 +293,15 @@ class MegatronStrategy(MegatronCheckpoints):
         self._reset_optimizers_and_schedulers()
         with preflight.explained_empty_optimizers(self.layout, self.context.pp.rank):
             self.setup_optimizers(trainer)
-        preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, self.context.world_size)
+        options, world_size = self.data_parallel_options, self.context.world_size
+        preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, world_size, options)
         self._gradients = GradientFlow(
             self.module,
             self.assembly.specs,
             self.context,
             self.optimizers,
             sharded=self.data_parallel == "zero1",
-            options=self.data_parallel_options,
+            options=options,
             stage_of=self.assembly.stage_of,
             units=self._units,
         )

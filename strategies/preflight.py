@@ -17,6 +17,7 @@ from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.config import DataParallelOptions, NonFinite, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.buckets import main_dtype
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import FixedTable, ScheduleChoice
@@ -254,12 +255,17 @@ def explained_empty_optimizers(layout: ParallelLayout, pp_rank: int) -> Iterator
 
 
 def check_optimizers(
-    optimizers: Sequence[object], layout: ParallelLayout, micro_batch_size: int | None, world_size: int
+    optimizers: Sequence[object],
+    layout: ParallelLayout,
+    micro_batch_size: int | None,
+    world_size: int,
+    options: DataParallelOptions,
 ) -> None:
     """Check what ``configure_optimizers`` returned.
 
     Raises:
-        ConfigError: For an optimizer that evaluates the step several times and decides by what this rank sees of it.
+        ConfigError: For an optimizer that evaluates the step several times, where it decides by what this rank sees of it, or
+            steps copies of the weights, so that it would see the loss of others than it tries.
     """
     searching = [optimizer for optimizer in optimizers if isinstance(optimizer, LBFGS)]
     if searching and (world_size > 1 or micro_batch_size is not None):
@@ -268,6 +274,16 @@ def check_optimizers(
             f"this rank's part of the run (pipeline {layout.pp}, micro_batch_size {micro_batch_size}, {world_size} ranks)."
             " Use a first-order optimizer such as AdamW, or one device and micro_batch_size=None."
         )
+    for optimizer in searching:
+        dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+        copies = [f"fp32 masters of {dtype} weights" for dtype in dtypes if main_dtype(dtype) != dtype]
+        copies += ["copies in host memory (optimizer_cpu_offload=True)"] if options.optimizer_cpu_offload else []
+        if copies:
+            raise ConfigError(
+                f"configure_optimizers returned {type(optimizer).__name__}, which tries weights within a step, and would step "
+                f"{' and '.join(copies)}, which reach the module after the step. Use a first-order optimizer such as AdamW, or "
+                'precision="32-true" or "bf16-mixed" and optimizer_cpu_offload=False.'
+            )
 
 
 def warn_of_idle_pipeline(layout: ParallelLayout, micro_batch_size: int | None) -> None:

@@ -27,7 +27,7 @@ import uuid
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,10 @@ class _RemoteSave(PendingSave):
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint (directory, file or link); it disappears from view in one step. Missing is fine."""
+    """Delete a checkpoint (directory, file or link); it disappears from view in one step.
+
+    Missing is fine, also if another job deletes it at the same time.
+    """
     if is_remote(path):
         folder = RemoteFolder(str(path))
         if folder.files.isfile(folder.root):
@@ -251,10 +254,11 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         return
     local = local_path(path)
     if local.is_symlink() or local.is_file():
-        local.unlink()
+        local.unlink(missing_ok=True)
     elif local.is_dir():
         doomed = local.with_name(f"{local.name}.tmp-{new_identifier()}")
-        os.rename(local, doomed)
+        with suppress(FileNotFoundError):
+            os.rename(local, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

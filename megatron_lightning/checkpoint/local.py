@@ -28,13 +28,14 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint.agreement import ALONE, all_gather, on_first_rank, together
 from megatron_lightning.checkpoint.commit import is_committed, new_identifier
-from megatron_lightning.checkpoint.manifest import Shape
+from megatron_lightning.checkpoint.manifest import Shape, dtype_of
 from megatron_lightning.checkpoint.saving import save_sharded
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.sharded import TensorShards
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint, overlap, slices
 from megatron_lightning.checkpoint.storage import LocalFolder, sync_directory
 from megatron_lightning.checkpoint.streaming import completed_file
+from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -66,7 +67,11 @@ class Pointer:
 
     @classmethod
     def read(cls, path: str) -> Pointer | None:
-        """Return what a pointer file says; None for any other file, for a directory and for nothing."""
+        """Return what a pointer file says; None for any other file, for a directory and for nothing.
+
+        Raises:
+            CheckpointError: If it is one, and does not say what a pointer says.
+        """
         file = Path(path)
         if not file.is_file() or file.stat().st_size > 1 << 16:
             return None
@@ -76,6 +81,9 @@ class Pointer:
             return None
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             return None
+        kinds = {"folder": str, "ranks_per_node": int, "step": int, "layout": dict}
+        if content.keys() != kinds.keys() or not all(isinstance(content[key], kind) for key, kind in kinds.items()):
+            raise CheckpointError(f"{path} is a pointer to local copies and is damaged. Delete it and resume from another.")
         return cls(**content)
 
 
@@ -125,10 +133,10 @@ class LocalCopies:
         name = max(complete)
         self._fetch(name, [{rank for n, rank in parts if n == name} for parts in held])
         own = together(group, "opening a local copy", lambda: open_checkpoint(self._part(name, group.rank)))
-        state = own.state()
+        state = together(group, "opening a local copy", lambda: _contents(own))
         shapes: dict[str, TensorInfo] = {}
         for described in all_gather(group, state["tensors"]):
-            shapes.update({n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in described.items()})
+            shapes.update(described)
         return _LocalSource(own, state["boxes"], shapes, on_first_rank(group, lambda: state["state"]))
 
     def _part(self, name: str, rank: int) -> Path:
@@ -215,6 +223,14 @@ class LocalCopies:
             before = sorted(name for name in names if name.rpartition("-")[0] < step)
             for name in names - {newest, *before[1 - _NUM_KEPT :]}:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
+
+
+def _contents(source: CheckpointSource) -> dict[str, Any]:
+    """Return what a rank's part says: its tensors, the boxes it has of them, and on the first rank the rest."""
+    state = source.state()
+    described = {name: TensorInfo(tuple(shape), dtype_of(dtype)) for name, (shape, dtype) in state["tensors"].items()}
+    check_structure(state["state"], "the local copy")
+    return {"tensors": described, "boxes": dict(state["boxes"]), "state": state["state"]}
 
 
 class _LocalSource:

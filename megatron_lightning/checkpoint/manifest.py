@@ -34,7 +34,7 @@ from megatron_lightning.errors import CheckpointError
 
 FORMAT, VERSION = "megatron_lightning", 1
 BLOCK_BYTES = 1 << 20
-_MAX_DIMS = 12
+_MAX_DIMS, _MAX_ELEMENTS = 12, 2**63 - 1
 _CHECKSUM = ',"checksum":'
 
 # torch dtype name -> code in the header of a safetensors file
@@ -58,6 +58,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name not in DTYPE_CODES:
         raise CheckpointError(f"dtype {name} cannot be stored in a checkpoint; it holds {', '.join(DTYPE_CODES)}.")
     return name
+
+
+def dtype_of(name: object) -> torch.dtype:
+    """Return the dtype of a manifest's name.
+
+    Raises:
+        CheckpointError: If it is none of those that a checkpoint holds.
+    """
+    if name not in DTYPE_CODES:
+        raise CheckpointError(f"the checkpoint names an unknown dtype {name!r}. Resume from another checkpoint.")
+    dtype: torch.dtype = getattr(torch, str(name))
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class Manifest:
         """
         text = text.encode() if isinstance(text, str) else text
         try:
-            body = json.loads(text)
+            body = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"manifest.json is damaged ({error}). Resume from another checkpoint.") from error
         _check(isinstance(body, dict) and body.get("format") == FORMAT, f"it is not a {FORMAT} manifest")
@@ -182,12 +194,11 @@ class Manifest:
         names = list(files)
         tensors = {}
         for name, entry in body["tensors"].items():
-            _check(entry["dtype"] in DTYPE_CODES, f"{name}: unknown dtype {entry['dtype']!r}")
             shards = tuple(
                 Shard(names[_count(file)], _count(start), _counts(offset), _counts(shape), _counts(checksums))
                 for file, start, offset, shape, checksums in entry["shards"]
             )
-            tensors[name] = TensorEntry(_counts(entry["shape"]), getattr(torch, entry["dtype"]), shards)
+            tensors[name] = TensorEntry(_counts(entry["shape"]), dtype_of(entry["dtype"]), shards)
         state, info = body["state"], body["info"]
         _check(isinstance(info, dict), "info is not an object")
         return cls(tensors=tensors, files=files, state_file=state["file"], state_checksum=state["checksum"], info=info)
@@ -203,27 +214,31 @@ def check_tiling(name: str, shape: Shape, shards: Sequence[Shard]) -> None:
         CheckpointError: If they do not, naming the tensor and the number of elements.
     """
     _check(len(shape) <= _MAX_DIMS, f"{name}: {len(shape)} dims are more than the {_MAX_DIMS} that a checkpoint holds")
+    _check(prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS, f"{name}: shape {shape} is larger than any tensor")
     corners: Counter[Shape] = Counter()
     for shard in shards:
         inside = len(shard.offset) == len(shard.shape) == len(shape) and all(
             n > 0 and o + n <= full for o, n, full in zip(shard.offset, shard.shape, shape, strict=True)
         )
         _check(inside, f"{name}: a part of shape {shard.shape} at {shard.offset} is not inside shape {shape}")
-        for sign, corner in _corners(shard.offset, shard.shape):
-            corners[corner] += sign
-    for sign, corner in _corners((0,) * len(shape), shape) if prod(shape) else ():
-        corners[corner] -= sign
-    if any(corners.values()):
-        covered = sum(prod(shard.shape) for shard in shards)
+    covered = sum(prod(shard.shape) for shard in shards)
+    if covered == prod(shape):  # else there is no need to look at the corners, of which a hostile manifest may have many
+        cut = [dim for dim, n in enumerate(shape) if any(shard.shape[dim] != n for shard in shards)]
+        for shard in shards:
+            for sign, corner in _corners([shard.offset[dim] for dim in cut], [shard.shape[dim] for dim in cut]):
+                corners[corner] += sign
+        for sign, corner in _corners([0] * len(cut), [shape[dim] for dim in cut]) if covered else ():
+            corners[corner] -= sign
+    if covered != prod(shape) or any(corners.values()):
         raise CheckpointError(
             f"{name}: its {len(shards)} parts hold {covered} elements and do not cover the {prod(shape)} elements of shape "
             f"{shape} exactly once. Every element needs exactly one rank that writes it."
         )
 
 
-def _corners(offset: Shape, shape: Shape) -> Iterator[tuple[int, Shape]]:
+def _corners(offset: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, Shape]]:
     ends = [(o, o + n) for o, n in zip(offset, shape, strict=True)]
-    return zip(_signs(len(shape)), product(*ends), strict=True)
+    return zip(_signs(len(ends)), product(*ends), strict=True)
 
 
 @lru_cache(maxsize=_MAX_DIMS + 1)
@@ -238,6 +253,15 @@ def _is_plain_name(name: str) -> bool:
 def _check(condition: bool, problem: str) -> None:
     if not condition:
         raise CheckpointError(f"the checkpoint's manifest cannot be used: {problem}. Resume from another checkpoint.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; of a name that stands in it twice, two readers might see two values."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{name!r} stands in one object twice")
+    return result
 
 
 def _count(value: object) -> int:

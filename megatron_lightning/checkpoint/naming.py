@@ -77,9 +77,15 @@ def name_optimizer_state(numbered: Mapping[str, Any], names: Sequence[str]) -> d
         names: Name of each parameter, in the order of the concatenated parameter groups.
 
     Raises:
-        CheckpointError: If the number of parameters differs.
+        CheckpointError: If the number of parameters differs, or they are not numbered.
     """
-    count = sum(len(group["params"]) for group in numbered["param_groups"])
+    numbers = [number for group in numbered["param_groups"] for number in group["params"]]
+    count = len(numbers)
+    if not {*numbers, *numbered["state"]} <= {*range(count)} or len({*numbers}) < count:
+        raise CheckpointError(
+            f"the checkpoint's optimizer does not number its {count} parameters from 0, as torch.optim does; another strategy "
+            "saved it. Save it again under one device, or load the weights alone."
+        )
     if count != len(names):
         raise CheckpointError(
             f"the checkpoint's optimizer has {count} parameters, and this model's optimizer has {len(names)}. Resume with the "

@@ -149,8 +149,8 @@ def _referred_to(folder: Path, checkpoints: Sequence[StoredCheckpoint]) -> set[P
 def _paths_in(callbacks: Any) -> Iterator[str]:
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if isinstance(state, dict):
-            yield from (state[key] for key in ("best_model_path", "last_model_path") if state.get(key))
-            yield from state.get("best_k_models") or ()
+            named = [state.get("best_model_path"), state.get("last_model_path"), *(state.get("best_k_models") or ())]
+            yield from (path for path in named if path and isinstance(path, str))
 
 
 def _size(path: Path) -> int:

@@ -29,6 +29,7 @@ from megatron_lightning.checkpoint.storage import (
     unreadable,
     wrong_size,
 )
+from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _MISSING = (b"", b"")
 _READ_THREADS = 4
+_MAX_MANIFEST_BYTES = 1 << 30  # that of 16,384 ranks has less than a fifth
 _OPEN_FILES = 64
 
 
@@ -82,7 +84,10 @@ class DirectorySource:
 
     def state(self) -> dict[str, Any]:
         """See :class:`CheckpointSource`."""
-        return load_state(self._state, f"{self.folder}/{self.manifest.state_file}")
+        origin = f"{self.folder}/{self.manifest.state_file}"
+        state = load_state(self._state, origin)
+        check_structure(state, origin)
+        return state
 
     def read(self, pieces: Iterable[Piece]) -> None:
         """See :class:`CheckpointSource`; reads only the byte ranges that the pieces need.
@@ -136,6 +141,7 @@ class PlainSource:
 
     def __init__(self, path: str, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
         checkpoint = load_plain_file(path)
+        check_structure(checkpoint, path)
         optimizers = checkpoint.pop("optimizer_states", None)
         if optimizer_parameters:
             optimizers = optimizers or []
@@ -208,8 +214,7 @@ def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tup
             f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of this package. "
             "Resume from another checkpoint."
         )
-    with opened(folder, MANIFEST, sizes[MANIFEST]) as reader:
-        text = bytes(read_range(reader, 0, sizes[MANIFEST]))
+    text = manifest_text(folder, sizes[MANIFEST])
     try:
         manifest = Manifest.loads(text)
     except CheckpointError as error:
@@ -225,6 +230,21 @@ def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tup
     if zlib.crc32(state) != manifest.state_checksum:
         raise CheckpointError(f"{path}/{manifest.state_file} is damaged: its checksum differs. Resume from another checkpoint.")
     return text, state
+
+
+def manifest_text(folder: Folder, size_bytes: int) -> bytes:
+    """Return the content of a folder's manifest.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is too large to be one.
+    """
+    if size_bytes > _MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{folder}/{MANIFEST} has {size_bytes} bytes, more than {_MAX_MANIFEST_BYTES}: it is no manifest. "
+            "Resume from another checkpoint."
+        )
+    with opened(folder, MANIFEST, size_bytes) as reader:
+        return bytes(read_range(reader, 0, size_bytes))
 
 
 def overlap(offset: Shape, shape: Shape, other_offset: Shape, other_shape: Shape) -> tuple[Shape, Shape] | None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -77,6 +79,7 @@ def load_plain_file(path: str) -> dict[str, Any]:
 
 def _load_plain(file: io.BytesIO | str, origin: str) -> dict[str, Any]:
     try:
+        _check_archive(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
     except Exception as error:  # torch raises many kinds, down to EOFError and AttributeError, for a damaged file
         raise CheckpointError(
@@ -86,6 +89,17 @@ def _load_plain(file: io.BytesIO | str, origin: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{origin} holds a {type(state).__name__}, and a checkpoint is a dict. Use another file.")
     return state
+
+
+def _check_archive(file: io.BytesIO | str) -> None:
+    """Refuse an archive that would grow when it is read: ``torch.save`` does not compress, and ``torch.load`` decompresses."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    size_bytes = os.path.getsize(file) if isinstance(file, str) else file.getbuffer().nbytes
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size_bytes:
+        raise ValueError(f"its {size_bytes} bytes are compressed, to hold {sum(e.file_size for e in entries)}")
+    if not isinstance(file, str):
+        file.seek(0)
 
 
 def plain(value: Any, path: str = "") -> Any:

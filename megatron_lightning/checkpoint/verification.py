@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, Shard, TensorEntry, dtype_name
 from megatron_lightning.checkpoint.progress import Advance, silent
+from megatron_lightning.checkpoint.source import manifest_text
 from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of, opened, read_range
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
@@ -54,8 +55,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
         raise CheckpointError(f"{path} has no {MANIFEST}, so it is not a committed checkpoint directory. Name one that is.")
     try:
-        with opened(folder, MANIFEST, sizes[MANIFEST]) as reader:
-            return Manifest.loads(bytes(read_range(reader, 0, sizes[MANIFEST])))
+        return Manifest.loads(manifest_text(folder, sizes[MANIFEST]))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 

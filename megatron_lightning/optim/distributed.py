@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
@@ -244,6 +245,9 @@ def _cut(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any:
     """Return the target's part of one existing state of ``parameter``."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    part = value.flatten()[start : start + target.numel()].view(target.shape)
+    if isinstance(value, DTensor):  # sharded as its parameter is: what this rank has of it belongs to the target
+        part = value.to_local().reshape(target.shape)
+    else:
+        part = value.flatten()[start : start + target.numel()].view(target.shape)
     dtype = target.dtype if value.is_floating_point() else value.dtype
     return part.to(target.device, dtype, copy=True)

@@ -5,19 +5,23 @@ Every value of a checkpoint is a function of its version, so that a mixture of t
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from megatron_lightning.checkpoint import TensorShards, is_committed, open_checkpoint, save_sharded
@@ -31,6 +35,40 @@ ROWS, COLUMNS, NUM_TENSORS = 64, 24, 5
 MAX_FILE_BYTES = 16_000  # some files a rank
 HANG_S = 60.0
 Save = Callable[[str, int, AxisGroup], None]
+
+
+class _Upload(io.BytesIO):
+    """Becomes a file when it is closed, in one step."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def close(self) -> None:
+        if not self.closed:
+            part = Path(self._path).parents[2] / f"upload-{uuid.uuid4().hex}"
+            part.write_bytes(self.getvalue())
+            os.replace(part, self._path)
+        super().close()
+
+
+class Bucket(LocalFileSystem):  # type: ignore[misc]
+    """A directory that behaves as an object store: ``bucket:///path``. Objects appear whole, and nothing can be renamed."""
+
+    protocol = "bucket"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("bucket://"))
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
+        return super()._open(path, mode, block_size, **options) if mode == "rb" else _Upload(path)
+
+    def mv(self, *args: Any, **options: Any) -> None:
+        raise NotImplementedError("an object store cannot rename")
+
+
+fsspec.register_implementation("bucket", Bucket, clobber=True)
 
 
 def value(name: str, version: int) -> Tensor:
@@ -148,6 +186,7 @@ def _fork(rank: int, store: str, job: Callable[[int, AxisGroup], None]) -> int:
     code = 3
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traces of those that lost their peer
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
         file_store = dist.FileStore(store, 2)
         dist.init_process_group("gloo", store=file_store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
         job(rank, AxisGroup("world", (0, 1), rank, dist.group.WORLD))

@@ -11,12 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from megatron_lightning.checkpoint import read_full
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.strategies import MegatronStrategy
 from tests.faults.saving import alone, run_two, save, sound_version_of, version_of, wait_all
 from tests.helpers.ranks import run_ranks
+from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.trainers import trainer
 
 pytestmark = pytest.mark.timeout(300)
 CALLS = ("fsync", "write", "writev", "pwrite", "mkdir", "rename", "replace")
@@ -206,3 +213,48 @@ def test_jobs_on_one_directory(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "2.ckpt", "3.ckpt", "a.ckpt"]
     save(str(tmp_path / "a.ckpt"), 4, alone())
     assert sound_version_of(tmp_path / "a.ckpt") == 4
+
+
+def _train_beside_another(folder: str, job: int) -> None:
+    """Train with a learning rate that tells the jobs apart, and write down the content of what should be saved."""
+    options: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "save_last": True}
+    keep = ModelCheckpoint(f"{folder}/run", "{step}", every_n_train_steps=1, **options)
+    fit = trainer(MegatronStrategy(), max_steps=12, callbacks=[keep, _Contents(folder)], enable_checkpointing=True)
+    fit.fit(ToyModule(lr=0.01 * (1 + job), num_layers=1), datamodule=ToyData(batch_size=4, num_samples=64))
+
+
+class _Contents(pl.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        name = f"{module.hparams.lr}-{trainer.global_step}.pt"
+        torch.save(dict(module.state_dict()), Path(self.folder, name))
+
+
+def _train_at_once(folder: str) -> list[int]:
+    children = []
+    for job in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 3
+            try:
+                _train_beside_another(folder, job)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    return wait_all(children)
+
+
+@pytest.mark.slow
+def test_training_jobs_in_one_directory(tmp_path: Path) -> None:
+    """Two runs under the same names, each of which deletes its own: every checkpoint is whole, and of one run."""
+    assert run_ranks(1, _train_at_once, str(tmp_path), timeout_s=200) == [[0, 0]]
+    found = sorted((tmp_path / "run").glob("*.ckpt"))
+    assert "last.ckpt" in [path.name for path in found]
+    assert len(found) == len(os.listdir(tmp_path / "run"))
+    for path in found:
+        whole = read_full(path)
+        expected = torch.load(tmp_path / f"{whole['hyper_parameters']['lr']}-{whole['global_step']}.pt", weights_only=True)
+        assert all(torch.equal(whole["state_dict"][name], tensor) for name, tensor in expected.items()), path

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.faults.processes import Ended, run_to_the_end
+
 pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 10.0  # from the fault to the end of the job's last process, as users are promised
 
 
-def run_job(start_method: str, fault: str, rank: int) -> tuple[int, str, float]:
-    """Run the job; return its exit code, its output, and the seconds from the fault to the end of its last process."""
-    command = [sys.executable, "-m", "tests.faults.job", start_method, fault, str(rank)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    output, _ = process.communicate(timeout=200)  # returns when the last process has closed its end of the pipe
-    fault_at = re.search(r"FAULT (\S+)", output)
-    elapsed_s = time.time() - float(fault_at[1]) if fault_at else 0.0
-    left = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]
-    for other in left:
-        other.kill()
-    assert not left, f"the job left {left}\n{output}"
-    return process.returncode, output, elapsed_s
-
-
-def _belongs(process: psutil.Process, session: int) -> bool:
-    try:
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
+def run_job(start_method: str, fault: str, rank: int) -> Ended:
+    """Run a job of two ranks, one of which fails."""
+    return run_to_the_end(["-m", "tests.faults.job", start_method, fault, str(rank)])
 
 
 @pytest.mark.slow  # the example of the README is such a job, and runs in the default tests

@@ -25,7 +25,7 @@ from megatron_lightning.strategies.launchers import ScriptLauncher
 from megatron_lightning.strategies.preflight import warn_of_few_microbatches
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
-from tests.lightning.support import DP2, MICRO, PP2, PP2_DP2, Layout, make_layout, run
+from tests.lightning.support import DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,12 @@ class _Lbfgs(ToyModule):
         return torch.optim.LBFGS(self.parameters(), lr=0.1)
 
 
+class _LowLbfgs(_Lbfgs):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.bfloat16()
+
+
 class _TooFewUnits(ToyModule):
     def configure_model(self) -> None:
         super().configure_model()
@@ -244,6 +250,7 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "sparse": (PP2_DP2, _Sparse, ConfigError, r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"),
     "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS.* Set|LBFGS.* Use"),
     "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
+    "lbfgs-masters": (ONE, _LowLbfgs, ConfigError, r"LBFGS, which tries weights .* fp32 masters of torch.bfloat16 .* Use"),
 }
 
 

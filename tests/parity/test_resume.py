@@ -1,7 +1,7 @@
 """Checkpoints of the GPT across layouts: stop anywhere, go on in any other layout, on plain Lightning or from plain Lightning.
 
-The optimizer's moments are stored exactly, so the losses after the change differ from the uninterrupted run only by the
-layouts' order of summation: 1e-5 relative, as in test_layouts.
+Every tensor is exact: what the new layout has loaded is saved again, and both checkpoints hold the same bits. So the losses
+after the change differ from the uninterrupted run only by the layouts' order of summation: 1e-5 relative, as in test_layouts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import GradientNormMonitor
-from megatron_lightning.checkpoint import consolidate
+from megatron_lightning.checkpoint import consolidate, read_full
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy, ShardedCheckpointIO
@@ -72,12 +72,24 @@ def _loader(batch_size: int) -> DataLoader[Any]:
     return DataLoader([{"tokens": t[:-1], "labels": t[1:]} for t in text], batch_size=batch_size, shuffle=True)
 
 
-def _fit(layout: str | None, tied: bool, *, checkpoint: str | None = None, folder: str | None = None) -> list[float]:
-    """Return the gradient norms of the steps taken: one number a step, equal on all ranks, which depends on everything."""
+class _SaveAgain(pl.Callback):
+    """Saves what was loaded, before anything is computed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _fit(layout: str | None, tied: bool, *, checkpoint: str | None = None, folder: str | None = None) -> list[list[float]]:
+    """Return the losses of this rank and the gradient norms, equal on all ranks, of the steps taken."""
     pl.seed_everything(5)
     world, options = LAYOUTS.get(layout or "", (1, {}))
     record = Losses()
     callbacks: list[pl.Callback] = [record]
+    if checkpoint is not None:
+        callbacks.append(_SaveAgain(f"{checkpoint}.again"))
     if folder is not None:
         callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1))
     plugins = [ShardedCheckpointIO()] if layout is None else []
@@ -92,7 +104,33 @@ def _fit(layout: str | None, tied: bool, *, checkpoint: str | None = None, folde
     )
     replicas = world // math.prod(options.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
     fit.fit(_module(tied), _loader(GLOBAL_BATCH // replicas), ckpt_path=checkpoint)
-    return record.norms
+    return [record.losses, record.norms]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return weights, optimizer state and progress of a checkpoint, a directory or a plain file."""
+    whole = read_full(path) if path.is_dir() else torch.load(path, weights_only=True)
+    return {key: whole[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+
+
+def _assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Compare nested values to the bit."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            _assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for i, pair in enumerate(zip(found, expected, strict=True)):
+            _assert_same(*pair, f"{where}[{i}]")
+    else:
+        same = torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+        assert same, f"{where}: {found} and {expected}"
+
+
+def _means(ranks: list[list[list[float]]]) -> list[float]:
+    """Return the mean of each step's loss over the ranks, each of which has its share of the batch."""
+    return [sum(step) / len(step) for step in zip(*(losses for losses, _ in ranks), strict=True)]
 
 
 def _pairs() -> list[Any]:
@@ -122,22 +160,26 @@ def _pairs() -> list[Any]:
 def test_training_goes_on_in_another_layout(saved: str | None, loaded: str | None, tmp_path: Path) -> None:
     tied = (len(saved or "") + len(loaded or "")) % 2 == 0  # both kinds of output over the matrix
     world = {None: 1, **{name: size for name, (size, _) in LAYOUTS.items()}}
-    whole = run_ranks(world[saved], _save, saved, tied, str(tmp_path), timeout_s=100)[0]
-    rest = run_ranks(world[loaded], _load, loaded, tied, str(tmp_path / f"step={STOP}.ckpt"), timeout_s=100)
-    assert len(whole) == STEPS
-    expected = whole[STOP:]
+    path = tmp_path / f"step={STOP}.ckpt"
+    whole = run_ranks(world[saved], _save, saved, tied, str(tmp_path), timeout_s=100)
+    rest = run_ranks(world[loaded], _load, loaded, tied, str(path), timeout_s=100)
+    _assert_same(_content(Path(f"{path}.again")), _content(path))
     if None in (saved, loaded):  # plain Lightning neither keeps nor reads the position in the data: it starts the epoch again
         run_ranks(1, _save, None, tied, str(tmp_path / "plain"))
-        expected = run_ranks(1, _load, None, tied, str(tmp_path / "plain" / f"step={STOP}.ckpt"))[0]
-    for norms in rest:
-        assert norms == pytest.approx(expected, rel=RTOL)
+        whole = run_ranks(1, _load, None, tied, str(tmp_path / "plain" / path.name))
+    else:
+        whole = [[numbers[STOP:] for numbers in rank] for rank in whole]
+    assert len(whole[0][1]) == STEPS - STOP
+    assert _means(rest) == pytest.approx(_means(whole), rel=RTOL)
+    for _, norms in rest:
+        assert norms == pytest.approx(whole[0][1], rel=RTOL)
 
 
-def _save(layout: str | None, tied: bool, folder: str) -> list[float]:
+def _save(layout: str | None, tied: bool, folder: str) -> list[list[float]]:
     return _fit(layout, tied, folder=folder)
 
 
-def _load(layout: str | None, tied: bool, checkpoint: str) -> list[float]:
+def _load(layout: str | None, tied: bool, checkpoint: str) -> list[list[float]]:
     return _fit(layout, tied, checkpoint=checkpoint)
 
 

@@ -1,0 +1,81 @@
+"""What a checkpoint's state must look like before anybody takes it apart: the file may come from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.errors import CheckpointError
+
+_Kinds = Mapping[str, type]
+_LIGHTNING: _Kinds = {
+    "state_dict": Mapping,
+    "callbacks": Mapping,
+    "loops": Mapping,
+    "lr_schedulers": list,
+    "hyper_parameters": Mapping,
+    "optimizer_states": list,
+}
+_PROGRESS: _Kinds = {
+    "consumed_samples": int,
+    "samplers": list,
+    "layout": Mapping,
+    "random_states": Mapping,
+    "loaders": Mapping,
+    "layer_streams": Mapping,
+}
+_OWN: _Kinds = {**_PROGRESS, "skipped_steps": int, "tied": Mapping, "metrics": Mapping}
+
+
+def check_structure(state: Mapping[Any, Any], origin: str) -> None:
+    """Check the outer form of a checkpoint without its tensors; what plugins and callbacks put there is theirs to check.
+
+    Args:
+        state: The checkpoint.
+        origin: Its name, for messages.
+
+    Raises:
+        CheckpointError: Naming the entry that is missing or of another type.
+    """
+    for key in state:
+        _require(isinstance(key, str), f"the key {key!r}", str, key, origin)
+    _check_entries(state, _LIGHTNING, "", origin)
+    for i, entry in enumerate(state.get("optimizer_states", ())):
+        place = f"optimizer_states[{i}]"
+        _require(isinstance(entry, Mapping), place, Mapping, entry, origin)
+        _check_entries(entry, {"state": Mapping, "param_groups": list}, place, origin, needed=True)
+        for j, group in enumerate(entry["param_groups"]):
+            place = f"optimizer_states[{i}]['param_groups'][{j}]"
+            _require(isinstance(group, Mapping), place, Mapping, group, origin)
+            _check_entries(group, {"params": list}, place, origin, needed=True)
+        for name, values in entry["state"].items():
+            _require(isinstance(values, Mapping), f"optimizer_states[{i}]['state'][{name!r}]", Mapping, values, origin)
+    own = state.get(OWN)
+    if own is not None:
+        _require(isinstance(own, Mapping), f"[{OWN!r}]", Mapping, own, origin)
+        _check_entries(own, _OWN, f"[{OWN!r}]", origin)
+
+
+def check_progress(own: Mapping[str, Any]) -> None:
+    """Check that what this package adds to a checkpoint says where training stood.
+
+    Raises:
+        CheckpointError: Naming the entry that is missing.
+    """
+    _check_entries(own, _PROGRESS, f"[{OWN!r}]", "the checkpoint", needed=True)
+
+
+def _check_entries(values: Mapping[str, Any], kinds: _Kinds, place: str, origin: str, *, needed: bool = False) -> None:
+    for key, kind in kinds.items():
+        if needed or key in values:
+            _require(isinstance(values.get(key), kind), f"{place}[{key!r}]", kind, values.get(key), origin)
+
+
+def _require(condition: bool, place: str, kind: type, found: Any, origin: str) -> None:
+    if not condition:
+        raise CheckpointError(
+            f"{origin} has not the form of a checkpoint: {place} should be a {kind.__name__} and is "
+            f"{'missing' if found is None else f'a {type(found).__name__}'}. "
+            "Use another checkpoint."
+        )
