@@ -34,7 +34,7 @@ from megatron_lightning.errors import CheckpointError
 
 FORMAT, VERSION = "megatron_lightning", 1
 BLOCK_BYTES = 1 << 20
-_MAX_DIMS, _MAX_ELEMENTS = 12, 2**63 - 1
+_MAX_DIMS, _MAX_ELEMENTS, _MAX_CORNERS = 12, 2**63 - 1, 2**24
 _CHECKSUM = ',"checksum":'
 
 # torch dtype name -> code in the header of a safetensors file
@@ -224,6 +224,7 @@ def check_tiling(name: str, shape: Shape, shards: Sequence[Shard]) -> None:
     covered = sum(prod(shard.shape) for shard in shards)
     if covered == prod(shape):  # else there is no need to look at the corners, of which a hostile manifest may have many
         cut = [dim for dim, n in enumerate(shape) if any(shard.shape[dim] != n for shard in shards)]
+        _check(len(shards) << len(cut) <= _MAX_CORNERS, f"{name}: {len(shards)} parts, cut in {len(cut)} dims, are too many")
         for shard in shards:
             for sign, corner in _corners([shard.offset[dim] for dim in cut], [shard.shape[dim] for dim in cut]):
                 corners[corner] += sign

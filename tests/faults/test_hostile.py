@@ -95,6 +95,13 @@ def _shard(body: dict[str, Any], entry: int, value: Any, number: int = 0) -> Non
     body["tensors"][NAME]["shards"][number][entry] = value
 
 
+def _crumble(body: dict[str, Any]) -> None:
+    """Add a tensor of many dims and parts: comparing their corners would take hours."""
+    shape = [2] * 11 + [4]
+    parts = [[0, 0, [*map(int, f"{i // 4:011b}"), i % 4], [1] * 12, [0]] for i in range(8192)]
+    body["tensors"]["x"] = {"shape": shape, "dtype": "int8", "shards": parts}
+
+
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "climbs": (lambda b: b["files"].update({"../outside": 4}), "leads out"),
     "climbs-on-windows": (lambda b: b["files"].update({"..\\outside": 4}), "leads out"),
@@ -120,6 +127,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "bytes-of-another": (lambda b: _shard(b, 1, b["tensors"][NAME]["shards"][0][1] + 4, number=1), "two tensors"),
     "shape-huge": (lambda b: b["tensors"].update(x={"shape": [1 << 40, 1 << 40, 0], "dtype": "int8", "shards": []}), "larger"),
     "many-dims": (lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}), "60 dims"),
+    "crumbs": (_crumble, "8192 parts, cut in 12 dims, are too many"),
     "shape-is-text": (lambda b: b["tensors"][NAME].update(shape="86"), "malformed"),
     "dtype-is-code": (lambda b: b["tensors"][NAME].update(dtype="load"), "unknown dtype"),
     "dtype-is-a-list": (lambda b: b["tensors"][NAME].update(dtype=["float32"]), "malformed"),
