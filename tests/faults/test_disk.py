@@ -101,11 +101,12 @@ def _save_with_a_rank_whose_disk_fails(folder: str, victim: int) -> list[tuple[i
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_rank_that_raises_while_saving_ends_the_save_on_all(tmp_path: Path, victim: int) -> None:
     (outcomes,) = run_ranks(1, _save_with_a_rank_whose_disk_fails, str(tmp_path), victim, timeout_s=200)
-    assert len(outcomes) > 4
+    least = 4 if victim == 0 else 0  # another rank than the first only writes its files
+    assert len(outcomes) > least
     for fail_at, ends, found in outcomes:
         assert ends in ([0, 0], [3, 3]), f"at call {fail_at} the ranks ended with {ends}"  # together, and neither hung
         assert found == 2 if ends == [0, 0] else found in (1, 2), fail_at
-    assert sum(ends == [3, 3] and found == 1 for _, ends, found in outcomes) > 4
+    assert sum(ends == [3, 3] and found == 1 for _, ends, found in outcomes) > least
 
 
 def _in_child(job: Callable[[], None]) -> int:
