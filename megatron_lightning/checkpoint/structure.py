@@ -8,8 +8,7 @@ from typing import Any
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.errors import CheckpointError
 
-_Kinds = Mapping[str, type]
-_LIGHTNING: _Kinds = {
+_LIGHTNING: Mapping[str, type] = {
     "state_dict": Mapping,
     "callbacks": Mapping,
     "loops": Mapping,
@@ -17,7 +16,7 @@ _LIGHTNING: _Kinds = {
     "hyper_parameters": Mapping,
     "optimizer_states": list,
 }
-_PROGRESS: _Kinds = {
+_PROGRESS: Mapping[str, type] = {
     "consumed_samples": int,
     "samplers": list,
     "layout": Mapping,
@@ -25,7 +24,7 @@ _PROGRESS: _Kinds = {
     "loaders": Mapping,
     "layer_streams": Mapping,
 }
-_OWN: _Kinds = {**_PROGRESS, "skipped_steps": int, "tied": Mapping, "metrics": Mapping}
+_OWN: Mapping[str, type] = {**_PROGRESS, "skipped_steps": int, "tied": Mapping, "metrics": Mapping}
 
 
 def check_structure(state: Mapping[Any, Any], origin: str) -> None:
@@ -66,7 +65,7 @@ def check_progress(own: Mapping[str, Any]) -> None:
     _check_entries(own, _PROGRESS, f"[{OWN!r}]", "the checkpoint", needed=True)
 
 
-def _check_entries(values: Mapping[str, Any], kinds: _Kinds, place: str, origin: str, *, needed: bool = False) -> None:
+def _check_entries(values: Mapping[str, Any], kinds: Mapping[str, type], place: str, origin: str, *, needed: bool = False) -> None:
     for key, kind in kinds.items():
         if needed or key in values:
             _require(isinstance(values.get(key), kind), f"{place}[{key!r}]", kind, values.get(key), origin)
