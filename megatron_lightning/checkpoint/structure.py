@@ -65,7 +65,9 @@ def check_progress(own: Mapping[str, Any]) -> None:
     _check_entries(own, _PROGRESS, f"[{OWN!r}]", "the checkpoint", needed=True)
 
 
-def _check_entries(values: Mapping[str, Any], kinds: Mapping[str, type], place: str, origin: str, *, needed: bool = False) -> None:
+def _check_entries(
+    values: Mapping[str, Any], kinds: Mapping[str, type], place: str, origin: str, *, needed: bool = False
+) -> None:
     for key, kind in kinds.items():
         if needed or key in values:
             _require(isinstance(values.get(key), kind), f"{place}[{key!r}]", kind, values.get(key), origin)
