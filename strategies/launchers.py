@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.last import with_last_found
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.environment import MegatronEnvironment
@@ -168,6 +169,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         Raises:
             ConfigError: If the module or the command cannot be run this way; before any process is started.
         """
+        args, kwargs = with_last_found(trainer, args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         starter = os.environ.pop(_STARTER_VARIABLE, None)
@@ -254,6 +256,7 @@ class WorkerLauncher(_MultiProcessingLauncher):
             torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
             torch.multiprocessing.ProcessExitedException: For a worker that was killed.
         """
+        args, kwargs = with_last_found(trainer, args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.procs = []
         watch = ChildWatch(self._children, lambda rank, how: None, ends_self=False)

@@ -14,7 +14,7 @@ from megatron_lightning.checkpoint.manifest import Shape
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
-from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs, write_checkpoint
+from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs, spread_evenly, write_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 _WEIGHTS = "state_dict."
@@ -62,8 +62,7 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         fetch,
         {key: value for key, value in states[-1].items() if key not in _FULL_STATE} | ({OWN: own} if own else {}),
         {"average_of": [str(source) for source in sources]},
-        boxes=lambda entry: slabs(entry.shape, max(1, PART_BYTES // 4)),
-        num_files=1,
+        files=spread_evenly(tensors[-1], lambda entry: slabs(entry.shape, max(1, PART_BYTES // 4)), 1),
     )
 
 

@@ -10,6 +10,7 @@ from megatron_lightning.checkpoint import averaging, consolidation, pruning, res
 from megatron_lightning.checkpoint.inspection import describe, readable_bytes
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.storage import folder_of
 from megatron_lightning.errors import CheckpointError
 
 _LISTED = 20
@@ -22,7 +23,12 @@ def inspect(path: str, tensors: str | None = None) -> None:
         path: A checkpoint directory or a plain .ckpt file.
         tensors: List every tensor whose global name fits this pattern ("*" for all).
     """
-    print(describe(path, tensors=tensors))
+    sizes = folder_of(path).sizes()
+    total = sum(size for name, size in sizes.items() if not name.endswith(".safetensors"))  # the others are not opened
+    with progress_bar("inspecting", total) as advance:
+        text = describe(path, tensors=tensors)
+        advance(total)
+    print(text)
 
 
 def verify(path: str) -> None:
@@ -45,7 +51,7 @@ def verify(path: str) -> None:
     print(f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, {readable_bytes(total)}")
 
 
-def reshard(source: str, target: str, num_files: int = 1, tensor_model_parallel_size: int = 1) -> None:
+def reshard(source: str, target: str, num_files: int = 1, tensor_model_parallel_size: int = 1, like: str | None = None) -> None:
     """Rewrite a checkpoint into other files; every layout reads it, before and after.
 
     Args:
@@ -54,10 +60,17 @@ def reshard(source: str, target: str, num_files: int = 1, tensor_model_parallel_
         num_files: Number of files of tensors, of about equal size.
         tensor_model_parallel_size: Cut matrices into so many blocks of columns too, so that ranks of that tensor parallel
             size read only their own.
+        like: Instead of the two numbers: a checkpoint saved under the layout that will read this one. Each of its ranks
+            then finds in one file what it would have written itself.
     """
     with progress_bar("resharding", _num_bytes(source)) as advance:
         resharding.reshard(
-            source, target, num_files=num_files, tensor_model_parallel_size=tensor_model_parallel_size, advance=advance
+            source,
+            target,
+            num_files=num_files,
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            like=like,
+            advance=advance,
         )
 
 
@@ -98,7 +111,7 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
     """List what a folder of checkpoints no longer needs, and delete it if told so.
 
     Args:
-        folder: The folder that holds checkpoints. Leftovers of killed saves are always listed.
+        folder: The folder that holds checkpoints, or the URL of one. Leftovers of killed saves are always listed.
         keep_last: List old checkpoints, except this many of the newest.
         keep_every: List old checkpoints, except those whose step is a multiple of this.
         keep: Never list names that fit one of these patterns.

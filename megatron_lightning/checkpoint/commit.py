@@ -229,11 +229,8 @@ class _RemoteSave(PendingSave):
         return f"{self.folder.root}/{MANIFEST}"
 
     def _is_abandoned(self, name: str) -> bool:
-        try:
-            modified = self.folder.files.modified(f"{self.folder.root}/{name}")
-        except (OSError, NotImplementedError):
-            return False  # a store that tells no times keeps what killed saves leave
-        return time.time() - float(modified.timestamp()) > ABANDONED_AFTER_S
+        modified = self.folder.modified(name)  # a store that tells no times keeps what killed saves leave
+        return modified is not None and time.time() - modified > ABANDONED_AFTER_S
 
     def _discard(self) -> None:
         mark = f".{self.identifier}."

@@ -16,8 +16,8 @@ from megatron_lightning.checkpoint.naming import OWN, join_tensors, number_optim
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
-from megatron_lightning.checkpoint.storage import write_file
-from megatron_lightning.checkpoint.streaming import PART_BYTES, completed_file, read_box, slabs
+from megatron_lightning.checkpoint.storage import completed_file
+from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs
 
 PlainFormat = Literal["lightning", "state_dict", "safetensors"]
 _MODULE = "state_dict."
@@ -65,7 +65,7 @@ def consolidate(
 
     Args:
         path: The checkpoint directory.
-        output: The file to write; an existing one is replaced.
+        output: The file to write, a path or URL; an existing one is replaced.
         format: ``"lightning"``: a ``.ckpt`` that ``load_from_checkpoint`` and a plain Trainer read. ``"state_dict"``: the
             module's tensors in ``torch.save``'s form. ``"safetensors"``: the same as a safetensors file; a part of 64 MiB
             is held in memory, whatever the model's size. The other two need memory for all that they write.
@@ -147,7 +147,8 @@ def _write_safetensors(
             yield from _bytes(source, names[name], stored[names[name]], advance)
 
     with completed_file(output) as file:
-        write_file(file, content())
+        for chunk in content():
+            file.write(chunk)
 
 
 def _bytes(source: CheckpointSource, name: str, entry: TensorInfo, advance: Advance) -> Iterator[memoryview]:

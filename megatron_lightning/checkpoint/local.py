@@ -2,7 +2,8 @@
 
 Every rank writes all that it holds, as an ordinary checkpoint of its own, and sends it to the rank in its place on the next
 node, which keeps it too. A run that starts again under the same layout takes the newest copy of which each rank's part is on
-some node: from its own disk, or from the neighbour's if a node was replaced.
+some node: from its own disk, or from the neighbour's if a node was replaced. A run of another layout takes the newest copy that
+is whole on every node (one or two nodes have such ones), from whose parts each rank reads the boxes that it needs.
 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
@@ -16,32 +17,33 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_lightning.checkpoint.agreement import ALONE, all_gather, on_first_rank, together
+from megatron_lightning.checkpoint.agreement import all_gather, on_first_rank, together
 from megatron_lightning.checkpoint.commit import is_committed, new_identifier
 from megatron_lightning.checkpoint.manifest import Shape, dtype_of
-from megatron_lightning.checkpoint.saving import save_sharded
+from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.sharded import TensorShards
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint, overlap, slices
-from megatron_lightning.checkpoint.storage import LocalFolder, sync_directory
-from megatron_lightning.checkpoint.streaming import completed_file
+from megatron_lightning.checkpoint.storage import completed_file, sync_directory, write_file
 from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
 
 NODE = "{node_rank}"
 """Stands for the node's number in the folder of the copies."""
-_FILE_BYTES = 256 << 20  # of which one is in memory while it is sent
+_CHUNK_BYTES = 16 << 20  # of which one is in memory while it is sent
 _NUM_KEPT = 2  # the newest may be lost while it is written
 _NAME = re.compile(r"step-(\d{12})-[0-9a-f]{12}")
 _FORMAT = "megatron_lightning local copies"
@@ -55,15 +57,17 @@ class Pointer:
     """Folder on each node; ``{node_rank}`` in it stands for the node's number."""
     ranks_per_node: int
     """Ranks of a node."""
+    num_ranks: int
+    """Ranks of the run, each of which has a part of a copy."""
     step: int
     """Step of the newest copy when the file was written."""
     layout: Mapping[str, Any]
-    """Layout of the run."""
+    """What decides which rank holds what: sizes of the parallel axes, and how data-parallel ranks share."""
 
     def write(self, path: str) -> None:
         """Write the file; it replaces the one before when it is whole."""
         with completed_file(path) as file:
-            file.write_text(json.dumps({"format": _FORMAT, **asdict(self)}))
+            file.write(json.dumps({"format": _FORMAT, **asdict(self)}).encode())
 
     @classmethod
     def read(cls, path: str) -> Pointer | None:
@@ -81,7 +85,7 @@ class Pointer:
             return None
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             return None
-        kinds = {"folder": str, "ranks_per_node": int, "step": int, "layout": dict}
+        kinds = {"folder": str, "ranks_per_node": int, "num_ranks": int, "step": int, "layout": dict}
         if content.keys() != kinds.keys() or not all(isinstance(content[key], kind) for key, kind in kinds.items()):
             raise CheckpointError(f"{path} is a pointer to local copies and is damaged. Delete it and resume from another.")
         return cls(**content)
@@ -92,7 +96,7 @@ class LocalCopies:
 
     Args:
         folder: Folder on each node; ``{node_rank}`` in it stands for the node's number.
-        group: All ranks of the job.
+        group: All ranks of the job, with a process group for CPU tensors.
         ranks_per_node: Ranks of a node; they are numbered node by node.
     """
 
@@ -100,8 +104,8 @@ class LocalCopies:
         self._group, self._ranks_per_node = group, ranks_per_node
         self._folder = Path(folder.replace(NODE, str(group.rank // ranks_per_node)))
 
-    def save(self, step: int, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> None:
-        """Write this rank's copy and give one to the next node; all ranks call this.
+    def take_snapshot(self, step: int, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> Snapshot:
+        """Collect what this rank's part of a copy holds; all ranks call this.
 
         Args:
             step: Optimizer steps done.
@@ -109,51 +113,59 @@ class LocalCopies:
             state: Everything else, as the first rank has it.
 
         Raises:
-            CheckpointError: On every rank, if one failed; older copies are intact.
+            CheckpointError: On every rank, if the state has no plain form.
         """
-        group = self._group
-        name = f"step-{step:012d}-{on_first_rank(group, new_identifier)}"
-        together(group, "writing a local copy", lambda: self._write(self._part(name, group.rank), tensors, state))
-        self._replicate(name)
-        together(group, "deleting old local copies", lambda: self._forget_old(name))
+        name = f"step-{step:012d}-{on_first_rank(self._group, new_identifier)}"
+        part = self._part(name, self._group.rank)
+        mine = state if self._group.rank == 0 else {}
+        return together(self._group, "collecting a local copy", lambda: _part_snapshot(part, tensors, mine))
 
-    def open(self) -> CheckpointSource | None:
-        """Return the newest copy of which every rank's part is on some node; None if there is none. All ranks call this.
+    def write(self, snapshot: Snapshot) -> None:
+        """Write this rank's part of a copy and give one to the next node; all ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if a part is damaged.
+            CheckpointError: On every rank, if one failed; older copies are intact.
         """
-        group = self._group
+        name = Path(snapshot.path).parent.name
+        together(self._group, "writing a local copy", lambda: write_snapshot(snapshot))
+        self._replicate(name)
+        together(self._group, "deleting old local copies", lambda: self._forget_old(name))
+
+    def open(self, num_ranks: int, *, same_layout: bool) -> CheckpointSource | None:
+        """Return the newest copy of which every part is where it is needed; None if there is none. All ranks call this.
+
+        Args:
+            num_ranks: Ranks of the run that wrote the copies.
+            same_layout: Whether each rank of this run needs what the rank of its number wrote, and no more.
+
+        Raises:
+            CheckpointError: On every rank, if a part is damaged, or cannot be brought to its node.
+        """
+        group, wanted = self._group, set(range(num_ranks))
         held = all_gather(group, self._held())
-        wanted = set(range(group.size))
-        names = {name for parts in held for name, _ in parts}
-        complete = [name for name in names if {rank for parts in held for n, rank in parts if n == name} >= wanted]
+        places = [set().union(*held)] if same_layout else held
+        complete = [
+            name
+            for name in {name for parts in held for name, _ in parts}
+            if all({rank for found, rank in parts if found == name} >= wanted for parts in places)
+        ]
         if not complete:
             return None
         name = max(complete)
-        self._fetch(name, [{rank for n, rank in parts if n == name} for parts in held])
-        own = together(group, "opening a local copy", lambda: open_checkpoint(self._part(name, group.rank)))
-        state = together(group, "opening a local copy", lambda: _contents(own))
+        if same_layout:
+            self._fetch(name, [{rank for n, rank in parts if n == name} for parts in held])
+        first = range(group.rank, num_ranks, group.size)
+        opened = together(group, "opening a local copy", lambda: [_open_part(self._part(name, rank)) for rank in first])
         shapes: dict[str, TensorInfo] = {}
-        for described in all_gather(group, state["tensors"]):
-            shapes.update(described)
-        return _LocalSource(own, state["boxes"], shapes, on_first_rank(group, lambda: state["state"]))
+        for described in all_gather(group, [part.tensors for part in opened]):
+            for tensors in described:
+                shapes.update(tensors)
+        state = on_first_rank(group, lambda: opened[0].state)
+        others = [self._part(name, rank) for rank in range(num_ranks) if rank not in first]
+        return _PartsSource(opened, others, shapes, state)
 
     def _part(self, name: str, rank: int) -> Path:
         return self._folder / name / f"rank-{rank:05d}"
-
-    def _write(self, path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> None:
-        held: list[TensorShards] = []
-        boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
-        shapes: dict[str, tuple[Shape, str]] = {}
-        for number, shards in enumerate(tensors):
-            shapes[shards.name] = (shards.global_shape, str(shards.dtype).removeprefix("torch."))
-            for offset, view in shards.pieces:
-                stored = f"{number}.{len(held)}"
-                held.append(TensorShards.whole(stored, view))
-                boxes.setdefault(shards.name, []).append((stored, offset, tuple(view.shape)))
-        mine = {"tensors": shapes, "boxes": boxes, "state": state if self._group.rank == 0 else {}}
-        save_sharded(path, held, mine, group=ALONE, max_file_bytes=_FILE_BYTES)
 
     def _held(self) -> set[tuple[str, int]]:
         """Return (copy, rank) of every part on this node."""
@@ -170,22 +182,41 @@ class LocalCopies:
         to, source = self._next(group.rank), (group.rank - step) % group.size
         if to == group.rank:
             return  # a single node has no neighbour
-        if group.rank // step % 2 == 0:  # even nodes send first, odd ones receive first
-            self._send(self._part(name, group.rank), to)
-            self._receive(self._part(name, source), source)
-        else:
-            self._receive(self._part(name, source), source)
-            self._send(self._part(name, group.rank), to)
+        send = partial(self._send, self._part(name, group.rank), to)
+        receive = partial(self._receive, self._part(name, source), source)
+        is_even = group.rank // step % 2 == 0  # even nodes send first, odd ones receive first
+        self._carry_out([send, receive] if is_even else [receive, send], "sending a local copy to the next node")
 
     def _fetch(self, name: str, held: Sequence[set[int]]) -> None:
         """Bring each part to its rank's node and to the next one, if it is not there: a new node gets what the old one had."""
+        transfers = []
         for rank in range(self._group.size):
             holder = next(holder for holder, parts in enumerate(held) if rank in parts)
             for receiver in dict.fromkeys((rank, self._next(rank))):
                 if rank not in held[receiver] and self._group.rank == holder:
-                    self._send(self._part(name, rank), receiver)
+                    transfers.append(partial(self._send, self._part(name, rank), receiver))
                 elif rank not in held[receiver] and self._group.rank == receiver:
-                    self._receive(self._part(name, rank), holder)
+                    transfers.append(partial(self._receive, self._part(name, rank), holder))
+        self._carry_out(transfers, "bringing a local copy to its node")
+
+    def _carry_out(self, transfers: Iterable[Callable[[], None]], doing: str) -> None:
+        """Do what this rank has to send and receive, whatever fails of it: others wait for the rest.
+
+        Raises:
+            CheckpointError: On every rank, if one failed.
+        """
+        failures: list[Exception] = []
+        for transfer in transfers:
+            try:
+                transfer()
+            except (OSError, CheckpointError) as error:
+                failures.append(error)
+
+        def agree() -> None:
+            if failures:
+                raise failures[0]
+
+        together(self._group, doing, agree)
 
     def _next(self, rank: int) -> int:
         """Return the rank in the same place on the next node; itself on the only node."""
@@ -193,19 +224,40 @@ class LocalCopies:
         return rank if alone else (rank + self._ranks_per_node) % self._group.size
 
     def _send(self, part: Path, rank: int) -> None:
-        names = sorted(os.listdir(part))
-        self._send_object(names, rank)
-        for name in names:
-            self._send_object((part / name).read_bytes(), rank)
+        """Send the files of a part; if they cannot be read, the reason, which the receiver raises."""
+        failure = ""
+        try:
+            for name in sorted(os.listdir(part)):
+                with open(part / name, "rb", buffering=0) as file:
+                    while data := file.read(_CHUNK_BYTES):
+                        self._send_object((name, data), rank)
+        except OSError as error:
+            failure = f"rank {self._group.rank} cannot read {part} ({error})"
+        self._send_object(failure, rank)
 
     def _receive(self, part: Path, rank: int) -> None:
         temporary = part.with_name(f"{part.name}.tmp-{new_identifier()}")
-        temporary.mkdir(parents=True)
-        for name in self._receive_object(rank):
-            LocalFolder(temporary).write(name, [self._receive_object(rank)])
-        sync_directory(temporary)
-        os.rename(temporary, part)
-        sync_directory(part.parent)
+        messages = self._messages(rank)
+        try:
+            temporary.mkdir(parents=True)
+            for name, chunks in groupby(messages, key=itemgetter(0)):
+                write_file(temporary / name, (data for _, data in chunks))
+            sync_directory(temporary)
+            os.rename(temporary, part)
+            sync_directory(part.parent)
+        except OSError:
+            for _ in messages:  # the sender waits until all is taken
+                pass
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _messages(self, rank: int) -> Iterator[tuple[str, bytes]]:
+        """Yield (file name, next bytes of it) as another rank sends them."""
+        while isinstance(message := self._receive_object(rank), tuple):
+            yield message
+        if message:
+            raise CheckpointError(message)
 
     def _send_object(self, value: Any, rank: int) -> None:
         dist.send_object_list([value], self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
@@ -225,48 +277,86 @@ class LocalCopies:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
 
-def _contents(source: CheckpointSource) -> dict[str, Any]:
-    """Return what a rank's part says: its tensors, the boxes it has of them, and on the first rank the rest."""
-    state = source.state()
-    described = {name: TensorInfo(tuple(shape), dtype_of(dtype)) for name, (shape, dtype) in state["tensors"].items()}
-    check_structure(state["state"], "the local copy")
-    return {"tensors": described, "boxes": dict(state["boxes"]), "state": state["state"]}
+class _Part(NamedTuple):
+    """What one rank wrote."""
+
+    source: CheckpointSource
+    boxes: Mapping[str, Sequence[tuple[str, Shape, Shape]]]
+    """Global name -> (name in ``source``, first index, extent) of what the rank held of it."""
+    tensors: Mapping[str, TensorInfo]
+    """Every tensor that the rank had a part in."""
+    state: dict[str, Any]
+    """Everything else; of the first rank only."""
 
 
-class _LocalSource:
-    """What one rank held, as a checkpoint; it answers for this rank's boxes only."""
+def _part_snapshot(path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> Snapshot:
+    held: list[TensorShards] = []
+    boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
+    shapes: dict[str, tuple[Shape, str]] = {}
+    for number, shards in enumerate(tensors):
+        shapes[shards.name] = (shards.global_shape, str(shards.dtype).removeprefix("torch."))
+        for offset, view in shards.pieces:
+            stored = f"{number}.{len(held)}"
+            held.append(TensorShards.whole(stored, view))
+            boxes.setdefault(shards.name, []).append((stored, offset, tuple(view.shape)))
+    return take_snapshot(path, held, {"tensors": shapes, "boxes": boxes, "state": state})
+
+
+def _open_part(path: Path) -> _Part:
+    source = open_checkpoint(path)
+    content = source.state()
+    check_structure(content["state"], str(path))
+    boxes = {name: [(stored, tuple(o), tuple(n)) for stored, o, n in found] for name, found in content["boxes"].items()}
+    shapes = {name: TensorInfo(tuple(shape), dtype_of(dtype)) for name, (shape, dtype) in content["tensors"].items()}
+    return _Part(source, boxes, shapes, content["state"])
+
+
+class _PartsSource:
+    """The parts of a copy on this node as one checkpoint; those after the first are opened when one lacks something."""
 
     def __init__(
-        self,
-        own: CheckpointSource,
-        boxes: Mapping[str, Sequence[tuple[str, Shape, Shape]]],
-        shapes: Mapping[str, TensorInfo],
-        state: dict[str, Any],
+        self, opened: Sequence[_Part], others: Iterable[Path], tensors: Mapping[str, TensorInfo], state: dict[str, Any]
     ) -> None:
-        self._own, self._boxes, self._shapes, self._state = own, boxes, shapes, state
+        self._opened, self._others = list(opened), [path for path in others if is_committed(path)]
+        self._tensors, self._state = tensors, state
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._shapes
+        return self._tensors
 
     def state(self) -> dict[str, Any]:
         return dict(self._state)
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        wanted: list[Piece] = []
+        wanted: dict[int, list[Piece]] = {}
         for piece in pieces:
-            found = list(self._parts(piece))
-            if sum(prod(part.view.shape) for part in found) != piece.view.numel():
-                raise CheckpointError(
-                    f"{piece.name}: this rank's local copy lacks a part of it. Local copies fit the layout that wrote them; "
-                    "resume from a checkpoint of the shared file system."
-                )
-            wanted += found
-        self._own.read(wanted)
+            for number, part in self._found(piece):
+                wanted.setdefault(number, []).append(part)
+        for number, found in wanted.items():
+            self._opened[number].source.read(found)
 
-    def _parts(self, piece: Piece) -> Iterable[Piece]:
-        for stored, offset, shape in self._boxes.get(piece.name, ()):
-            common = overlap(piece.offset, tuple(piece.view.shape), tuple(offset), tuple(shape))
-            if common is not None:
+    def _found(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
+        """Yield (number of a part, what to read from it) until every element of a piece is accounted for."""
+        rest, seen = piece.view.numel(), set()
+        for number, part in enumerate(self._parts()):
+            if not rest:
+                return
+            for stored, offset, shape in part.boxes.get(piece.name, ()):
+                common = overlap(piece.offset, tuple(piece.view.shape), offset, shape)
+                if common is None or (offset, shape) in seen:  # replicas hold the same boxes
+                    continue
+                seen.add((offset, shape))
                 low, extent = common
-                target: Tensor = piece.view[slices(low, extent, piece.offset)]
-                yield Piece(stored, tuple(a - o for a, o in zip(low, offset, strict=True)), target)
+                rest -= prod(extent)
+                target = piece.view[slices(low, extent, piece.offset)]
+                yield number, Piece(stored, tuple(a - o for a, o in zip(low, offset, strict=True)), target)
+        if rest:
+            raise CheckpointError(
+                f"{piece.name}: the local copies on this node lack a part of what this rank holds under its layout. Resume "
+                "from a checkpoint of the shared file system."
+            )
+
+    def _parts(self) -> Iterator[_Part]:
+        yield from self._opened
+        while self._others:
+            self._opened.append(_open_part(self._others.pop(0)))
+            yield self._opened[-1]

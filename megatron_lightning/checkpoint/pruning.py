@@ -11,8 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
+from megatron_lightning.checkpoint.commit import MANIFEST, is_committed, remove_checkpoint
 from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.storage import Folder, folder_of, is_remote, list_folders, local_path
 from megatron_lightning.checkpoint.verification import read_manifest
 from megatron_lightning.errors import CheckpointError, ConfigError
 
@@ -23,34 +24,41 @@ _OURS = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
 class StoredCheckpoint(NamedTuple):
     """A committed checkpoint directory."""
 
-    path: Path
-    """Where it is."""
+    path: str
+    """Path or URL."""
     step: int
     """Its ``global_step``; -1 if it does not say."""
     saved_at: float
-    """When its manifest was written, in seconds since the epoch."""
+    """When its manifest was written, in seconds since the epoch; 0 if the storage does not tell."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return _name(self.path)
 
 
 class Prunable(NamedTuple):
     """Something that may go."""
 
-    path: Path
-    """Where it is."""
+    path: str
+    """Path or URL."""
     size_bytes: int
     """What deleting it frees."""
     reason: str
     """Why."""
+    files: tuple[str, ...] = ()
+    """The files of it that may go; empty: all of it."""
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
-    """Return the committed checkpoint directories in a folder, the newest last; links are not followed."""
+    """Return the committed checkpoint directories in a folder or under a URL, the newest last; links are not followed."""
     found = []
-    for path in Path(folder).iterdir():
-        if path.is_dir() and not path.is_symlink() and not _LEFTOVER.fullmatch(path.name) and is_committed(path):
+    for path in list_folders(folder):
+        if not _LEFTOVER.fullmatch(_name(path)) and is_committed(path):
             step = read_manifest(path).info.get("global_step")
-            saved_at = (path / "manifest.json").stat().st_mtime
+            saved_at = folder_of(path).modified(MANIFEST) or 0.0
             found.append(StoredCheckpoint(path, step if isinstance(step, int) else -1, saved_at))
-    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path.name))
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path))
 
 
 def find_prunable(
@@ -68,7 +76,7 @@ def find_prunable(
     link in the folder points to, and what the newest checkpoint's callbacks call their best and last.
 
     Args:
-        folder: The folder.
+        folder: The folder, or the URL of one.
         keep_last: Keep so many of the newest.
         keep_every: Keep those whose step is a multiple of this.
         keep: Keep names that fit one of these patterns.
@@ -77,15 +85,17 @@ def find_prunable(
     Raises:
         ConfigError: If the folder does not exist or a number is not positive.
     """
-    top = Path(folder)
-    if not top.is_dir():
-        raise ConfigError(f"{top} is not a directory. Name the folder that holds the checkpoints.")
+    top = str(folder) if is_remote(folder) else local_path(folder)
+    try:
+        list_folders(top)
+    except OSError as error:
+        raise ConfigError(f"{top} is not a directory. Name the folder that holds the checkpoints.") from error
     for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
         if number is not None and number < 1:
             raise ConfigError(f"{name} is {number}. Set it to 1 or more, or leave it out.")
     if is_committed(top):
         raise ConfigError(f"{top} is a checkpoint itself. Name the folder that holds it.")
-    found = list(_leftovers(top, min_age_s))
+    found = [*_leftovers(top, min_age_s), *_strays(top, min_age_s)]
     if keep_last is None and keep_every is None:
         return found
     checkpoints = list_checkpoints(top)
@@ -93,32 +103,62 @@ def find_prunable(
     kept |= {checkpoint.path for checkpoint in checkpoints[-keep_last:]} if keep_last else set()
     for checkpoint in checkpoints:
         by_step = keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
-        by_name = any(fnmatchcase(checkpoint.path.name, pattern) for pattern in keep)
+        by_name = any(fnmatchcase(checkpoint.name, pattern) for pattern in keep)
         if checkpoint.path not in kept and not by_step and not by_name:
-            found.append(Prunable(checkpoint.path, _size(checkpoint.path), f"old: step {checkpoint.step}"))
+            size_bytes = sum(folder_of(checkpoint.path).sizes().values())
+            found.append(Prunable(checkpoint.path, size_bytes, f"old: step {checkpoint.step}"))
     return found
 
 
 def prune(found: Sequence[Prunable]) -> None:
-    """Delete what :func:`find_prunable` returned; each disappears from view in one step."""
+    """Delete what :func:`find_prunable` returned; each checkpoint disappears from view in one step."""
     for entry in found:
-        remove_checkpoint(entry.path)
+        if entry.files:
+            folder_of(entry.path).remove(entry.files)
+        else:
+            remove_checkpoint(entry.path)
 
 
-def _leftovers(folder: Path, min_age_s: float) -> Iterator[Prunable]:
+def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
+    """Yield what local saves write beside a name before they take it; object stores have nothing of the kind."""
+    if not isinstance(folder, Path):
+        return
     for path in sorted(folder.iterdir()):
-        if path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
-            continue
         leftover = _LEFTOVER.fullmatch(path.name)
-        if leftover:
-            # What stepped aside is all there is if its successor never took the name.
-            superseded = leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])
-            if superseded and not _is_in_use(path):
-                yield Prunable(path, _size(path), "left by an interrupted save")
-        elif path.is_dir() and not is_committed(path):
-            names = os.listdir(path)
-            if names and all(_OURS.fullmatch(name) for name in names):
-                yield Prunable(path, _size(path), "never committed")
+        if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
+            continue
+        # What stepped aside is all there is if its successor never took the name.
+        superseded = leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])
+        if superseded and not _is_in_use(path):
+            size = sum(e.stat().st_size for e in path.rglob("*")) if path.is_dir() else path.stat().st_size
+            yield Prunable(str(path), size, "left by an interrupted save")
+
+
+def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunable]:
+    """Yield files of saves that were never committed, under their final name."""
+    for path in list_folders(folder):
+        if _LEFTOVER.fullmatch(_name(path)):
+            continue
+        place = folder_of(path)
+        sizes = place.sizes()
+        try:
+            known = read_manifest(path).files if MANIFEST in sizes else {}
+        except CheckpointError:
+            continue  # damaged: what belongs to it is not known
+        strays = [name for name in sizes if _OURS.fullmatch(name) and name not in known]
+        if not strays or any(_age_s(place, name) < min_age_s for name in strays):
+            continue
+        size_bytes = sum(sizes[name] for name in strays)
+        if known:
+            yield Prunable(path, size_bytes, "left by an interrupted save", tuple(strays))
+        elif len(strays) == len(sizes) and not list_folders(path):
+            yield Prunable(path, size_bytes, "never committed")
+
+
+def _age_s(folder: Folder, name: str) -> float:
+    """Return the age of a file; 0 where the storage tells no times, so that nothing in use is ever taken for old."""
+    modified = folder.modified(name)
+    return 0.0 if modified is None else time.time() - modified
 
 
 def _is_in_use(path: Path) -> bool:
@@ -133,17 +173,19 @@ def _is_in_use(path: Path) -> bool:
     return False
 
 
-def _referred_to(folder: Path, checkpoints: Sequence[StoredCheckpoint]) -> set[Path]:
-    """Return the targets of links, and the paths that the newest readable checkpoint's callbacks hold."""
-    kept = {path.resolve() for path in folder.iterdir() if path.is_symlink()}
+def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) -> set[str]:
+    """Return the checkpoints that links and the newest readable checkpoint's callbacks point to."""
+    names: set[str] = set()
     for checkpoint in reversed(checkpoints):
         try:
-            callbacks = open_checkpoint(checkpoint.path).state().get("callbacks", {})
+            names = {_name(path) for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))}
         except CheckpointError:
             continue  # damaged: an older one says what was best
-        kept |= {(folder / Path(path).name).resolve() for path in _paths_in(callbacks)}
         break
-    return {checkpoint.path for checkpoint in checkpoints if checkpoint.path.resolve() in kept}
+    if not isinstance(folder, Path):
+        return {checkpoint.path for checkpoint in checkpoints if checkpoint.name in names}
+    kept = {path.resolve() for path in folder.iterdir() if path.is_symlink()} | {(folder / name).resolve() for name in names}
+    return {checkpoint.path for checkpoint in checkpoints if Path(checkpoint.path).resolve() in kept}
 
 
 def _paths_in(callbacks: Any) -> Iterator[str]:
@@ -153,5 +195,5 @@ def _paths_in(callbacks: Any) -> Iterator[str]:
             yield from (path for path in named if path and isinstance(path, str))
 
 
-def _size(path: Path) -> int:
-    return sum(entry.stat().st_size for entry in path.rglob("*")) if path.is_dir() else path.stat().st_size
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

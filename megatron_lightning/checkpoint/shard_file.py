@@ -2,14 +2,12 @@
 
 A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype, shape, data_offsets) and
 the data. Any safetensors reader opens the files; we read through the manifest alone, whose ranges are checked. Checksums
-are computed in a thread while the bytes before are written, and while other bytes are read: zlib, like the disk, works
-without the interpreter's lock.
+are computed in a thread while the bytes before are written, and while other bytes are read.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
@@ -18,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lightning.checkpoint.checksums import BlockChecksums, bad_blocks
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Shape, Shard, dtype_name
 from megatron_lightning.checkpoint.storage import Folder, RangeReader, read_range
 from megatron_lightning.errors import CheckpointError
@@ -94,7 +93,7 @@ def _write_one(
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksums = [_BlockChecksums() for _ in pieces]
+    checksums = [BlockChecksums() for _ in pieces]
 
     def content() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
@@ -131,25 +130,6 @@ def _chunks(view: Tensor) -> Iterator[Tensor]:
         rows = max(1, view.shape[0] * _CHUNK_BYTES // view.nbytes)
         for start in range(0, view.shape[0], rows):
             yield from _chunks(view[start : start + rows])
-
-
-class _BlockChecksums:
-    """CRC-32 of each block of ``BLOCK_BYTES`` of bytes that come in parts of any length."""
-
-    def __init__(self) -> None:
-        self._finished: list[int] = []
-        self._current, self._filled = 0, 0
-
-    def update(self, data: memoryview) -> None:
-        while data:
-            part = data[: BLOCK_BYTES - self._filled]
-            self._current, self._filled, data = zlib.crc32(part, self._current), self._filled + len(part), data[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._finished.append(self._current)
-                self._current, self._filled = 0, 0
-
-    def finish(self) -> tuple[int, ...]:
-        return (*self._finished, self._current) if self._filled else tuple(self._finished)
 
 
 # ----------------------------------------------------------------------------------------------------------------- read
@@ -240,11 +220,9 @@ def read_box(reader: RangeReader, read: BoxRead, file: str) -> None:
 
 
 def _verify(file: str, shard: Shard, begin: int, buffer: memoryview) -> None:
-    for position in range(0, len(buffer), BLOCK_BYTES):
-        block = buffer[position : position + BLOCK_BYTES]
-        if zlib.crc32(block) != shard.checksums[(begin + position) // BLOCK_BYTES]:
-            at = shard.start + begin + position
-            raise CheckpointError(
-                f"{file} is damaged: bytes {at} to {at + len(block)} do not match their checksum. Restore the file or "
-                "resume from another checkpoint."
-            )
+    for first, stop in bad_blocks(buffer, shard.checksums[begin // BLOCK_BYTES :]):
+        at = shard.start + begin
+        raise CheckpointError(
+            f"{file} is damaged: bytes {at + first} to {at + stop} do not match their checksum. Restore the file or "
+            "resume from another checkpoint."
+        )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import Piece, write_shards
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo
 from megatron_lightning.checkpoint.state import dump_state
-from megatron_lightning.checkpoint.storage import sync_directory
 
 PART_BYTES = 64 << 20
 """What is held in memory at a time."""
@@ -59,22 +55,6 @@ def read_box(source: CheckpointSource, name: str, dtype: torch.dtype, offset: Sh
     return tensor
 
 
-@contextmanager
-def completed_file(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a free name beside ``target``; the flushed file written there takes its place when the block ends well."""
-    path = Path(target).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
 def write_checkpoint(
     target: str | os.PathLike[str],
     tensors: Mapping[str, TensorInfo],
@@ -82,8 +62,7 @@ def write_checkpoint(
     state: Mapping[str, Any],
     info: Mapping[str, Any],
     *,
-    boxes: Callable[[TensorInfo], Iterable[Box]],
-    num_files: int,
+    files: Iterable[Sequence[tuple[str, Box]]],
     advance: Advance = silent,
 ) -> None:
     """Write a checkpoint directory in one process, holding one box at a time.
@@ -94,18 +73,16 @@ def write_checkpoint(
         fetch: Returns the values of a box, by name, first index and extent.
         state: Everything else.
         info: See ``Manifest``.
-        boxes: Cuts a tensor into the boxes to store.
-        num_files: How many files to spread the bytes over.
+        files: What to store in each file: boxes by the tensor's name; together they tile every tensor.
         advance: Progress.
 
     Raises:
         CheckpointError: If a value cannot be read or written.
     """
-    pieces = [
-        Piece(name, offset, torch.empty(shape, dtype=entry.dtype, device="meta"))
-        for name, entry in tensors.items()
-        for offset, shape in boxes(entry)
-    ]
+
+    def piece(name: str, box: Box) -> Piece:
+        offset, shape = box
+        return Piece(name, offset, torch.empty(shape, dtype=tensors[name].dtype, device="meta"))
 
     def fetched(piece: Piece) -> Tensor:
         values = fetch(piece.name, piece.offset, tuple(piece.view.shape))
@@ -114,25 +91,36 @@ def write_checkpoint(
 
     pending = pending_save(target, new_identifier())
     shards: dict[str, list[Shard]] = {name: [] for name in tensors}
-    files: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with pending.discarded_on_error():
         pending.begin(dump_state(state))
-        for number, part in enumerate(_evenly(pieces, num_files)):
+        for number, content in enumerate(files):
+            part = [piece(name, box) for name, box in content]
             stem = f"tensors.{pending.identifier}.{number:05d}"
             for file in write_shards(pending.folder, stem, part, sum(p.view.nbytes for p in part), fetch=fetched):
-                files[file.name] = file.size_bytes
+                sizes[file.name] = file.size_bytes
                 for name, shard in file.shards:
                     shards[name].append(shard)
         entries = {name: TensorEntry(entry.shape, entry.dtype, tuple(shards[name])) for name, entry in tensors.items()}
-        pending.commit(entries, files, info)
+        pending.commit(entries, sizes, info)
 
 
-def _evenly(pieces: Sequence[Piece], num_parts: int) -> Iterator[list[Piece]]:
-    """Divide pieces, in their order, into parts of about equal bytes."""
-    total, done = sum(piece.view.nbytes for piece in pieces), 0
-    parts: list[list[Piece]] = [[] for _ in range(num_parts)]
-    for piece in pieces:
-        middle = done + piece.view.nbytes / 2
-        parts[min(num_parts - 1, int(middle * num_parts / total)) if total else 0].append(piece)
-        done += piece.view.nbytes
+def spread_evenly(
+    tensors: Mapping[str, TensorInfo], boxes: Callable[[TensorInfo], Iterable[Box]], num_files: int
+) -> Iterator[list[tuple[str, Box]]]:
+    """Divide the boxes of all tensors, in their order, among files of about equal bytes; yield what each file holds.
+
+    Args:
+        tensors: What there is, by global name.
+        boxes: Cuts a tensor into the boxes to store.
+        num_files: How many files there may be; those that nothing falls to are left out.
+    """
+    stored = [(name, box) for name, entry in tensors.items() for box in boxes(entry)]
+    sizes = [prod(shape) * tensors[name].dtype.itemsize for name, (_, shape) in stored]
+    total, done = sum(sizes), 0
+    parts: list[list[tuple[str, Box]]] = [[] for _ in range(num_files)]
+    for entry, size in zip(stored, sizes, strict=True):
+        middle = done + size / 2
+        parts[min(num_files - 1, int(middle * num_files / total)) if total else 0].append(entry)
+        done += size
     yield from (part for part in parts if part)

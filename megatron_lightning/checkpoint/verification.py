@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from megatron_lightning.checkpoint.checksums import bad_blocks
 from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, Shard, TensorEntry, dtype_name
 from megatron_lightning.checkpoint.progress import Advance, silent
@@ -109,11 +110,9 @@ def _check_part(reader: RangeReader, file: str, part: _Part, advance: Advance) -
     shard, length = part.shard, part.entry.num_bytes(part.shard.shape)
     for begin in range(0, length, _READ_BYTES):
         data = memoryview(read_range(reader, shard.start + begin, min(_READ_BYTES, length - begin)))
-        for position in range(0, len(data), BLOCK_BYTES):
-            block = data[position : position + BLOCK_BYTES]
-            if zlib.crc32(block) != shard.checksums[(begin + position) // BLOCK_BYTES]:
-                first = shard.start + begin + position
-                yield Damage(file, first, first + len(block), f"do not match their checksum ({part.tensor})")
+        for first, stop in bad_blocks(data, shard.checksums[begin // BLOCK_BYTES :]):
+            at = shard.start + begin
+            yield Damage(file, at + first, at + stop, f"do not match their checksum ({part.tensor})")
         advance(len(data))
 
 

@@ -165,6 +165,28 @@ def test_resharding_a_damaged_checkpoint_writes_nothing(tmp_path: Path) -> None:
         reshard(tmp_path / "a", tmp_path / "b", num_files=0)
 
 
+def _boxes_of_files(path: Path) -> list[set[tuple[Any, ...]]]:
+    files: dict[str, set[tuple[Any, ...]]] = {}
+    for name, entry in read_manifest(path).tensors.items():
+        for shard in entry.shards:
+            files.setdefault(shard.file.partition(".")[2].partition(".")[2], set()).add((name, shard.offset, shard.shape))
+    return [files[file] for file in sorted(files)]
+
+
+def test_a_checkpoint_is_cut_like_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = _save(tmp_path / "a", seed=1, step=8)
+    _save(tmp_path / "b")
+    reshard(tmp_path / "b", tmp_path / "ranks", num_files=3)
+    main(["checkpoint", "reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--like", str(tmp_path / "ranks")])
+    _assert_equal(_load(tmp_path / "c"), tensors)
+    assert len(_boxes_of_files(tmp_path / "c")) == 3 and _boxes_of_files(tmp_path / "c") == _boxes_of_files(tmp_path / "ranks")
+    save_sharded(tmp_path / "other", [TensorShards.whole("state_dict.embed", torch.zeros(2))], {})
+    with pytest.raises(CheckpointError, match=r"of another model: 5 tensors differ, .*exp_avg: None there, \(96, 64\)"):
+        reshard(tmp_path / "a", tmp_path / "d", like=tmp_path / "other")
+    with pytest.raises(ConfigError, match="Leave the numbers out"):
+        reshard(tmp_path / "a", tmp_path / "d", like=tmp_path / "ranks", num_files=2)
+
+
 # Consolidate
 
 
@@ -249,11 +271,12 @@ def test_only_what_no_rule_keeps_is_pruned(tmp_path: Path) -> None:
     (tmp_path / leftovers[2]).write_text("stepped aside")
     (tmp_path / "gone.ckpt.old-0123456789ab").write_text("all that is left of it")
     assert find_prunable(tmp_path) == []  # younger than an hour
-    assert {entry.path.name for entry in find_prunable(tmp_path, min_age_s=0)} == set(leftovers)
+    assert {Path(entry.path).name for entry in find_prunable(tmp_path, min_age_s=0)} == set(leftovers)
     old = find_prunable(tmp_path, keep_last=1, min_age_s=0, keep=["*=40*"])
-    assert {entry.path.name for entry in old} == {*leftovers, "step=30.ckpt"}  # 10 is linked, 20 best, 40 named, 50 newest
+    # 10 is linked, 20 best, 40 named, 50 newest
+    assert {Path(entry.path).name for entry in old} == {*leftovers, "step=30.ckpt"}
     by_step = find_prunable(tmp_path, keep_every=30)
-    assert {entry.path.name for entry in by_step} == {"step=40.ckpt", "step=50.ckpt"}
+    assert {Path(entry.path).name for entry in by_step} == {"step=40.ckpt", "step=50.ckpt"}
     prune(old)
     assert [c.step for c in list_checkpoints(tmp_path)] == [10, 20, 40, 50]
     assert {"notes.txt", "mine", "gone.ckpt.old-0123456789ab", "last.ckpt"} <= set(os.listdir(tmp_path))
@@ -268,7 +291,7 @@ def test_what_another_process_is_writing_is_not_pruned(tmp_path: Path) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     assert find_prunable(tmp_path, min_age_s=0) == []
     os.close(descriptor)
-    assert [entry.path for entry in find_prunable(tmp_path, min_age_s=0)] == [running]
+    assert [entry.path for entry in find_prunable(tmp_path, min_age_s=0)] == [str(running)]
 
 
 # Command line
