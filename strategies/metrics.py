@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,20 +52,28 @@ class MetricSync:
             states = [s.to(state.device) for s in box[0] or []]
         return states
 
-    def counts(self) -> dict[str, int]:
-        """Return how often each metric was updated: what :meth:`follow` needs on the other stages."""
-        return {path: metric._update_count for path, metric in self._metrics.items()}
+    def counts(self) -> dict[str, list[int]]:
+        """Return what :meth:`follow` needs on the other stages: how often each metric was updated, how long its lists are."""
+        return {path: [metric._update_count, *map(len, _lists(metric).values())] for path, metric in self._metrics.items()}
 
-    def follow(self, counts: Mapping[str, int]) -> None:
+    def follow(self, counts: Mapping[str, Sequence[int]]) -> None:
         """Make this stage's metrics know that the last stage updated them.
 
-        A metric that was updated drops its cached value, so that all ranks take part in the next ``compute``; list states
-        get an empty entry, so that torchmetrics gathers them here as well.
+        A metric that was updated drops its cached value, so that all ranks take part in the next ``compute``. Its lists get as
+        many entries as the last stage's, so that torchmetrics, which gathers entry by entry, asks for as many here; what is in
+        them does not matter.
         """
         for path, metric in self._metrics.items():
-            if metric._update_count == counts.get(path, metric._update_count):
+            count, *lengths = counts.get(path, [metric._update_count])
+            if metric._update_count == count:
                 continue
-            metric._update_count, metric._computed = counts[path], None
-            for name, default in metric._defaults.items():
-                if isinstance(default, list) and not getattr(metric, name):
-                    setattr(metric, name, [torch.empty(0, device=metric.device)])
+            metric._update_count, metric._computed = count, None
+            for (name, entries), length in zip(_lists(metric).items(), lengths, strict=True):
+                empty = torch.empty(0, device=metric.device)
+                setattr(metric, name, (entries + [empty] * length)[:length])
+
+
+def _lists(metric: Metric) -> dict[str, list[Tensor]]:
+    """Return a metric's states that are lists; one that was put together already has no entries to gather."""
+    names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
+    return {name: entries if isinstance(entries := getattr(metric, name), list) else [] for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -80,15 +81,24 @@ class _Apart(Metric):
 
 
 class _Module(ToyModule):
+    late = False
+
     def __init__(self, *kinds: type[Metric]) -> None:
         super().__init__()
         self.seen = torch.nn.ModuleList(kind() for kind in kinds)
         self.values: list[list[float]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if not self.late:
+            self._see(batch)
+        output = super().training_step(batch, batch_idx)
+        if self.late:  # only the last stage comes here
+            self._see(batch)
+        return output
+
+    def _see(self, batch: dict[str, Tensor]) -> None:
         for metric in self.seen:
             metric.update(batch["ids"])
-        return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         self.values = [metric.compute().view(-1).tolist() for metric in self.seen]
@@ -130,8 +140,8 @@ def _extremes_are_local(values: list[list[float]]) -> list[list[float]]:
     ],
 )
 def test_the_value_is_that_of_never_having_stopped(before: Layout, after: Layout, tmp_path: Path) -> None:
-    """Sums, means, extremes and lists, on every rank; lists without reduction where there are no stages."""
-    kinds = (_Everything,) if STAGES in (before, after) else (_Everything, _Listed)
+    """Sums, means, extremes and lists, on every rank."""
+    kinds = (_Everything, _Listed)
     expected = single(_whole, kinds)
     whole = run(before, _fit, tmp_path, kinds, False)
     resumed = run(after, _fit, tmp_path, kinds, True)
@@ -140,6 +150,23 @@ def test_the_value_is_that_of_never_having_stopped(before: Layout, after: Layout
     assert all(rank == resumed[0] for rank in resumed)
     extremes = [whole[0][0][3:5], expected[0][3:5]]
     assert resumed[0][0][3] <= max(e[0] for e in extremes) and resumed[0][0][4] >= min(e[1] for e in extremes)
+
+
+class _Late(_Module):
+    late = True
+
+
+def _late(layout: Layout, folder: str, resume: bool) -> Any:
+    with mock.patch(f"{__name__}._Module", _Late):
+        return _fit(layout, folder, (_Everything, _Listed), resume)
+
+
+@pytest.mark.parametrize("after", [STAGES, pytest.param(ONE, marks=pytest.mark.slow)], ids=["pp2-dp2", "one"])
+def test_lists_that_only_the_last_stage_fills(after: Layout, tmp_path: Path) -> None:
+    """torchmetrics gathers them entry by entry, on every rank: stages that ask less often would wait forever."""
+    expected = single(_whole, (_Everything, _Listed))
+    for values in (*run(STAGES, _late, tmp_path, False), *run(after, _late, tmp_path, True)):
+        assert_close(_extremes_are_local(values), _extremes_are_local(expected), 1e-6)
 
 
 def _alone(layout: Layout, folder: str) -> Any:
