@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -13,6 +14,7 @@ from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.links import PendingLinks, link_paths
 from megatron_lightning.strategies.saver import SaveReport
 from megatron_lightning.strategies.stepping import MegatronSteps
 
@@ -34,7 +36,7 @@ class MegatronCheckpoints(MegatronSteps):
         combined = self.module.trainer.fit_loop._combined_loader
         if combined is not None and len(samplers) == len(combined.flattened):  # Lightning looks for state_dict on loaders
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-        self._checkpoints.restore_position(samplers)
+        self._checkpoints.progress.restore_position(samplers)
 
     @property
     def _checkpoints_are_whole(self) -> bool:
@@ -69,7 +71,7 @@ class MegatronCheckpoints(MegatronSteps):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self.user_checkpoint_io is not None:
-            super().save_checkpoint(self._checkpoints.with_progress(checkpoint), filepath, storage_options)
+            super().save_checkpoint(self._checkpoints.progress.added_to(checkpoint), filepath, storage_options)
             return
         preflight.check_storage(storage_options)
         if self.module.trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -83,10 +85,24 @@ class MegatronCheckpoints(MegatronSteps):
             self.forget_batch()
         # After the run nobody would wait for a save in the background.
         running = self.module.trainer.state.status == TrainerStatus.RUNNING
-        background = running and self.saves_in_background
-        self._checkpoints.save(checkpoint, str(self.broadcast(str(filepath))), background=background)
+        links = link_paths(self.module.trainer)
+        # ModelCheckpoint makes room for a link by deleting a directory of its name, which may be the last good checkpoint.
+        in_danger = any(link.is_dir() and not link.is_symlink() for link in links)
+        path, background = self.broadcast((str(filepath), running and self.saves_in_background and not in_danger))
+        pending = PendingLinks(Path(path), links) if background and self.is_global_zero else None
+        self._checkpoints.save(checkpoint, path, background=background, links=pending)
+        if background:
+            self._log_stall()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; it is also where ModelCheckpoint lets go of a link that it has just made."""
+        if self._checkpoints.saver.awaits_links:
+            self._checkpoints.saver.hold_links(link_paths(self.module.trainer))
+        super().barrier(name)
+
+    def _log_stall(self) -> None:
         report = self._checkpoints.saver.last
-        if background and report is not None:
+        if report is not None:
             for logger in self.module.trainer.loggers:
                 logger.log_metrics({"checkpoint_stall_s": report.stall_s}, step=self.module.trainer.global_step)
 
@@ -98,17 +114,19 @@ class MegatronCheckpoints(MegatronSteps):
         return self.all_ranks_interrupted(f"rank {self.global_rank} is updating" if self.is_updating else f"step {step}")
 
     def save_local_copy(self, filepath: str, folder: str) -> None:
-        """Keep every rank's state on its node's own disk and on the next node's; all ranks call this.
+        """Keep every rank's state on its node's own disk and on the next node's, in the background; all ranks call this.
 
         Args:
             filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path`` for going on from them.
             folder: Folder on each node; ``{node_rank}`` in it stands for the node's number.
 
         Raises:
-            CheckpointError: On every rank, if one of them failed; older copies are intact.
+            CheckpointError: On every rank, if this save, or the one before, failed on one of them and ``on_save_error`` is
+                "raise"; older copies are intact.
         """
         checkpoint = self.module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self._checkpoints.save_local(checkpoint, str(self.broadcast(filepath)), folder)
+        self._log_stall()
 
     @property
     def saves_in_background(self) -> bool:
@@ -126,7 +144,9 @@ class MegatronCheckpoints(MegatronSteps):
             whole: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return whole
         if self.user_checkpoint_io is not None:
-            return self._checkpoints.progress_of(super().load_checkpoint(checkpoint_path, weights_only))
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            self._checkpoints.progress.take_from(checkpoint)
+            return checkpoint
         if self._assembly is None:
             self._assemble()
         self.finish_saving()
@@ -144,7 +164,7 @@ class MegatronCheckpoints(MegatronSteps):
         if self._checkpoints_are_whole:
             super().load_optimizer_state_dict(checkpoint)
             if self._runner is not None:
-                self._checkpoints.restore_random_state()
+                self._checkpoints.progress.restore_random_state()
             return
         self._checkpoints.load_optimizers(checkpoint)
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -24,23 +23,22 @@ from megatron_lightning.checkpoint import (
     stands_for,
 )
 from megatron_lightning.checkpoint.agreement import ALONE, together
-from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
-from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
-from megatron_lightning.strategies.local_copies import open_copy, save_copy
-from megatron_lightning.strategies.metric_states import deal_metric_states, merge_metric_states
-from megatron_lightning.strategies.saver import Saver
+from megatron_lightning.strategies.links import PendingLinks
+from megatron_lightning.strategies.local_copies import copy_plan, open_copy
+from megatron_lightning.strategies.progress import RunProgress
+from megatron_lightning.strategies.saver import Save, Saver
 from megatron_lightning.strategies.vocabulary import fit_vocabulary, vocabulary_parameters
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
-    from megatron_lightning.strategies.sampling import ResumableSampler
 
 
 class CheckpointGlue:
@@ -52,17 +50,22 @@ class CheckpointGlue:
     """
 
     def __init__(self, strategy: MegatronStrategy, saver: Saver) -> None:
-        self._strategy, self.saver = strategy, saver
+        self._strategy, self.saver, self.progress = strategy, saver, RunProgress(strategy)
         self._source: CheckpointSource | None = None
         self._path, self._is_plain = "", False
-        self._metrics_apart: dict[str, list[Tensor]] = {}
-        self._random_state: list[Tensor] | None = None
-        self._positions: list[dict[str, Any]] = []
 
     # ------------------------------------------------------------------------------------------------------ save
 
-    def save(self, checkpoint: dict[str, Any], path: str, *, background: bool = False) -> None:
+    def save(
+        self, checkpoint: dict[str, Any], path: str, *, background: bool = False, links: PendingLinks | None = None
+    ) -> None:
         """Write ``checkpoint`` as a directory, in the background if wanted; all ranks call this.
+
+        Args:
+            checkpoint: Lightning's dict.
+            path: The directory.
+            background: Whether to return when the state is copied.
+            links: Links that wait for the commit; on the first rank.
 
         Raises:
             CheckpointError: On every rank, if one of them failed; what stood under ``path`` before is intact.
@@ -74,22 +77,24 @@ class CheckpointGlue:
         config = getattr(self._strategy.module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
             info["config"] = asdict(config)
-        self.saver.save(path, tensors, rest, info, context, background=background)
+        plan = Save(path, lambda group: take_snapshot(path, tensors, rest, info=info, group=group), write_snapshot, links=links)
+        self.saver.save(plan, context, background=background)
 
     def save_local(self, checkpoint: dict[str, Any], path: str, folder: str) -> None:
-        """Write every rank's part to its node's own disk and the next node's, and the pointer ``path``; all ranks call this.
+        """Write every rank's part to its node's own disk and the next node's, and the pointer ``path``; in the background.
 
         Raises:
-            CheckpointError: On every rank, if one of them failed; older copies are intact.
+            CheckpointError: On every rank, if this save, or the one before, failed on one of them; older copies are intact.
         """
         tensors, rest = self._divide(checkpoint)
         local, tied = self._strategy.module.state_dict(), self._strategy.assembly.tied
         tensors += [self._shards(f"state_dict.{tied[name]}", name, local[name]) for name in tied if name in local]
-        save_copy(self._strategy, tensors, rest, path=path, folder=folder)
+        plan = copy_plan(self._strategy, tensors, rest, path=path, folder=folder)
+        self.saver.save(plan, self._strategy.context, background=True)
 
     def _divide(self, checkpoint: dict[str, Any]) -> tuple[list[TensorShards], dict[str, Any]]:
         """Return what this rank holds of the tensors, and the rest."""
-        rest = self.with_progress(checkpoint)
+        rest = self.progress.added_to(checkpoint)
         optimizers = [self._view(optimizer) for optimizer in rest.pop("optimizer_states", [])]
         tensors = list(self._module_shards(rest))
         for index, optimizer in enumerate(optimizers):
@@ -137,41 +142,6 @@ class CheckpointGlue:
             return TensorShards.flat(saved_as, spec, rows, start, writes=writes)
         return TensorShards.local(saved_as, spec, tensor, writes=writes, replicas=context.data_group(spec.grid))
 
-    def _own_state(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return progress, and what each rank has of its own."""
-        strategy = self._strategy
-        context = strategy.context
-        fit_loop = rest.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        ranks: list[Any] = [None] * context.world_size
-        mine: dict[str, Any] = {}
-        if context.tp.rank == context.pp.rank == context.cp.rank == 0:
-            mine["data"] = (context.dp.rank, strategy.runner.rng.state(), fit_loop.get("combined_loader"))
-        if context.dp.rank == 0:
-            mine["layers"] = (f"tp{context.tp.rank}-pp{context.pp.rank}", context.rng.state_dict())
-        if dist.is_initialized() and context.world_size > 1:
-            dist.gather_object(mine, ranks if context.rank == 0 else None, dst=0)
-        else:
-            ranks = [mine]
-        ranks = [rank for rank in ranks if rank]
-        data = [rank["data"] for rank in ranks if "data" in rank]
-        return {
-            "consumed_samples": strategy.consumed_samples,
-            "skipped_steps": strategy.skipped_steps,
-            "samplers": [sampler.state_dict() for sampler in strategy.train_samplers()],
-            "layout": asdict(context.layout),
-            "tied": dict(strategy.assembly.tied),
-            "random_states": {replica: states for replica, states, _ in data},
-            "loaders": {replica: loader for replica, _, loader in data if loader},
-            "layer_streams": dict(rank["layers"] for rank in ranks if "layers" in rank),
-        }
-
-    def with_progress(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``checkpoint`` with what only we know of the run, and the metrics of all replicas; all ranks call this."""
-        metrics = merge_metric_states(self._strategy.module, self._strategy.context.dp_cp)
-        state = checkpoint["state_dict"]
-        state = {**state, **{name: value for name, value in metrics.merged.items() if name in state}}
-        return {**checkpoint, "state_dict": state, OWN: self._own_state(checkpoint) | {"metrics": metrics.apart}}
-
     def _view(self, optimizer: Any) -> DistributedOptimizer:
         """Return the optimizer as checkpoints see it."""
         if not isinstance(optimizer, _OptimizerHandle):
@@ -205,7 +175,7 @@ class CheckpointGlue:
         """
         module = self._strategy.module
         group = self._strategy.context.axis("world")
-        source = open_copy(self._strategy, path) or open_checkpoint(path, group=group)
+        source = open_copy(self._strategy, path, self.saver) or open_checkpoint(path, group=group)
         self._source, self._path, self._is_plain = self._fitted(source), path, isinstance(source, PlainSource)
         checkpoint = self._source.state()
         local = module.state_dict()
@@ -213,12 +183,7 @@ class CheckpointGlue:
         checkpoint["state_dict"] = {**others, **self._load_module(module.strict_loading)}
         for key, names in self._tensor_dicts().items():
             checkpoint[key] = {**checkpoint.get(key, {}), **self._load_copies(key, names)}
-        self._restore_own(checkpoint, fitting=module.trainer.state.fn == TrainerFn.FITTING)
-        return checkpoint
-
-    def progress_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``checkpoint``, which a plugin of the user's own has read, after taking over the progress in it."""
-        self._restore_own(checkpoint, fitting=self._strategy.module.trainer.state.fn == TrainerFn.FITTING)
+        self.progress.take_from(checkpoint)
         return checkpoint
 
     @property
@@ -284,52 +249,9 @@ class CheckpointGlue:
                 fresh.setdefault(copy, fresh[owner])
         return fresh
 
-    def _restore_own(self, checkpoint: dict[str, Any], *, fitting: bool) -> None:
-        own = checkpoint.pop(OWN, None)  # hooks see the dict that they know from one device
-        self._metrics_apart = (own or {}).get("metrics", {})
-        if own is None or not fitting:
-            return
-        check_progress(own)
-        strategy = self._strategy
-        context = strategy.context
-        strategy.consumed_samples, strategy.skipped_steps = own["consumed_samples"], own.get("skipped_steps", 0)
-        self._positions = [] if _epoch_finished(checkpoint) else own["samplers"]
-        replica = context.dp.rank
-        if own["loaders"]:
-            if len(own["loaders"]) != context.dp.size:
-                raise CheckpointError(
-                    f"the checkpoint holds the states of the data loaders of {len(own['loaders'])} data-parallel ranks, and "
-                    f"there are {context.dp.size}. Resume with as many, or use a map-style dataset, whose position is "
-                    "valid for any number."
-                )
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][replica]
-        self._random_state = own["random_states"].get(replica)
-        streams = own["layer_streams"].get(f"tp{context.tp.rank}-pp{context.pp.rank}")
-        if streams is not None and own["layout"] == asdict(context.layout):
-            context.rng.load_state_dict(streams)
-
-    def restore_random_state(self) -> None:
-        """Draw random numbers as the run that saved the checkpoint would have gone on."""
-        if self._random_state is not None:
-            self._strategy.runner.rng.set_state(self._random_state)
-
-    def restore_position(self, samplers: Sequence[ResumableSampler]) -> None:
-        """Continue the pass over the data that the checkpoint was saved in; called when training starts."""
-        if not self._positions:
-            return
-        for sampler, position in zip(samplers, self._positions, strict=False):
-            sampler.load_state_dict(position)
-        if any(sampler.started for sampler in samplers):  # by workers that fetch ahead, before the position was known
-            fetcher: Any = self._strategy.module.trainer.fit_loop._data_fetcher
-            iter(fetcher)
-        self._positions = []
-        self.restore_random_state()
-
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Copy the loaded part into the module, of its metrics what this replica goes on with."""
-        module, state = self._strategy.module, checkpoint["state_dict"]
-        parts = deal_metric_states(module, self._strategy.context.dp_cp, state, self._metrics_apart)
-        module.load_state_dict({**state, **parts}, strict=strict)
+        self._strategy.module.load_state_dict(self.progress.module_state(checkpoint["state_dict"]), strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the optimizer states into the optimizers' tensors; all ranks call this."""
@@ -351,7 +273,7 @@ class CheckpointGlue:
             load_sharded(self.source, shards, prefix=prefix, strict=True, group=strategy.context.axis("world"))
             view.finish_restore()
         self._source = None
-        self.restore_random_state()
+        self.progress.restore_random_state()
 
     def _with_named_parameters(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open a plain file once more, now that the optimizers exist whose parameters it numbers."""
@@ -409,10 +331,3 @@ def _state_shards(prefix: str, state: StateTensor) -> TensorShards:
 def _nothing(name: str, stored: Mapping[str, Any]) -> TensorShards:
     """Return a request that mentions a tensor without reading it."""
     return TensorShards(name, stored[name].shape, stored[name].dtype, [])
-
-
-def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Lightning's loops will begin a new pass over the data."""
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    current = progress.get("current", {})  # an exception may end the last batch before it is trained on
-    return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get("ready")

@@ -13,33 +13,48 @@ from megatron_lightning.checkpoint import TensorShards, open_checkpoint
 from megatron_lightning.checkpoint.agreement import on_first_rank
 from megatron_lightning.checkpoint.local import LocalCopies, Pointer
 from megatron_lightning.checkpoint.pruning import list_checkpoints
+from megatron_lightning.checkpoint.saving import Snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.strategies.saver import Save, Saver
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
-def save_copy(
+def copy_plan(
     strategy: MegatronStrategy, tensors: Sequence[TensorShards], state: Mapping[str, Any], *, path: str, folder: str
-) -> None:
-    """Write every rank's part into its node's ``folder`` and the next node's, and the pointer ``path``; all ranks call this.
+) -> Save:
+    """Plan to write every rank's part into its node's ``folder`` and the next node's, and the pointer ``path`` after them.
 
-    Raises:
-        CheckpointError: On every rank, if one of them failed; older copies are intact.
+    Args:
+        strategy: Whose ranks they are.
+        tensors: All that this rank holds.
+        state: Everything else, as the first rank has it.
+        path: The pointer.
+        folder: Folder on each node; ``{node_rank}`` in it stands for the node's number.
     """
-    context, ranks_per_node, step = strategy.context, max(1, strategy.num_processes), int(state["global_step"])
-    LocalCopies(folder, context.axis("world"), ranks_per_node).save(step, tensors, state)
-    pointer = Pointer(folder, ranks_per_node, step, asdict(context.layout))
-    on_first_rank(context.axis("world"), lambda: pointer.write(path))
+    ranks_per_node, step = max(1, strategy.num_processes), int(state["global_step"])
+    pointer = Pointer(folder, ranks_per_node, strategy.context.world_size, step, _sharding(strategy))
+
+    def take(group: AxisGroup) -> Snapshot:
+        return LocalCopies(folder, group, ranks_per_node).take_snapshot(step, tensors, state)
+
+    def write(snapshot: Snapshot, group: AxisGroup) -> None:
+        LocalCopies(folder, group, ranks_per_node).write(snapshot)
+        on_first_rank(group, lambda: pointer.write(path))
+
+    return Save(path, take, write, replaces=False)
 
 
-def open_copy(strategy: MegatronStrategy, path: str) -> CheckpointSource | None:
-    """Open what a pointer leads to: the newest copy that all ranks have, else the newest checkpoint beside the pointer.
+def open_copy(strategy: MegatronStrategy, path: str, saver: Saver) -> CheckpointSource | None:
+    """Open what a pointer leads to: the newest copy that serves this layout, else the newest checkpoint beside the pointer.
 
     Args:
         strategy: Whose ranks they are; all of them call this.
         path: The pointer, or any other path.
+        saver: Has the communicator for parts that are brought from another node.
 
     Returns:
         What to load; None if ``path`` is no pointer.
@@ -52,15 +67,24 @@ def open_copy(strategy: MegatronStrategy, path: str) -> CheckpointSource | None:
     pointer = on_first_rank(group, lambda: Pointer.read(path))
     if pointer is None:
         return None
-    same = pointer.layout == asdict(context.layout) and pointer.ranks_per_node == ranks_per_node
-    copy = LocalCopies(pointer.folder, group, ranks_per_node).open() if same else None
+    before, now = (pointer.num_ranks, pointer.ranks_per_node), (context.world_size, ranks_per_node)
+    same_layout = before == now and pointer.layout == _sharding(strategy)
+    copies = LocalCopies(pointer.folder, saver.group(context), ranks_per_node)
+    copy = copies.open(pointer.num_ranks, same_layout=same_layout)
     if copy is not None:
         return copy
+    lack = f"of the local copies in {pointer.folder} none has the parts of all {pointer.num_ranks} ranks on some node"
+    if not same_layout:
+        lack = (
+            f"the local copies in {pointer.folder} are of another layout ({pointer.num_ranks} ranks of {pointer.layout}), and "
+            "not every node has all parts of one"
+        )
     shared = on_first_rank(group, lambda: [str(found.path) for found in list_checkpoints(Path(path).parent)])
     if not shared:
-        raise CheckpointError(
-            f"{path} points to local copies in {pointer.folder}, of which some rank's part is on no node (or they are of "
-            f"another layout), and {Path(path).parent} has no other checkpoint. Delete {path} to start anew."
-        )
-    rank_zero_warn(f"Not every rank's local copy is there; going on from {shared[-1]}.")
+        raise CheckpointError(f"{lack}, and {Path(path).parent} has no other checkpoint. Delete {path} to start anew.")
+    rank_zero_warn(f"Going on from {shared[-1]}: {lack}.")
     return open_checkpoint(shared[-1], group=group)
+
+
+def _sharding(strategy: MegatronStrategy) -> dict[str, Any]:
+    return {**asdict(strategy.context.layout), "data_parallel": strategy.data_parallel}

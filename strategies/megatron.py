@@ -168,7 +168,7 @@ class MegatronStrategy(MegatronCheckpoints):
             trainer, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
         )
         module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
-        preflight.check_checkpoint_links(trainer, background=self.saves_in_background)
+        preflight.check_checkpoint_links(trainer)
 
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.

@@ -141,21 +141,14 @@ def check_storage(storage_options: object) -> None:
         )
 
 
-def check_checkpoint_links(trainer: pl.Trainer, *, background: bool) -> None:
-    """Check that no link would point to a checkpoint before it is there.
+def check_checkpoint_links(trainer: pl.Trainer) -> None:
+    """Check that there can be links where checkpoints are.
 
     Raises:
-        ConfigError: If ModelCheckpoint links to what is still being written, or to an object store.
+        ConfigError: If ModelCheckpoint links to an object store.
     """
     for callback in getattr(trainer, "checkpoint_callbacks", []):
-        if getattr(callback, "save_last", None) != "link":
-            continue
-        if background:
-            raise ConfigError(
-                'ModelCheckpoint has save_last="link", and with async_save the link would point to a checkpoint that is still '
-                "being written; if that save failed, last.ckpt would lead nowhere. Set save_last=True, or async_save=False."
-            )
-        if is_remote(str(callback.dirpath or "")):
+        if getattr(callback, "save_last", None) == "link" and is_remote(str(callback.dirpath or "")):
             raise ConfigError(
                 f'ModelCheckpoint has save_last="link" and dirpath={callback.dirpath}; an object store has no links. Set '
                 "save_last=True."

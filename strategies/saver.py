@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from megatron_lightning.checkpoint import TensorShards, remove_checkpoint
+from megatron_lightning.checkpoint import remove_checkpoint
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
-from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
+from megatron_lightning.checkpoint.saving import Snapshot
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.strategies.links import PendingLinks
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,22 @@ class SaveReport:
     """Seconds from the call to the commit; None: it is not committed."""
     num_bytes: int = 0
     """Bytes of tensors that this rank wrote."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """What is to be saved, and how."""
+
+    path: str
+    """Name that the save is known by."""
+    take: Callable[[AxisGroup], Snapshot]
+    """Collects what this rank writes, while training waits; all ranks call it."""
+    write: Callable[[Snapshot, AxisGroup], None]
+    """Writes and commits it, over the group given; all ranks call it."""
+    replaces: bool = True
+    """Whether older checkpoints may go when it is committed, and must stay when it failed."""
+    links: PendingLinks | None = None
+    """Links that wait for the commit; on the first rank."""
 
 
 class Saver:
@@ -54,67 +71,64 @@ class Saver:
         self._lock = threading.Lock()  # of what the main thread and the job share on the first rank:
         self._writing = self._failed = False
         self._doomed: list[str] = []
+        self._links: PendingLinks | None = None
         self.last: SaveReport | None = None
         """The save before; its ``written_s`` is known when the next one begins, or training ends."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Saver, (self._options, self._timeout))  # in another process nothing is being saved
 
-    def save(
-        self,
-        path: str,
-        tensors: Iterable[TensorShards],
-        state: Mapping[str, Any],
-        info: Mapping[str, Any],
-        context: ParallelContext,
-        *,
-        background: bool,
-    ) -> None:
+    def save(self, plan: Save, context: ParallelContext, *, background: bool) -> None:
         """Write a checkpoint; all ranks call this.
 
         Raises:
             CheckpointError: On every rank, if one failed in this save, or in the one before that ran in the background, and
-                ``on_save_error`` is "raise". What stood under ``path`` is intact.
+                ``on_save_error`` is "raise". What stood under the name is intact.
         """
         began = time.monotonic()
         self.finish()
         with self._lock:
-            self._writing = True
-            self._doomed = [doomed for doomed in self._doomed if doomed != path]
+            self._writing = self._writing or plan.replaces
+            self._links = plan.links if plan.replaces else self._links
+            self._doomed = [doomed for doomed in self._doomed if doomed != plan.path]
         try:
-            snapshot = take_snapshot(path, tensors, state, info=info, group=context.axis("world"))
+            snapshot = plan.take(context.axis("world"))
             if background:
-                group, snapshot = self._own_group(context), self._buffer.copy_of(snapshot)
-                self.last = SaveReport(path, time.monotonic() - began, num_bytes=snapshot.num_bytes)
-                self._job = BackgroundJob(lambda: self._write(snapshot, group, began))
+                group, snapshot = self.group(context), self._buffer.copy_of(snapshot)
+                self.last = SaveReport(plan.path, time.monotonic() - began, num_bytes=snapshot.num_bytes)
+                self._job = BackgroundJob(lambda: self._write(plan, snapshot, group, began))
                 return
-            self.last = SaveReport(path, 0.0, num_bytes=snapshot.num_bytes)
-            self._write(snapshot, context.axis("world"), began)
-            self.last = SaveReport(path, time.monotonic() - began, self.last.written_s, snapshot.num_bytes)
+            self.last = SaveReport(plan.path, 0.0, num_bytes=snapshot.num_bytes)
+            self._write(plan, snapshot, context.axis("world"), began)
+            self.last = SaveReport(plan.path, time.monotonic() - began, self.last.written_s, snapshot.num_bytes)
         except CheckpointError as error:
-            self._settle(committed=False)
+            self._settle(plan, committed=False)
             self._report(error)
 
-    def _write(self, snapshot: Snapshot, group: AxisGroup, began: float) -> None:
+    def _write(self, plan: Save, snapshot: Snapshot, group: AxisGroup, began: float) -> None:
         """Write and commit; afterwards delete what had to wait for it."""
         committed = False
         try:
-            write_snapshot(snapshot, group)
+            plan.write(snapshot, group)
             committed = True
         finally:
-            self._settle(committed=committed)
+            self._settle(plan, committed=committed)
         if self.last is not None:
             self.last = SaveReport(self.last.path, self.last.stall_s, time.monotonic() - began, self.last.num_bytes)
 
-    def _settle(self, *, committed: bool) -> None:
+    def _settle(self, plan: Save, *, committed: bool) -> None:
+        if not plan.replaces:
+            return
         with self._lock:
             self._writing, self._failed = False, not committed
             doomed, self._doomed = (self._doomed, []) if committed else ([], self._doomed)
+            if committed and plan.links is not None:
+                plan.links.release()
         for path in doomed:
             remove_checkpoint(path)
 
-    def _own_group(self, context: ParallelContext) -> AxisGroup:
-        """Return all ranks with a communicator that only background saves use; made by the first of them."""
+    def group(self, context: ParallelContext) -> AxisGroup:
+        """Return all ranks with a communicator for CPU tensors that only background saves use; all ranks make it together."""
         world = context.axis("world")
         if self._group is None or self._group.ranks != world.ranks:
             process_group = None
@@ -155,3 +169,14 @@ class Saver:
                 self._doomed.append(path)
                 return
         remove_checkpoint(path)
+
+    @property
+    def awaits_links(self) -> bool:
+        """Whether a link may be made, on this rank, to a checkpoint that is not committed."""
+        return self._links is not None and (self._writing or self._failed)
+
+    def hold_links(self, links: Iterable[Path]) -> None:
+        """Let links to the checkpoint being written wait for its commit; called on the first rank after they were made."""
+        with self._lock:
+            if self._links is not None and self.awaits_links:
+                self._links.hold(links)

@@ -17,6 +17,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint, saving
+from megatron_lightning.checkpoint.resharding import reshard
+from megatron_lightning.checkpoint.verification import read_manifest, verify
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.strategies import MegatronStrategy
@@ -190,15 +192,62 @@ def test_lightnings_plugin_asks_for_saves_in_the_background(tmp_path: Path) -> N
         assert result == (True, False, {"step=4.ckpt", "last.ckpt"})
 
 
-def test_links_to_what_is_not_there_yet_are_refused(tmp_path: Path) -> None:
-    for dirpath, options, message in ((str(tmp_path), ASYNC, "still being written"), ("memory://a", None, "has no links")):
-        fit = trainer(
-            MegatronStrategy(checkpoint_options=options),
-            callbacks=[ModelCheckpoint(dirpath, save_last="link")],
-            enable_checkpointing=True,
-        )
-        with pytest.raises(ConfigError, match=message):
-            fit.fit(ToyModule(), datamodule=ToyData())
+class _LinkWatch(pl.Callback):
+    """Where the link leads at the beginning of every batch, and whether a checkpoint stands there."""
+
+    def __init__(self, link: str) -> None:
+        self.link = link
+        self.seen: list[tuple[str, bool]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            target = os.readlink(self.link) if os.path.islink(self.link) else ""
+            self.seen.append((target, is_committed(self.link)))
+
+
+def _linked(layout: Layout, folder: str) -> Any:
+    keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2, save_last="link")
+    watch = _LinkWatch(f"{folder}/last.ckpt")
+    with (
+        mock.patch.object(commit.PendingSave, "begin", _slow_begin),
+        mock.patch.object(saving, "_write_rank", _FullDisk(layout.ranks - 1, 3)),
+    ):
+        _fit(layout, folder, CheckpointOptions(async_save=True, on_save_error="warn"), [keep, watch])
+    return watch.seen, sorted(os.listdir(folder)), os.path.realpath(f"{folder}/last.ckpt")
+
+
+def test_a_link_leads_to_committed_checkpoints_only(tmp_path: Path) -> None:
+    """The third of four saves fails: the link stays with the second one until the fourth is committed."""
+    seen, left, end = run(DP2, _linked, tmp_path)[0]
+    assert not [entry for entry in seen if entry[0] and not entry[1]], seen
+    assert {target for target, _ in seen} <= {"", "step=2.ckpt", "step=4.ckpt"}
+    assert seen[2] == ("", False) and seen[-1][0]  # the first save was still under way; the link came later
+    assert left == ["last.ckpt", "step=8.ckpt"] and end == str(tmp_path / "step=8.ckpt")
+
+
+def test_links_in_an_object_store_are_refused() -> None:
+    fit = trainer(MegatronStrategy(), callbacks=[ModelCheckpoint("memory://a", save_last="link")], enable_checkpointing=True)
+    with pytest.raises(ConfigError, match="has no links"):
+        fit.fit(ToyModule(), datamodule=ToyData())
+
+
+def _saved_halfway(layout: Layout, folder: str) -> None:
+    _fit(layout, folder, CheckpointOptions(), [ModelCheckpoint(folder, f"{layout.name}-{{step}}", every_n_train_steps=4)])
+
+
+def test_resharded_like_a_layout_each_rank_has_a_file(tmp_path: Path) -> None:
+    """One rank's checkpoint, cut like one of 2 stages x 2 replicas, is in the files that those four would have written."""
+    run(ONE, _saved_halfway, tmp_path)
+    run(PP2_DP2, _saved_halfway, tmp_path)
+    one, ranks, cut = (tmp_path / name for name in ("one-step=8.ckpt", "pp2-dp2-step=8.ckpt", "cut.ckpt"))
+    reshard(one, cut, like=ranks)
+    boxes = [
+        {(name, s.offset, s.shape, s.file.split(".")[2]) for name, entry in manifest.tensors.items() for s in entry.shards}
+        for manifest in map(read_manifest, (ranks, cut))
+    ]
+    assert boxes[0] == boxes[1] and len({file for *_, file in boxes[1]}) == 4
+    assert read_manifest(cut).info["layout"] == read_manifest(ranks).info["layout"]
+    assert verify(cut) == [] and open_checkpoint(cut).state() == open_checkpoint(one).state()
 
 
 def test_an_unknown_action_is_refused() -> None:
@@ -218,8 +267,13 @@ def _in_an_object_store(layout: Layout, folder: str) -> Any:
     trainer(MegatronStrategy(checkpoint_options=ASYNC), callbacks=[middle], **options).fit(ToyModule(), datamodule=data)
     fit = trainer(MegatronStrategy(), callbacks=[again], **options)
     fit.fit(ToyModule(), datamodule=data, ckpt_path="memory://middle/step=2.ckpt")
-    return left, again.losses == whole.losses[2:]
+    last = ModelCheckpoint("memory://last", save_last=True, save_top_k=0, every_n_train_steps=2)
+    trainer(MegatronStrategy(), callbacks=[last], **{**options, "max_steps": 2}).fit(ToyModule(), datamodule=data)
+    found = Losses()
+    fit = trainer(MegatronStrategy(), callbacks=[found, last], **options)
+    fit.fit(ToyModule(), datamodule=data, ckpt_path="last")
+    return left, again.losses == whole.losses[2:], found.losses == whole.losses[2:]
 
 
 def test_model_checkpoint_in_an_object_store(tmp_path: Path) -> None:
-    assert run(ONE, _in_an_object_store, tmp_path) == [(({"step=6.ckpt"}, "memory://run/step=6.ckpt"), True)]
+    assert run(ONE, _in_an_object_store, tmp_path) == [(({"step=6.ckpt"}, "memory://run/step=6.ckpt"), True, True)]

@@ -16,8 +16,9 @@ def test_a_run_that_goes_back_replaces_the_copies_of_later_steps(tmp_path: Path)
     copies = LocalCopies(str(tmp_path), ALONE, 1)
 
     def save(step: int) -> list[int]:
-        copies.save(step, [TensorShards.whole("weight", torch.full((2,), float(step)))], {"global_step": step})
-        newest = copies.open()
+        weight = TensorShards.whole("weight", torch.full((2,), float(step)))
+        copies.write(copies.take_snapshot(step, [weight], {"global_step": step}))
+        newest = copies.open(1, same_layout=True)
         assert newest is not None and newest.state()["global_step"] == step
         return sorted(int(name.split("-")[1]) for name in os.listdir(tmp_path))
 
