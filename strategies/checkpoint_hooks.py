@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -14,7 +13,7 @@ from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
-from megatron_lightning.strategies.links import PendingLinks, link_paths
+from megatron_lightning.strategies.links import link_paths
 from megatron_lightning.strategies.saver import SaveReport
 from megatron_lightning.strategies.stepping import MegatronSteps
 
@@ -89,8 +88,8 @@ class MegatronCheckpoints(MegatronSteps):
         # ModelCheckpoint makes room for a link by deleting a directory of its name, which may be the last good checkpoint.
         in_danger = any(link.is_dir() and not link.is_symlink() for link in links)
         path, background = self.broadcast((str(filepath), running and self.saves_in_background and not in_danger))
-        pending = PendingLinks(Path(path), links) if background and self.is_global_zero else None
-        self._checkpoints.save(checkpoint, path, background=background, links=pending)
+        waiting = links if background and self.is_global_zero else None
+        self._checkpoints.save(checkpoint, path, background=background, links=waiting)
         if background:
             self._log_stall()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
-from megatron_lightning.strategies.links import PendingLinks
 from megatron_lightning.strategies.local_copies import copy_plan, open_copy
 from megatron_lightning.strategies.progress import RunProgress
 from megatron_lightning.strategies.saver import Save, Saver
@@ -57,7 +57,7 @@ class CheckpointGlue:
     # ------------------------------------------------------------------------------------------------------ save
 
     def save(
-        self, checkpoint: dict[str, Any], path: str, *, background: bool = False, links: PendingLinks | None = None
+        self, checkpoint: dict[str, Any], path: str, *, background: bool = False, links: Sequence[Path] | None = None
     ) -> None:
         """Write ``checkpoint`` as a directory, in the background if wanted; all ranks call this.
 
@@ -65,7 +65,7 @@ class CheckpointGlue:
             checkpoint: Lightning's dict.
             path: The directory.
             background: Whether to return when the state is copied.
-            links: Links that wait for the commit; on the first rank.
+            links: Where links are that wait for the commit; on the first rank.
 
         Raises:
             CheckpointError: On every rank, if one of them failed; what stood under ``path`` before is intact.

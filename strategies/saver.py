@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,8 +51,8 @@ class Save:
     """Writes and commits it, over the group given; all ranks call it."""
     replaces: bool = True
     """Whether older checkpoints may go when it is committed, and must stay when it failed."""
-    links: PendingLinks | None = None
-    """Links that wait for the commit; on the first rank."""
+    links: Sequence[Path] | None = None
+    """Where links are that wait for the commit, on the first rank; None: there is nobody who makes any."""
 
 
 class Saver:
@@ -89,7 +89,8 @@ class Saver:
         self.finish()
         with self._lock:
             self._writing = self._writing or plan.replaces
-            self._links = plan.links if plan.replaces else self._links
+            if plan.replaces:  # where links lead now that the save before is settled
+                self._links = PendingLinks(Path(plan.path), plan.links) if plan.links is not None else None
             self._doomed = [doomed for doomed in self._doomed if doomed != plan.path]
         try:
             snapshot = plan.take(context.axis("world"))
@@ -122,8 +123,8 @@ class Saver:
         with self._lock:
             self._writing, self._failed = False, not committed
             doomed, self._doomed = (self._doomed, []) if committed else ([], self._doomed)
-            if committed and plan.links is not None:
-                plan.links.release()
+            if committed and self._links is not None:
+                self._links.release()
         for path in doomed:
             remove_checkpoint(path)
 

@@ -376,4 +376,4 @@ def test_pruning_deletes_nothing_that_a_hostile_state_names(tmp_path: Path) -> N
         _save(tmp_path / "run" / f"{step}.ckpt", {"callbacks": {"x": {"best_model_path": 5, "best_k_models": {"../../y": 1}}}})
     _save(tmp_path / "y")
     found = find_prunable(tmp_path / "run", keep_last=1, min_age_s=0)
-    assert [entry.path.name for entry in found] == ["1.ckpt"] and is_committed(tmp_path / "y")
+    assert [Path(entry.path).name for entry in found] == ["1.ckpt"] and is_committed(tmp_path / "y")

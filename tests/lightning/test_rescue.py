@@ -1,10 +1,11 @@
-"""Saving before the end: SIGTERM on any rank, every so many minutes, and local copies; going on is bit-equal."""
+"""Saving before the end: SIGTERM on any rank, and every so many minutes; going on is bit-equal."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import subprocess
+import sys
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,16 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from megatron_lightning.callbacks import LocalCopyCheckpoint, RescueCheckpoint
-from megatron_lightning.checkpoint import is_committed
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.callbacks import RescueCheckpoint
+from megatron_lightning.checkpoint import is_committed, open_checkpoint
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.failure import FailureWatch
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DP2, PP2, PP2_DP2, SINGLE, Layout, layouts, run
+from tests.lightning.support import DP2, ONE, PP2, PP2_DP2, SINGLE, Layout, layouts, run
 
 STOP = 3
 
@@ -42,7 +42,7 @@ class _Terminated(pl.Callback):
 def _fit(
     layout: Layout, folder: str, *callbacks: pl.Callback, ckpt_path: str | None = None, **more: Any
 ) -> tuple[Any, list[float]]:
-    record, module = Losses(), ToyModule()
+    record, module = Losses(), more.pop("module", None) or ToyModule()
     options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, **more}
     trainer = layout.trainer(folder, callbacks=[record, *callbacks], **options)
     try:
@@ -67,6 +67,114 @@ def test_sigterm_on_one_rank_saves_on_all_and_going_on_is_bit_equal(layout: Layo
     for rank in run(layout, _rescued, tmp_path):
         assert rank == {"end": "AgreedStop", "restored": True, "steps": (STOP, 8 - STOP), "losses": True, "same": True}
     assert is_committed(tmp_path / "rescue.ckpt")
+
+
+class _TerminatedInEvaluation(pl.Callback):
+    """Sends a signal to one rank in the second batch of an evaluation; notes the metrics of each validation."""
+
+    def __init__(self, rank: int, step: int, signum: int = signal.SIGTERM) -> None:
+        self.rank, self.step, self.signum = rank, step, signum
+        self.metrics: list[tuple[int, float]] = []
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step and batch_idx == 1:
+            os.kill(os.getpid(), self.signum)
+
+    on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.metrics.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+
+def _ended_in_validation(layout: Layout, folder: str, step: int) -> dict[str, Any]:
+    rank, never, after = layout.ranks - 1, -1, _TerminatedInEvaluation(0, -1)
+    options: dict[str, Any] = {"val_check_interval": 2, "module": ToyModule(mask=True)}
+    straight = _TerminatedInEvaluation(rank, never)
+    whole, losses = _fit(layout, f"{folder}/whole", straight, **options)
+    options["module"] = ToyModule(mask=True)
+    end, first = _fit(layout, folder, RescueCheckpoint(folder), _TerminatedInEvaluation(rank, step), **options)
+    options["module"] = ToyModule(mask=True)
+    going_on, rest = _fit(layout, folder, RescueCheckpoint(folder), after, ckpt_path="last", **options)
+    return {
+        "end": end,
+        "steps": len(first),
+        "losses": first + rest == losses,
+        "same": all(torch.equal(a, b) for a, b in zip(whole, going_on, strict=True)),
+        "validation": after.metrics == straight.metrics[step // 2 - 1 :],  # whole, once more
+    }
+
+
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])  # within an epoch, and at its end
+@layouts(PP2, slow=[ONE, PP2_DP2])
+def test_sigterm_in_validation_saves_at_once_and_the_validation_is_repeated(layout: Layout, step: int, tmp_path: Path) -> None:
+    for rank in run(layout, _ended_in_validation, tmp_path, step):
+        assert rank == {"end": "AgreedStop", "steps": step, "losses": True, "same": True, "validation": True}
+
+
+def _just_ended(layout: Layout, folder: str) -> list[str]:
+    ends, handler = [], signal.getsignal(signal.SIGTERM)
+    for entry, options in (("fit", {"num_sanity_val_steps": 3}), ("validate", {}), ("predict", {})):
+        callbacks = [RescueCheckpoint(folder), _TerminatedInEvaluation(0, 0)]
+        trainer = layout.trainer(folder, enable_checkpointing=True, callbacks=callbacks, max_steps=1, **options)
+        try:
+            getattr(trainer, entry)(ToyModule(), datamodule=layout.data_module())
+        except SystemExit as end:
+            ends.append(type(end).__name__)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    return ends
+
+
+def test_sigterm_just_ends_what_has_nothing_to_save(tmp_path: Path) -> None:
+    for ends in run(DP2, _just_ended, tmp_path):
+        assert ends == ["AgreedStop"] * 3
+    assert not (tmp_path / "rescue.ckpt").exists()
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_slurms_requeue_signal_saves_where_lightning_looks(
+    array: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SLURM_JOB_ID", "17"), ("SLURM_NTASKS", "1"), ("SLURM_JOB_NAME", "train")):
+        monkeypatch.setenv(name, value)
+    if array:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    tool = tmp_path / "scontrol"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plugin = [SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)]
+    options: dict[str, Any] = {"val_check_interval": 2, "plugins": plugin}
+    told = _TerminatedInEvaluation(0, 2, signal.SIGUSR1)
+    end, first = _fit(ONE, str(tmp_path), RescueCheckpoint(str(tmp_path)), told, **options)
+    assert end == "AgreedStop" and len(first) == 2
+    assert is_committed(tmp_path / "hpc_ckpt_1.ckpt") and not (tmp_path / "rescue.ckpt").exists()
+    assert (tmp_path / "calls").read_text() == ("requeue 16_3\n" if array else "requeue 17\n")
+    _, rest = _fit(ONE, str(tmp_path), RescueCheckpoint(str(tmp_path)), **options)  # without ckpt_path
+    assert len(rest) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
+    """torchrun gives its workers half a minute between SIGTERM and SIGKILL; the next run goes on."""
+
+    def command(steps: int) -> list[str]:
+        standalone = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        return [sys.executable, *standalone, "-m", "tests.faults.rescued_job", str(tmp_path), str(steps)]
+
+    with subprocess.Popen(command(100_000), stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as job:
+        assert job.stdout is not None
+        line = next(line for line in job.stdout if line.startswith("STEP 0 3"))
+        job.terminate()
+        output = line + job.communicate(timeout=100)[0]
+    steps = [int(words[2]) for words in map(str.split, output.splitlines()) if words[:2] == ["STEP", "0"]]
+    saved = open_checkpoint(tmp_path / "rescue.ckpt").state()["global_step"]
+    assert job.returncode != 0 and saved in (steps[-1], steps[-1] + 1)  # the last line may be lost on its way
+    done = subprocess.run(command(saved + 2), capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    assert f"DONE 0 {saved + 2}" in done.stdout and f"STEP 0 {saved}\n" not in done.stdout
 
 
 class _Fails(pl.Callback):
@@ -139,58 +247,3 @@ def test_saves_in_time_fall_on_optimizer_steps(tmp_path: Path) -> None:
     assert (tmp_path / "rescue.ckpt").is_file() and not (tmp_path / "never").exists()
     with pytest.raises(ConfigError, match="every_n_minutes is 0"):
         RescueCheckpoint(every_n_minutes=0)
-
-
-# Local copies
-
-
-def _lose(*paths: str) -> None:
-    """Delete what a lost node had, between two runs."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for path in paths:
-            shutil.rmtree(path, ignore_errors=True)
-    dist.barrier()
-
-
-def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
-    """Train on two nodes of one rank each; go on after either's disk is lost, and after both copies of a part are."""
-    os.environ["LOCAL_RANK"] = "0"
-    nodes: dict[str, Any] = {"num_nodes": 2, "devices": 1}
-    disk = f"{folder}/disk-{{node_rank}}"
-
-    def copies() -> LocalCopyCheckpoint:
-        return LocalCopyCheckpoint(disk, every_n_train_steps=1, dirpath=folder)
-
-    whole, losses = _fit(layout, f"{folder}/whole", **nodes)
-    often = ModelCheckpoint(folder, "shared", every_n_train_steps=2, save_top_k=1, enable_version_counter=False)
-    _, first = _fit(layout, folder, copies(), often, max_steps=STOP, **nodes)
-    kept = sorted(len(os.listdir(f"{folder}/disk-{node}")) for node in range(2))
-    result: dict[str, Any] = {"first": first == losses[:STOP], "kept": kept}
-    for lost in (0, 1):
-        _lose(f"{folder}/disk-{lost}")
-        end, rest = _fit(layout, folder, RescueCheckpoint(folder), ckpt_path=f"{folder}/local.ckpt", **nodes)
-        same = all(torch.equal(a, b) for a, b in zip(whole, end, strict=True))
-        result[f"lost {lost}"] = (rest == losses[STOP:], same)
-    end, rest = _fit(layout, folder, copies(), ckpt_path="last", **nodes)  # the pointer is the newest
-    result["last"] = rest == losses[STOP:]
-    _lose(f"{folder}/disk-0", f"{folder}/disk-1")
-    _, rest = _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
-    result["shared"] = rest == losses[STOP - 1 :]  # saved at step 2
-    _lose(f"{folder}/shared.ckpt")
-    with pytest.raises(CheckpointError, match=r"points to local copies .* on no node"):
-        _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
-    return result
-
-
-@layouts(PP2, slow=[DP2])
-def test_local_copies_survive_the_loss_of_a_node(layout: Layout, tmp_path: Path) -> None:
-    expected = {"first": True, "kept": [2, 2], "lost 0": (True, True), "lost 1": (True, True), "last": True, "shared": True}
-    for rank in run(layout, _lost_nodes, tmp_path):
-        assert rank == expected
-
-
-def test_copies_need_one_interval() -> None:
-    for intervals in ({}, {"every_n_train_steps": 1, "every_n_minutes": 1.0}, {"every_n_minutes": 0.0}):
-        with pytest.raises(ConfigError, match="need one interval"):
-            LocalCopyCheckpoint("folder", **intervals)
