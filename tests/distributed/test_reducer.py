@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,61 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(sharded: bool) -> None:
         assert result["never"] == (False, None)
         assert result["always"][1] in (1.0, None) and result["rank1"][1] in (0.5, None)
         assert sharded or (result["always"][0] and result["rank1"][0])
+
+
+def buckets_by_kind() -> None:
+    """Parameters share a buffer that agree in dtype, grid and partial sums; what backward computes first comes first."""
+    context = context_of(tp=2)
+    dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.float64, "e": torch.bfloat16}
+    parameters = {name: nn.Parameter(torch.ones(10, dtype=dtype)) for name, dtype in dtypes.items()}
+    specs = {name: ShardSpec.replicated((10,)) for name in parameters}
+    for name, spec in (
+        ("expert", replace(specs["a"], grid="expert")),
+        ("norm", ShardSpec.replicated((10,), partial_over=("tp",))),
+        ("f", ShardSpec.replicated((10,))),
+    ):
+        parameters[name], specs[name] = nn.Parameter(torch.ones(10)), spec
+    reducer = GradientReducer(parameters, specs, context, sharded=True)
+    kinds = {
+        ("f", "c", "a"): torch.float32,
+        ("expert",): torch.float32,
+        ("e", "b"): torch.float32,  # of bf16 parameters
+        ("d",): torch.float64,
+        ("norm",): torch.float32,  # summed over the tensor group first
+    }
+    assert {tuple(bucket.names): bucket.gradient.dtype for bucket in reducer.buckets} == kinds
+    for bucket in reducer.buckets:
+        assert bucket.gradient.numel() % (2 * 64) == 0 and bucket.value is not None
+        assert bucket.value.dtype == bucket.parameters[0].dtype
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            assert parameter.data_ptr() == bucket.value[offset:].data_ptr() and offset % 64 == 0
+
+
+def test_buckets_hold_parameters_of_one_kind() -> None:
+    run_ranks(4, buckets_by_kind)
+
+
+def started_in_backward() -> None:
+    context = context_of()
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    parameters = dict(layers.named_parameters())
+    specs = {name: ShardSpec.replicated(p.shape) for name, p in parameters.items()}
+    reducer = GradientReducer(parameters, specs, context, sharded=True, options=DataParallelOptions(bucket_size=1))
+    assert [bucket.names for bucket in reducer.buckets] == [["2.weight"], ["1.weight"], ["0.weight"]]
+    launched: list[list[bool]] = []
+    reducer.start_window()
+    for sync in (False, True):  # two micro-batches
+        reducer.sync = sync
+        x = torch.ones(2, 8, requires_grad=True)
+        hidden = layers[0](x)
+        hidden.register_hook(lambda _: launched.append([bucket.launched for bucket in reducer.buckets]))
+        layers[2](layers[1](hidden)).sum().backward()
+    assert launched == [[False] * 3, [True, True, False]]  # before backward has come to the first layer
+    reducer.finish()
+
+
+def test_reductions_start_in_the_last_backward_bucket_by_bucket() -> None:
+    run_ranks(2, started_in_backward)
 
 
 def misuse() -> None:
