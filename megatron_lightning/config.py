@@ -257,7 +257,7 @@ class DataParallelOptions:
     and keeps a replica in each of the others (hybrid sharding)."""
     overlap_param_gather: bool = False
     """Gather the parameters that zero1 has stepped beside the next forward instead of inside the step. Whoever reads weights
-    between the two (a callback, the module's own hooks) sees old ones."""
+    between the two (a callback, the module's own hooks, a step before it calls the layer) sees old ones."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer's state and master weights in host memory, and step there."""
     moments_dtype: MomentsDtype = "fp32"

@@ -86,11 +86,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     ),
     "fsdp2": (2, {"data_parallel": "fsdp"}, ["uniform", "selective"]),
 }
+SLOW: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "pp2-gpipe": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "gpipe"}, []),
+    "pp2-dp2-zbv": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "micro_batch_size": 1,
+            "pipeline_schedule": "zbv",
+        },
+        [],
+    ),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bit_equal_under_every_axis(layout: str) -> None:
-    world, options, kinds = LAYOUTS[layout]
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_bit_equal_under_every_axis_and_schedule(layout: str) -> None:
+    world, options, kinds = (LAYOUTS | SLOW)[layout]
     for results in run_ranks(world, _compare, options, kinds or list(OPTIONS)[1:], timeout_s=110):
         for (kind, dropout), found in results.items():
             *numbers, calls = found
