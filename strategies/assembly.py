@@ -19,10 +19,10 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import (
     ShardingPlan,
     ShardSpec,
-    materialize,
     named_shard_specs,
     parallelize,
     tied_names,

@@ -15,7 +15,8 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import materialize, named_shard_specs, parallelize, tied_names
+from megatron_lightning.parallel.materialize import materialize
+from megatron_lightning.parallel.sharding import named_shard_specs, parallelize, tied_names
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.partition import partition_units

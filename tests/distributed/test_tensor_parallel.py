@@ -17,7 +17,8 @@ from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, V
 from megatron_lightning.layers.styles import ColumnParallel
 from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
-from megatron_lightning.parallel.sharding import ShardingPlan, materialize, named_shard_specs
+from megatron_lightning.parallel.materialize import materialize
+from megatron_lightning.parallel.sharding import ShardingPlan, named_shard_specs
 from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks
 

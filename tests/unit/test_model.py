@@ -18,7 +18,8 @@ from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.optim import LRSchedule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
-from megatron_lightning.parallel.sharding import ShardSpec, materialize, named_shard_specs
+from megatron_lightning.parallel.materialize import materialize
+from megatron_lightning.parallel.sharding import ShardSpec, named_shard_specs
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12)
 TIED = TransformerConfig(**(CONFIG.to_dict() | {"share_embeddings_and_output_weights": True}))  # type: ignore[arg-type]
