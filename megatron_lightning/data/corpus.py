@@ -65,9 +65,10 @@ class Record:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            raise DataError(
-                f"{self.where}: invalid JSON at column {error.colno}: {error.msg}; a line must be one object"
-            ) from error
+            column = min(error.pos, len(text.rstrip())) + 1  # what ends too early ends before the newline
+            raise DataError(f"{self.where}: invalid JSON at column {column}: {error.msg}; a line must be one object") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.where}: JSON that cannot be read ({error}); a line must be one object") from error
         if not isinstance(fields, dict):
             raise DataError(f"{self.where}: a line must be a JSON object with a text, found {type(fields).__name__}")
         return [self._field(fields, key) for key in json_keys]
@@ -75,6 +76,13 @@ class Record:
     def _field(self, fields: dict[str, object], key: str) -> str:
         value = fields.get(key)
         if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{self.where}: half a character under key {key!r}: {value[error.start]!a} at character {error.start + 1} "
+                    "is one of two escapes that make a character together; write both, or remove it"
+                ) from error
             return value
         found = f"{type(value).__name__} under key {key!r}" if key in fields else f"no key {key!r}, only {sorted(fields)}"
         raise DataError(f"{self.where}: {found}; set json_keys to keys that hold text in every line")
@@ -117,12 +125,20 @@ def read_records(files: Sequence[Path]) -> Iterator[Record]:
     """Yield the documents of ``files`` in order: each line of a ``.jsonl`` or ``.json`` file, each other file as a whole.
 
     A blank line of a JSON-lines file is no document.
+
+    Raises:
+        DataError: If there is no document at all.
     """
+    empty = True
     for path in files:
         if path.suffix not in _JSON_SUFFIXES:
             yield Record(str(path), 1, path.read_bytes(), is_json=False)
+            empty = False
             continue
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield Record(str(path), number, line, is_json=True)
+                    empty = False
+    if empty:
+        raise DataError(f"{', '.join(map(str, files))}: no document, only blank lines; set input to files with text")

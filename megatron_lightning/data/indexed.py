@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -253,7 +254,8 @@ class IndexedDatasetWriter:
 
     def abort(self) -> None:
         """Remove whatever has been written and not published."""
-        self._file.close()
+        with suppress(OSError):  # a full disk; what is not written yet is not wanted either
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def _index_bytes(self) -> bytes:

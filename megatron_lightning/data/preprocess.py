@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
@@ -62,7 +62,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
     """Tokenize text into the indexed files that pre-training reads, in Megatron's own format.
 
     Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, and ``{output_prefix}_tokenizer.model`` if a
-    tokenizer is trained. Everything is published at the end: an error or Ctrl-C leaves nothing behind.
+    tokenizer is trained. Everything is published at the end: an error, Ctrl-C or SIGTERM leaves nothing behind.
 
     Args:
         output_prefix: Path and start of the name of what is written.
@@ -89,6 +89,8 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
     prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
     _make_folder(Path(output_prefix).parent)
     with ExitStack() as published:
+        published.enter_context(_write_errors_explained(output_prefix))
+        published.enter_context(_termination_as_exit())
         if tokenizer_model is None and vocab_size is not None:
             trained = published.enter_context(atomic_path(Path(f"{output_prefix}_tokenizer.model")))
             train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained)
@@ -133,6 +135,16 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder}: cannot be made ({error.strerror}); set another output_prefix") from error
+
+
+@contextmanager
+def _write_errors_explained(output_prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{output_prefix}: cannot be written ({error}); set another output_prefix, or make room there"
+        ) from error
 
 
 def _num_bytes(files: Sequence[Path]) -> int:
@@ -188,24 +200,43 @@ def _encoded_chunks(
 
 
 @contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: in the middle of a fork Python drops it, or forgets the worker."""
+def _signals_handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is ever interrupted
+        yield  # only the main thread gets signals
         return
-    interrupts: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handled in previous.items():
+            signal.signal(number, handled)
+
+
+@contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that what is half-written is removed; by default it ends the process at once."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    with _signals_handled([signal.SIGTERM], leave):
+        yield
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait for the end of the block: amid a fork Python drops them, or forgets the worker."""
+    interrupts: list[int] = []
+    with _signals_handled([signal.SIGINT, signal.SIGTERM], lambda number, _: interrupts.append(number)):
+        yield
     if interrupts:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(interrupts[0])
 
 
 def _start_worker() -> None:
     """Leave Ctrl-C to the parent, which tells its workers, and follow it should it end without doing so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -6,7 +6,7 @@ Both libraries are imported only when a tokenizer is made, so that reading token
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -162,6 +162,24 @@ def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = 
     )
 
 
+class _Lines:
+    """The lines of texts that are not empty; knows how they ended, which SentencePiece tells in words of its own only."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.count = 0
+        self.error: DataError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for line in (line for text in self._texts for line in text.splitlines() if line):
+                self.count += 1
+                yield line
+        except DataError as error:
+            self.error = error
+            raise
+
+
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
     """Train a byte-pair-encoding SentencePiece model that reproduces any text exactly, and write it to ``output``.
 
@@ -170,13 +188,14 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
 
     Raises:
         ConfigError: If the texts are too few for ``vocab_size``, or it is too small to hold the bytes and special pieces.
+        DataError: As ``texts`` does, or if they are all empty.
     """
     from sentencepiece import SentencePieceTrainer
 
-    model = io.BytesIO()
+    model, lines = io.BytesIO(), _Lines(texts)
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.splitlines() if line),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -190,6 +209,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
             minloglevel=3,
         )
     except RuntimeError as error:
+        if lines.error is not None:
+            raise lines.error from None
+        if lines.count == 0:
+            raise DataError(
+                "the input has no text that a tokenizer could be trained on; set input to files with text"
+            ) from error
         raise ConfigError(
             f"vocab_size={vocab_size}: no tokenizer can be trained on this text; set another vocab_size: {error}"
         ) from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -12,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from megatron_lightning.data import preprocess as preprocess_module
 from megatron_lightning.data.corpus import STDLIB, input_files, read_records, stdlib_files
-from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.data.tokenizers import (
     NO_PAD,
@@ -166,11 +170,14 @@ def test_trains_a_tokenizer_and_reads_text_files(tmp_path: Path) -> None:
 
 
 BAD_LINES = [
-    (b'{"text": "a"}\n\n{"text": "b"\n', r"in\.jsonl:3: invalid JSON at column \d+"),
+    (b'{"text": "a"}\n\n{"text": "b"\n', r"in\.jsonl:3: invalid JSON at column 13: Expecting"),
     (b'{"text": "a"}\n["b"]\n', r"in\.jsonl:2: a line must be a JSON object with a text, found list"),
     (b'{"text": "a"}\n{"body": "b"}\n', r"in\.jsonl:2: no key 'text', only \['body'\]; set json_keys"),
     (b'{"text": "a"}\n{"text": 7}\n', r"in\.jsonl:2: int under key 'text'; set json_keys"),
     (b'{"text": "a"}\n{"text": "\xff"}\n', r"in\.jsonl:2: not UTF-8: byte 0xff"),
+    (b'{"text": "a"}\n{"text": "\\ud800 x"}\n', r"in\.jsonl:2: half a character under key 'text': '\\ud800' at character 1 is"),
+    (b'{"text": "a"}\n' + b"[" * 100_000, r"in\.jsonl:2: JSON that cannot be read \(maximum recursion depth"),
+    (b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"in\.jsonl:1: JSON that cannot be read \(Exceeds the limit"),
     (b'{"text": "a"}\n{"text": ""}\n', r"in\.jsonl:2: empty document under key 'text'; .* empty_documents to skip"),
 ]
 
@@ -181,6 +188,63 @@ def test_bad_line_is_named_and_leaves_nothing(content: bytes, message: str, work
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message):
         preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model, workers=workers)
+    assert files_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(("content", "message"), [*BAD_LINES[:-1], (b"\n \n", r"in\.jsonl: no document, only blank lines")])
+def test_bad_line_is_named_when_a_tokenizer_is_trained(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=rf"^[^ ]*{message}"):
+        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.jsonl"), vocab_size=300)
+    assert files_in(tmp_path / "out") == []
+
+
+def test_input_without_text_is_refused(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    (tmp_path / "in.txt").write_text("")
+    with pytest.raises(DataError, match=r"in\.jsonl: no document, only blank lines"):
+        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model)
+    with pytest.raises(DataError, match="no text that a tokenizer could be trained on"):
+        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.txt"), vocab_size=300)
+    assert files_in(tmp_path / "out") == []
+
+
+class _Terminating(tqdm):  # type: ignore[misc, type-arg]
+    """A progress bar at whose first step somebody ends the job."""
+
+    def update(self, n: float | None = 1) -> bool | None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().update(n)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_termination_leaves_nothing(
+    workers: int, jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess_module, "tqdm", _Terminating)
+    handled = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as exit_:
+        preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model, workers=workers)
+    assert exit_.value.code == 128 + signal.SIGTERM and files_in(tmp_path / "out") == []
+    assert signal.getsignal(signal.SIGTERM) == handled
+
+
+def test_a_full_disk_leaves_nothing(jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, *_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        close = write  # what is buffered cannot be written either
+
+    class Writer(IndexedDatasetWriter):
+        def __init__(self, prefix: str, dtype: Any) -> None:
+            super().__init__(prefix, dtype)
+            self._file.close()
+            self._file = Full()
+
+    monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
+    with pytest.raises(DataError, match=r"x: cannot be written \(\[Errno 28\] No space left .* or make room there"):
+        preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model)
     assert files_in(tmp_path / "out") == []
 
 
@@ -243,6 +307,7 @@ def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pyte
         ({"tokenizer_model": "x.model"}, ConfigError, "and not both"),
         ({"tokenizer_type": "huggingface"}, ConfigError, "is never trained here"),
         ({"output_prefix": "file/x"}, DataError, "file: cannot be made"),
+        ({"output_prefix": "/proc/x"}, DataError, "/proc/x: cannot be written"),
     ],
 )
 def test_impossible_settings_are_refused(
