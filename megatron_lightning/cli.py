@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With code 2 for a wrong setting, input or checkpoint. The traceback is shown if the environment variable
-            ``MEGATRON_LIGHTNING_TRACEBACK`` is set.
+            ``MEGATRON_LIGHTNING_TRACEBACK`` is set. With code 130 after Ctrl-C.
     """
     from jsonargparse import ArgumentError, set_parsing_settings
 
@@ -68,6 +68,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if _is_first_rank():
             print(f"megatron-lightning: error: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # as a shell reports it; there is nothing that a traceback would tell
 
 
 def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:

@@ -211,6 +211,16 @@ def test_a_wrong_command_is_one_line(args: list[str], message: str, capsys: pyte
     assert message in _fails(args, capsys)
 
 
+def test_an_interrupt_needs_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_lightning.cli._run", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        main(["preprocess"])
+    assert exit_.value.code == 130 and capsys.readouterr().err == ""
+
+
 def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
