@@ -124,34 +124,35 @@ def _run(command: str, options: list[str]) -> None:
     if command == "preprocess":
         from megatron_lightning.data.preprocess import preprocess
 
-        _call(preprocess, options)
+        _call(preprocess, command, options)
     elif command == "generate":
         from megatron_lightning.inference.generate import generate
 
-        for text in _call(generate, options):
+        for text in _call(generate, command, options):
             print(text)
     elif command == "schedule":
         from megatron_lightning.pipeline.report import describe_schedule
 
-        print(_call(describe_schedule, options))
+        print(_call(describe_schedule, command, options))
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.commands import COMMANDS
 
-        command, rest = (options[0], options[1:]) if options and options[0] in COMMANDS else ("", [])
-        spelled = [command, *_spelled_out(rest, COMMANDS[command])] if command else options
-        _parse(dict(COMMANDS), spelled, as_positional=True)
+        tool, rest = (options[0], options[1:]) if options and options[0] in COMMANDS else ("", [])
+        spelled = [tool, *_spelled_out(rest, COMMANDS[tool])] if tool else options
+        _parse(dict(COMMANDS), command, spelled, as_positional=True)
     else:
         raise ConfigError(f"there is no command {command!r}. `megatron-lightning --help` lists the commands.")
 
 
-def _call(function: Callable[..., Any], options: list[str]) -> Any:
-    return _parse(function, list(_spelled_out(options, function)), as_positional=False)
+def _call(function: Callable[..., Any], command: str, options: list[str]) -> Any:
+    return _parse(function, command, list(_spelled_out(options, function)), as_positional=False)
 
 
-def _parse(components: Any, options: list[str], *, as_positional: bool) -> Any:
+def _parse(components: Any, command: str, options: list[str], *, as_positional: bool) -> Any:
     from jsonargparse import auto_cli
 
-    return auto_cli(components, args=options, as_positional=as_positional, exit_on_error=False, prog="megatron-lightning")
+    name = f"megatron-lightning {command}"
+    return auto_cli(components, args=options, as_positional=as_positional, exit_on_error=False, prog=name)
 
 
 def _spelled_out(options: Sequence[str], function: Callable[..., Any]) -> Iterator[str]:

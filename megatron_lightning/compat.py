@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "keep_fsdp_gradients_in_reduce_dtype",
     "reduce_scatter",
     "saved_tensors_hooks_in_force",
+    "silence_treespec_warning",
 ]
 
 
@@ -44,6 +46,11 @@ def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
     return work
+
+
+def silence_treespec_warning() -> None:
+    """Leave out a warning of torch 2.13 to Lightning's loops, which every rank prints and no user can act on."""
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
 
 def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:

@@ -138,6 +138,11 @@ class TransformerConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}.")
+        for name in ("layernorm_epsilon", "init_method_std"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more.")
+        if not self.rotary_base > 0.0:
+            raise ConfigError(f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it above 0.")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more and below 1.")

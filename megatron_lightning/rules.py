@@ -47,6 +47,19 @@ def check_model_layout(
         )
 
 
+def check_vocabulary(config: TransformerConfig, num_ids: int | None) -> None:
+    """Check that the model has a row for every one of the ``num_ids`` ids that the data may hold; None: they do not say.
+
+    Raises:
+        ConfigError: Naming both vocabularies.
+    """
+    if num_ids is not None and num_ids > config.vocab_size:
+        raise ConfigError(
+            f"the data's vocab_size={num_ids} (their tokenizer's, unless it is set) is above the model's {config.vocab_size}, "
+            f"which has no embedding for the ids from {config.vocab_size} on. Set the model's vocab_size to {num_ids} or more."
+        )
+
+
 def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
     tp = layout.tp
     shared = [("num_attention_heads", config.num_attention_heads), ("ffn_hidden_size", config.ffn_size)]

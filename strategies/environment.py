@@ -49,7 +49,7 @@ class MegatronEnvironment(ParallelStrategy):
         self, layout: ParallelLayout, *, start_method: StartMethod, process_group_backend: str | None, timeout_s: float
     ) -> None:
         super().__init__()
-        preflight.check_backend(process_group_backend)
+        preflight.check_process_groups(process_group_backend, timeout_s)
         self.layout, self.start_method, self.num_nodes = layout, start_method, 1
         self._backend, self._timeout = process_group_backend, timedelta(seconds=timeout_s)
         self._context: ParallelContext | None = None

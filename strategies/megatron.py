@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from megatron_lightning.compat import silence_treespec_warning
 from megatron_lightning.config import (
     CheckpointOptions,
     DataParallel,
@@ -177,6 +178,7 @@ class MegatronStrategy(MegatronCheckpoints):
         when that call returns, or here if it exists already.
         """
         super().setup_environment()
+        silence_treespec_warning()
         module, self._assembly = self.module, None
         if not is_overridden("configure_model", module):
             if can_be_cut(module):  # else it is built in a setup hook, and cut after it

@@ -22,7 +22,7 @@ from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import FixedTable, ScheduleChoice
 from megatron_lightning.pipeline.simulate import simulate
-from megatron_lightning.rules import check_model_layout
+from megatron_lightning.rules import check_model_layout, check_vocabulary
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -43,8 +43,11 @@ def check_options(
             f"expert_tensor_parallel_size={layout.etp} differs from tensor_model_parallel_size={layout.tp}, and experts are "
             "not available in this version. Leave it unset."
         )
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ConfigError(f"micro_batch_size is {micro_batch_size}; set it to 1 or more, or leave it unset for whole batches.")
+    if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
+        raise ConfigError(
+            f"micro_batch_size is {micro_batch_size!r}; it counts samples. Set it to a whole number of 1 or more, or leave it "
+            "unset for whole batches."
+        )
     if data_parallel not in ("ddp", "zero1", "fsdp"):
         raise ConfigError(f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or "fsdp".')
     check_non_finite(non_finite)
@@ -199,7 +202,7 @@ def check_config(
     *,
     explicit_stages: bool = False,
 ) -> None:
-    """Check the model's sizes against the layout, where the module says them in ``config`` and the data its length.
+    """Check the model's sizes against the layout and the data, where the module says them in ``config``.
 
     Raises:
         ConfigError: Naming the numbers that do not fit.
@@ -208,6 +211,8 @@ def check_config(
     if isinstance(config, TransformerConfig):
         known = length if isinstance(length, int) else None
         check_model_layout(config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages)
+        num_ids = getattr(data, "vocab_size", None)
+        check_vocabulary(config, num_ids if isinstance(num_ids, int) else None)
 
 
 def check_batches(
@@ -301,12 +306,14 @@ def warn_of_few_microbatches(schedule: ScheduleChoice, num_microbatches: int) ->
         )
 
 
-def check_backend(backend: str | None) -> None:
-    """Check that the process groups will serve tensors on the CPU: ranks compare their weights and plans there.
+def check_process_groups(backend: str | None, timeout_s: float) -> None:
+    """Check that the process groups will serve tensors on the CPU, where ranks compare weights and plans, and wait for others.
 
     Raises:
-        ConfigError: For a backend of one kind of accelerator alone.
+        ConfigError: For a backend of one kind of accelerator alone, or a time that is none.
     """
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s is {timeout_s!r}; ranks wait that many seconds for each other. Set it above 0.")
     if backend is not None and "cpu:" not in backend and backend not in ("gloo", "mpi", "ucc"):
         raise ConfigError(
             f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks compare their weights and "

@@ -56,6 +56,8 @@ class GPTDatasetConfig:
             raise ConfigError(f"sequence_length={self.sequence_length}: a sample needs tokens; set it to 1 or more")
         if self.eod_mask_loss and self.tokenizer is None:
             raise ConfigError("eod_mask_loss=True needs the end-of-document id; set tokenizer_model, or eod_mask_loss to False")
+        if not 0 <= self.random_seed < 2**32:
+            raise ConfigError(f"seed={self.random_seed} is not a seed of NumPy's generator; set it to 0 or more, below 2**32")
         split_matrix(self.split)
 
     @property

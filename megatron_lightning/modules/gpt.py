@@ -60,6 +60,8 @@ class GPTLightningModule(LightningModule):
         param_groups: Sequence[ParamGroup] | None = None,
     ) -> None:
         super().__init__()
+        if learning_rate < 0.0:
+            raise ConfigError(f"learning_rate is {learning_rate}; steps would climb. Set it to 0 or more.")
         if not 0.0 <= min_learning_rate <= learning_rate:
             raise ConfigError(
                 f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}. Lower it."

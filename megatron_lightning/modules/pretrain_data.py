@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -36,7 +37,7 @@ class PretrainDataModule(pl.LightningDataModule):
             which Lightning repeats in the same order.
         num_val_samples: Validation samples; leave it out for all of them once.
         num_test_samples: Test samples; leave it out for all of them once.
-        vocab_size: Ids the model knows; data with a larger one are refused. Leave it out to take the tokenizer's.
+        vocab_size: Ids that may occur; data with a larger one are refused. Leave it out for the tokenizer's, or the model's.
         tokenizer_model: Tokenizer that made the data, for its vocabulary, padding and end-of-document ids.
         tokenizer_type: sentencepiece or huggingface.
         eod_mask_loss: Whether positions that read an end of document carry no loss.
@@ -72,8 +73,17 @@ class PretrainDataModule(pl.LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: a batch needs samples; set it to 1 or more")
+        counts = {
+            "batch_size": batch_size,
+            "num_train_samples": num_train_samples,
+            "num_val_samples": num_val_samples,
+            "num_test_samples": num_test_samples,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ConfigError(f"{name}={count}: it counts samples; set it to 1 or more")
+        if num_workers < 0:
+            raise ConfigError(f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 or more")
         self.batch_size_schedule = batch_size_schedule
         self.data_prefix, self.batch_size, self.num_workers = data_prefix, batch_size, num_workers
         self.tokenizer = None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
@@ -115,11 +125,18 @@ class PretrainDataModule(pl.LightningDataModule):
         """Open the parts that ``stage`` reads, so that a part too small for the run's samples does no harm to another."""
         needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage, ())
         parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
+        config = self.config if self.vocab_size is not None else replace(self.config, vocab_size=self._model_vocab_size())
         return {
-            name: GPTDataset(self.data_prefix, self.config, name, wanted)
+            name: GPTDataset(self.data_prefix, config, name, wanted)
             for (name, wanted), bounds in parts
-            if bounds and name in needed
+            if name in needed and (bounds or name == "train")  # which nothing can be trained without
         }
+
+    def _model_vocab_size(self) -> int | None:
+        """Return the vocabulary of the module that is run, if it says so as :class:`GPTLightningModule` does."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        size = getattr(getattr(module, "config", None), "vocab_size", None)
+        return size if isinstance(size, int) else None
 
     def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the training loader; incomplete batches are left out."""
@@ -137,6 +154,12 @@ class PretrainDataModule(pl.LightningDataModule):
         if name not in self._datasets:
             return []
         dataset = self._datasets[name]
+        if drop_last and self.batch_size_schedule is None and len(dataset) < self.batch_size:
+            raise ConfigError(
+                f"{self.data_prefix}: the {name} part of split={self.config.split!r} has {len(dataset)} samples of "
+                f"{self.sequence_length} tokens, and batch_size={self.batch_size}: there is no whole batch. Set batch_size to "
+                f"{len(dataset)} or less, or num_{name}_samples to read the data repeatedly."
+            )
         batches: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "drop_last": drop_last}
         if name == "train" and self.batch_size_schedule is not None:
             batches = {"batch_sampler": ScheduledBatchSampler(SequentialSampler(dataset), self.batch_size_schedule)}

@@ -35,7 +35,11 @@ from tests.lightning.support import DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_
         ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2 is not available .* Set it to 1"),
         ({"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size=2 differs .* Leave it unset"),
         ({"data_parallel": "zero9"}, r"'zero9', which is unknown. Set it to \"ddp\", \"zero1\" or \"fsdp\""),
-        ({"micro_batch_size": 0}, r"micro_batch_size is 0; set it to 1 or more"),
+        ({"micro_batch_size": 0}, r"micro_batch_size is 0; .* Set it to a whole number of 1 or more"),
+        ({"micro_batch_size": 1.5}, r"micro_batch_size is 1.5; .* Set it to a whole number"),
+        ({"micro_batch_size": "4"}, r"micro_batch_size is '4'; .* Set it to a whole number"),
+        ({"timeout_s": 0.0}, r"timeout_s is 0.0; .* Set it above 0"),
+        ({"timeout_s": "60"}, r"timeout_s is '60'; .* Set it above 0"),
         ({"start_method": "thread"}, r"'thread'. Set it to"),
         ({"pipeline_schedule": "zigzag"}, r"zigzag"),
         ({"pipeline_schedule": "zbv", "pipeline_model_parallel_size": 2}, r"two model chunks.* there are 1"),
@@ -51,6 +55,16 @@ from tests.lightning.support import DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_
 def test_values(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MegatronStrategy(**options)
+
+
+def test_data_with_more_ids_than_the_model() -> None:
+    class Wide(ToyData):
+        vocab_size = 17
+
+    config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    with pytest.raises(ConfigError, match=r"vocab_size=17 .* above the model's 16, .* Set the model's vocab_size to 17"):
+        trainer(MegatronStrategy(), devices=1, max_steps=1).fit(GPTLightningModule(config), Wide())
+    assert not dist.is_initialized()
 
 
 def test_a_cut_that_does_not_fit_the_model() -> None:

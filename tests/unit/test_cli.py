@@ -174,8 +174,9 @@ lr_scheduler:
     assert cli.trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.25]
 
 
-def test_fit_runs(config: str) -> None:
+def test_fit_runs(config: str, recwarn: pytest.WarningsRecorder) -> None:
     main(["fit", "--config", config, "--trainer.max_steps=1", "--trainer.num_sanity_val_steps=0"])
+    assert not [warning for warning in recwarn if "LeafSpec" in str(warning.message)]  # Lightning's, on every rank
 
 
 def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +220,14 @@ def test_an_interrupt_needs_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as exit_:
         main(["preprocess"])
     assert exit_.value.code == 130 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["preprocess", "generate", "schedule", "checkpoint"])
+def test_help_names_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: megatron-lightning {command} [")
 
 
 def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.errors import ConfigError, DataError
@@ -107,6 +108,30 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
         data = PretrainDataModule(prefix, 16, 2, split="1", vocab_size=50, num_workers=num_workers)
         with pytest.raises(DataError, match=r"data\.bin: token \d+ of sequence \d+ is id \d+, but the vocabulary has 50 ids"):
             trainer().fit(Recorder(), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "0,100,0"}, "the train part has no weight; set it above 0"),
+        ({"batch_size": 1000}, r"has \d+ samples of 16 tokens, and batch_size=1000: .* num_train_samples to read"),
+        ({"num_train_samples": 0}, "num_train_samples=0: it counts samples"),
+        ({"num_val_samples": -1}, "num_val_samples=-1: it counts samples"),
+        ({"num_workers": -1}, "num_workers=-1: set it to 0"),
+        ({"seed": -1}, "seed=-1 is not a seed"),
+    ],
+)
+def test_settings_that_nothing_can_be_trained_with(settings: dict[str, Any], message: str, prefix: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer().fit(Recorder(), datamodule=PretrainDataModule(prefix, 16, **{"batch_size": 2, **settings}))
+
+
+def test_the_module_says_what_ids_it_knows(prefix: str) -> None:
+    class Small(Recorder):
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=50)
+
+    with pytest.raises(DataError, match=r"is id \d+, but the vocabulary has 50 ids"):
+        trainer().fit(Small(), datamodule=PretrainDataModule(prefix, 16, 2))
 
 
 def test_command_line_schema(prefix: str) -> None:

@@ -74,6 +74,7 @@ def test_bubble_and_memory_follow_the_formulas(num_coordinates: int, num_microba
 
 
 def test_names_resolve_and_unknown_ones_list_the_known() -> None:
+    assert str(schedules.resolve("auto", num_coordinates=1)) == "1f1b (the one pipeline rank holds one model chunk)"
     assert str(schedules.resolve("auto", num_coordinates=4)) == "1f1b (each of the 4 pipeline ranks holds one model chunk)"
     several = schedules.resolve("auto", num_coordinates=4, num_chunks=2)
     assert str(several) == "interleaved (each of the 4 pipeline ranks holds 2 model chunks)"

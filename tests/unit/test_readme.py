@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import os
 import re
 import shlex
@@ -71,6 +73,16 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert float(run.stdout.split("loss ")[-1]) < 0.1  # ln 2 = 0.69 before training
+
+
+def test_the_example_lacks_nothing() -> None:
+    """Whoever copies both blocks has a program: every name in the second is made by the first, or by itself."""
+    first, second = blocks(README, "python")
+    names: dict[str, Any] = {"__name__": "copied"}
+    exec(first, names)
+    used = [node for node in ast.walk(ast.parse(second)) if isinstance(node, ast.Name)]
+    made = {node.id for node in used if isinstance(node.ctx, ast.Store)}
+    assert {node.id for node in used} <= made | set(names) | set(dir(builtins))
 
 
 def fit_options() -> list[list[str]]:

@@ -112,7 +112,8 @@ def resolve(
     if name == "auto":
         name = "1f1b" if num_chunks == 1 else "interleaved"
         holds = "one model chunk" if num_chunks == 1 else f"{num_chunks} model chunks"
-        reason = f"each of the {num_coordinates} pipeline ranks holds {holds}"
+        ranks = "the one pipeline rank" if num_coordinates == 1 else f"each of the {num_coordinates} pipeline ranks"
+        reason = f"{ranks} holds {holds}"
     if isinstance(name, str) and name in SCHEDULES:
         label, generator = name, SCHEDULES[name]
     else:
