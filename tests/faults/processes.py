@@ -44,7 +44,8 @@ def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
     output, _ = process.communicate(timeout=timeout_s)  # returns when the last process has closed its end of the pipe
     fault_at = re.search(r"FAULT (\S+)", output)
     elapsed_s = time.time() - float(fault_at[1]) if fault_at else 0.0
-    left = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]
+    ending = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]
+    _, left = psutil.wait_procs(ending, timeout=5)  # a process closes its files a little before it is gone
     for other in left:
         other.kill()
     assert not left, f"the job left {left}\n{output}"
