@@ -8,8 +8,8 @@ A module that returns ``num_items`` is weighted exactly: every micro-batch's mea
 the gradients are divided by the sum of all items (micro-batches, data and context ranks, accumulated flushes). Otherwise every
 micro-batch's loss is a mean, and means are averaged.
 
-A module that optimizes manually makes each of its backward passes a window of its own, whose reduced gradients are added to
-what the optimizers have from earlier ones, until the module clears them.
+A module that optimizes manually makes each of its backward passes a window of its own, or several of which only the last is
+synchronised. The reduced gradients are added to what the optimizers have from earlier windows, until the module clears them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GradientFlow:
         self._window_open = self._window_was_open = False
         self._num_items: Tensor | None = None
         self._native_weight: Tensor | None = None
-        self._held: dict[str, Tensor] | None = None  # gradients of earlier backward passes of a manual optimization
+        self._held: dict[str, Tensor] | None = None  # gradients of earlier windows of a manual optimization
         self._clipped: Precision | None = None
         self._released = False
         self._group_names: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -108,8 +108,8 @@ class GradientFlow:
         Raises:
             ConfigError: If this cannot be done while other ranks have other parameters, or parts of the optimizer's state.
         """
-        trainable = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
-        if self._context.world_size == 1 or self.reducer.parameters.keys() >= set(trainable):
+        trainable = {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}  # pruning renames
+        if self._context.world_size == 1 or trainable <= {id(parameter) for parameter in self.reducer.parameters.values()}:
             return
         if self._sharded or self._context.pp.size > 1 or any(view is not None and view.exchanged for view in self._views):
             raise ConfigError(
@@ -217,12 +217,12 @@ class GradientFlow:
     def native_backward(self) -> Generator[None, None, None]:
         """Around one backward pass that produces all gradients of a flush."""
         self._follow_unfreezing()
-        if self.managed and not self._module.automatic_optimization:
-            self._held = {name: gradient.clone() for name, gradient in self.by_name().items()}
         if self.managed:
             if self._window_open:
                 self.reducer.expose()
             else:
+                if not self._module.automatic_optimization:
+                    self._held = {name: gradient.clone() for name, gradient in self.by_name().items()}
                 self.reducer.start_window()
         self._window_open = True
         self.reducer.sync = self._is_last_flush
@@ -248,17 +248,22 @@ class GradientFlow:
         self._add_held()
 
     def _add_held(self) -> None:
-        """Add the gradients of a manual backward pass to the earlier ones, but for parameters of toggled optimizers.
-
-        Toggling switches off ``requires_grad`` of what those optimizers step, which may be a shard or a copy of a parameter
-        of the module, and so does not keep gradients from being computed.
-        """
+        """Add the gradients of a window of manual backward passes to those of earlier windows."""
         if self._held is None:
             return
         for name, target in self.reducer.targets().items():
-            held, fresh = self._held.get(name), target.grad if target.requires_grad else None
+            held, fresh = self._held.get(name), target.grad
             target.grad = held if fresh is None else fresh if held is None else fresh.add_(held)
         self._held = None
+
+    def stepped_by_others(self, optimizer: Any) -> set[str]:
+        """Return the names of the parameters that only the other optimizers step, this rank's or not."""
+        mine, others = set[str](), set[str]()
+        for view in self._views:
+            if view is not None:
+                is_it = view.optimizer is getattr(optimizer, "_optimizer", optimizer)
+                (mine if is_it else others).update(view.names)
+        return others - mine
 
     def _add_items(self, num_items: Tensor | None) -> None:
         if num_items is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+from megatron_lightning.strategies.overrides import MethodOverrides
 
 
 class HeldSchedulers:
@@ -22,21 +23,16 @@ class HeldSchedulers:
     def __init__(
         self, module: pl.LightningModule, configs: Sequence[LRSchedulerConfig], is_skipped: Callable[[], bool]
     ) -> None:
-        self._attributes = module.__dict__
-        self._before: Any = self._attributes.get("lr_scheduler_step")  # what the user has put on the instance
+        self._overrides = MethodOverrides(module)
         counting = [config.scheduler for config in configs if config.interval == "step"]
-        original: Callable[..., None] = module.lr_scheduler_step
 
-        @functools.wraps(original)
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+        def lr_scheduler_step(original: Callable[..., None], scheduler: Any, metric: Any) -> None:
             if not (is_skipped() and any(scheduler is held for held in counting)):
                 original(scheduler, metric)
 
         if counting:
-            self._attributes["lr_scheduler_step"] = lr_scheduler_step
+            self._overrides.put("lr_scheduler_step", lr_scheduler_step)
 
     def release(self) -> None:
         """Give the hook back."""
-        self._attributes.pop("lr_scheduler_step", None)
-        if self._before is not None:
-            self._attributes["lr_scheduler_step"] = self._before
+        self._overrides.give_back()

@@ -42,6 +42,7 @@ from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import module_checks, preflight
 from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
+from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.failure import AgreedStop
@@ -52,6 +53,7 @@ from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
 from megatron_lightning.strategies.saver import Saver
 from megatron_lightning.strategies.steps import StepRunner
+from megatron_lightning.strategies.toggling import Toggling
 
 
 class MegatronStrategy(MegatronCheckpoints):
@@ -165,11 +167,11 @@ class MegatronStrategy(MegatronCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         module_checks.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
         replicas = self.layout.data_parallel_size(self._planned_world_size)
-        preflight.check_callbacks(
-            trainer, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
+        check_callbacks(
+            trainer, self.layout, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
         )
         module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
-        preflight.check_checkpoint_links(trainer)
+        check_checkpoint_links(trainer)
 
     def setup_environment(self) -> None:
         """Create the process groups, then make sharding part of ``configure_model``.
@@ -311,7 +313,9 @@ class MegatronStrategy(MegatronCheckpoints):
             self._gradients.take_over_clipping(self.precision_plugin)
         if self._loss_scaling is not None:
             self._loss_scaling.ranks, self._loss_scaling.read_by = self.context.axis("world"), self._gradients.read_by
-        self._release_schedulers()
+        self._release_methods()
+        if self._gradients.managed and not self.module.automatic_optimization:
+            self._toggling = Toggling(self.module, self._gradients)
         if self.may_skip_steps:
             self._held = HeldSchedulers(self.module, self.lr_scheduler_configs, lambda: self._step_skipped)
         self._watch_for_non_finite()
@@ -354,7 +358,7 @@ class MegatronStrategy(MegatronCheckpoints):
 
     def _release(self) -> None:
         self._restore_configure_model()
-        self._release_schedulers()
+        self._release_methods()
         if self._watch is not None:
             self._watch.detach()
         if self._gradients is not None:
@@ -383,6 +387,7 @@ class MegatronStrategy(MegatronCheckpoints):
             "_runner",
             "_gradients",
             "_held",
+            "_toggling",
             "_failure_watch",
             "_launcher",
         )

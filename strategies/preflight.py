@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from typing import get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
 
-from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.config import DataParallelOptions, NonFinite, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.errors import ConfigError
@@ -141,56 +139,6 @@ def check_storage(storage_options: object) -> None:
         raise ConfigError(
             f"storage_options={storage_options!r} has no meaning for a checkpoint directory. Leave it out, or, on one device, "
             "pass a CheckpointIO plugin that understands it: Trainer(plugins=[...])."
-        )
-
-
-def check_checkpoint_links(trainer: pl.Trainer) -> None:
-    """Check that there can be links where checkpoints are.
-
-    Raises:
-        ConfigError: If ModelCheckpoint links to an object store.
-    """
-    for callback in getattr(trainer, "checkpoint_callbacks", []):
-        if getattr(callback, "save_last", None) == "link" and is_remote(str(callback.dirpath or "")):
-            raise ConfigError(
-                f'ModelCheckpoint has save_last="link" and dirpath={callback.dirpath}; an object store has no links. Set '
-                "save_last=True."
-            )
-
-
-def check_callbacks(trainer: pl.Trainer, data_parallel: str, num_replicas: int, *, overlapped: bool = False) -> None:
-    """Check what callbacks do to the optimizer and the weights.
-
-    Args:
-        trainer: Who has the callbacks.
-        data_parallel: The strategy's mode.
-        num_replicas: Data-parallel ranks.
-        overlapped: Whether parameters are gathered beside the next forward.
-
-    Raises:
-        ConfigError: If one looks for whole parameters where there are parts of them, or reads weights while they are being
-            gathered.
-    """
-    sharded = data_parallel != "ddp" and num_replicas > 1
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    readers = (WeightAveraging, StochasticWeightAveraging)
-    reader = next((c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None)
-    if overlapped and reader is not None:
-        raise ConfigError(
-            f"{type(reader).__name__} reads the weights between a step and the next forward, when overlap_param_gather=True "
-            "has them on their way. Set overlap_param_gather=False, or remove the callback."
-        )
-    finetuning = next((callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None)
-    if sharded and finetuning is not None:
-        raise ConfigError(
-            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state is sharded over the "
-            f'{num_replicas} data-parallel ranks with data_parallel="{data_parallel}". Set data_parallel="ddp".'
-        )
-    averaging = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
-    if data_parallel == "fsdp" and num_replicas > 1 and averaging is not None:
-        raise ConfigError(
-            f'{type(averaging).__name__} copies whole modules, and data_parallel="fsdp" keeps their parameters in '
-            f'{num_replicas} parts. Set data_parallel="zero1".'
         )
 
 

@@ -36,6 +36,7 @@ from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
 from megatron_lightning.strategies.sampling import ResumableSampler, sampler_of
 from megatron_lightning.strategies.steps import Step, StepRunner, precision_context
+from megatron_lightning.strategies.toggling import Toggling
 
 
 class MegatronSteps(MegatronEnvironment):
@@ -92,6 +93,7 @@ class MegatronSteps(MegatronEnvironment):
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
         self._watch: FiniteWatch | None = None
         self._non_finite_found = False
+        self._toggling: Toggling | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -332,10 +334,12 @@ class MegatronSteps(MegatronEnvironment):
             parameters: dict[str, Tensor] = dict(self.module.named_parameters())
             self._watch.attach(parameters if self._units is None else {**parameters, **self._units.whole_parameters()})
 
-    def _release_schedulers(self) -> None:
-        if self._held is not None:
-            self._held.release()
-        self._held = None
+    def _release_methods(self) -> None:
+        """Give the module's own methods back to it."""
+        for taken in (self._held, self._toggling):
+            if taken is not None:
+                taken.release()
+        self._held = self._toggling = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

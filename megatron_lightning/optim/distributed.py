@@ -86,6 +86,11 @@ class DistributedOptimizer(OptimizerState):
         sharded = any(entry.sharded for entry in self._all_entries())
         return bool(sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16")
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters that the optimizer was made for, on this rank or not."""
+        return {entry.name for entry in self._all_entries()}
+
     def carriers(self) -> set[int]:
         """Return the ids of the tensors that carry the reduced gradients which the optimizer reads here."""
         return {id(entry.carrier) for entry in self._all_entries() if entry.carrier is not None}

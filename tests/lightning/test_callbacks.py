@@ -15,12 +15,14 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 
+from megatron_lightning.checkpoint import read_full
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
 from tests.lightning.support import (
@@ -93,6 +95,29 @@ def test_stochastic_weight_averaging(layout: Layout, tmp_path: Path) -> None:
         assert_close(rank["after"], expected["after"])
         for name, parameter in rank["state"].items():
             assert_close(parameter, expected["state"][name], where=name)
+
+
+def _pruned(layout: Layout, folder: str, lottery: bool) -> dict[str, Any]:
+    """Pruning gives parameters other names; half of the head's smallest weights are zero after the first epoch."""
+    module = ToyModule()
+    module.configure_model()
+    head = [(module.model.head, "weight")]
+    options: dict[str, Any] = {"use_global_unstructured": False, "use_lottery_ticket_hypothesis": lottery}
+    prune = ModelPruning("l1_unstructured", head, amount=lambda epoch: 0.5 * (epoch == 0), **options)
+    trainer = layout.trainer(folder, max_epochs=3, callbacks=[prune, ModelCheckpoint(folder)], enable_checkpointing=True)
+    trainer.fit(module, datamodule=layout.data_module())
+    saved = read_full(trainer.checkpoint_callback.best_model_path) if layout.options is not None else None
+    kept = module.state_dict() if saved is None else saved["state_dict"]
+    return {"metrics": metrics_of(trainer), "head": module.model.head.weight.detach(), "kept": kept["model.head.weight"]}
+
+
+@pytest.mark.parametrize(("layout", "lottery"), [(DP2, False), pytest.param(DDP2, True, marks=pytest.mark.slow)])
+def test_pruning(layout: Layout, lottery: bool, tmp_path: Path) -> None:
+    """With the lottery-ticket hypothesis the weights go back to their first values."""
+    expected = single(_pruned, lottery)
+    assert int((expected["head"] == 0).sum()) == expected["head"].numel() // 2
+    for rank in run(layout, _pruned, tmp_path, lottery):
+        assert_close(rank, expected)
 
 
 def _finder(layout: Layout, folder: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -29,14 +30,17 @@ from tests.lightning.support import (
     single,
 )
 
+Toggle = Literal["toggled", "unsynchronised", "never"]
+
 
 class _Game(pl.LightningModule):
     """A model that predicts tokens and a judge of its predictions, trained against each other, each by its own optimizer.
 
     The model's gradients are accumulated over two batches; the judge is toggled off meanwhile, and learns in every batch.
+    "unsynchronised": the ranks exchange the model's gradients with those of the second batch only.
     """
 
-    def __init__(self, toggle: bool) -> None:
+    def __init__(self, toggle: Toggle) -> None:
         super().__init__()
         self.automatic_optimization, self.toggle = False, toggle
         torch.manual_seed(0)
@@ -45,24 +49,27 @@ class _Game(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         model_optimizer, judge_optimizer = self.optimizers()
-        if self.toggle:
-            self.toggle_optimizer(model_optimizer)
-        logits = self.model(batch["ids"])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten()) - 0.1 * self.judge(logits.softmax(-1)).mean()
-        self.manual_backward(loss / 2)
+        with self._toggled(model_optimizer, sync_grad=batch_idx % 2 == 1):
+            logits = self.model(batch["ids"])
+            judged = self.judge(logits.softmax(-1)).mean()
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten()) - 0.1 * judged
+            self.manual_backward(loss / 2)
         if batch_idx % 2 == 1:
             self.clip_gradients(model_optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
             model_optimizer.step()
             model_optimizer.zero_grad()
-        if self.toggle:
-            self.untoggle_optimizer(model_optimizer)
-        else:
+        if self.toggle == "never":
             judge_optimizer.zero_grad()
         judged = self.judge(logits.detach().softmax(-1)).mean() - self.judge(F.one_hot(batch["tgt"], VOCABULARY).float()).mean()
         self.manual_backward(judged)
         judge_optimizer.step()
         judge_optimizer.zero_grad()
         self.log_dict({"loss": loss, "judged": judged}, on_step=True, on_epoch=True, sync_dist=True)
+
+    def _toggled(self, optimizer: Any, *, sync_grad: bool) -> AbstractContextManager[None]:
+        if self.toggle == "never":
+            return nullcontext()
+        return optimizer.toggle_model(sync_grad=sync_grad or self.toggle == "toggled")
 
     def on_train_epoch_end(self) -> None:
         self.lr_schedulers().step()
@@ -77,7 +84,7 @@ class _Game(pl.LightningModule):
         ]
 
 
-def _play(layout: Layout, folder: str, toggle: bool) -> dict[str, Any]:
+def _play(layout: Layout, folder: str, toggle: Toggle) -> dict[str, Any]:
     fitted = layout.trainer(folder, max_epochs=2)
     module = _Game(toggle)
     fitted.fit(module, datamodule=layout.data_module())
@@ -92,9 +99,9 @@ def _play(layout: Layout, folder: str, toggle: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("toggle", [True, False])
+@pytest.mark.parametrize("toggle", ["toggled", "unsynchronised", "never"])
 @layouts(DP2, DDP2)
-def test_two_optimizers(layout: Layout, toggle: bool, tmp_path: Path) -> None:
+def test_two_optimizers(layout: Layout, toggle: Toggle, tmp_path: Path) -> None:
     """With ZeRO the optimizers step shards, which toggling does not reach: no gradient may leak from one into the other."""
     expected = single(_play, toggle)
     ranks = run(layout, _play, tmp_path, toggle)

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
@@ -314,6 +314,9 @@ class _Unlaunched(ToyModule):
     configure_model = pl.LightningModule.configure_model
 
 
+_PRUNING = ModelPruning("l1_unstructured", amount=0.5)
+
+
 @pytest.mark.parametrize(
     ("module", "callbacks", "options", "message"),
     [
@@ -335,8 +338,14 @@ class _Unlaunched(ToyModule):
             r"'core_atn' of .* Did you mean 'core_attn'\? Its modules",
         ),
         (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
+        (ToyModule, [BackboneFinetuning()], {"pipeline_model_parallel_size": 2}, "the 2 pipeline ranks, which hold different"),
+        (ToyModule, [_PRUNING], {}, "ModelPruning has use_lottery_ticket_hypothesis=True"),
+        (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees .* pipeline 2"),
     ],
-    ids=["manual", "backward", "units", "orphan", "table", "compiled", "recompute", "finetuning"],
+    ids=[
+        *("manual", "backward", "units", "orphan", "table", "compiled", "recompute"),
+        *("finetuning", "finetuning-stages", "pruning-shards", "pruning-stages"),
+    ],
 )
 def test_modules_are_refused_before_any_process_starts(
     module: Callable[[], pl.LightningModule],
