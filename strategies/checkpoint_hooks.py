@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from megatron_lightning.checkpoint import read_full
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
@@ -49,6 +51,17 @@ class MegatronCheckpoints(MegatronSteps):
         self.wait_for_parameters()
         state = self.module.state_dict()
         return state if self._units is None else self._units.as_used(state)
+
+    def whole_module_state(self, folder: str) -> dict[str, Any] | None:
+        """See the base class; the parts are put together in a checkpoint."""
+        if self.context.tp.size * self.context.pp.size == 1 and self._units is None:
+            return None
+        path = f"{folder}/{self.broadcast(f'.weights-{uuid.uuid4().hex}.ckpt')}"
+        self._checkpoints.save({"state_dict": self.lightning_module_state_dict()}, path)
+        whole: dict[str, Any] = read_full(path)["state_dict"] if self.local_rank == 0 else {}
+        self.barrier()
+        self.remove_checkpoint(path)
+        return whole
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -259,6 +260,9 @@ class CheckpointGlue:
         checkpoint = self._with_named_parameters(checkpoint)
         views = [strategy.gradient_flow.view(optimizer) for optimizer in strategy.optimizers]
         states = checkpoint["optimizer_states"]
+        if not states and views:  # as Lightning has it: the states were left out on purpose
+            rank_zero_warn("the checkpoint has no optimizer states: the optimizers begin anew.")
+            views = []
         together(strategy.context.axis("world"), "loading the optimizers", lambda: _check_optimizers(views, states))
         for index, (view, saved) in enumerate(zip(views, states, strict=True)):
             prefix = f"optimizer_states.{index}.state."

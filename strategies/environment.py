@@ -173,6 +173,17 @@ class MegatronEnvironment(ParallelStrategy):
             raise ConfigError("no LightningModule is connected yet; pass one to trainer.fit, validate, test or predict.")
         return self.lightning_module
 
+    def whole_module_state(self, folder: str) -> dict[str, Any] | None:
+        """Return the module's state as one device has it, on the first rank of every node; all ranks call this after ``fit``.
+
+        Args:
+            folder: Where parts may lie for the time of this call; all nodes see it.
+
+        Returns:
+            None if this rank's own module is whole.
+        """
+        return None
+
     def setup_environment(self) -> None:
         """Create the process groups."""
         super().setup_environment()

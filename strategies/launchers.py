@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning.errors import ConfigError
@@ -269,6 +270,15 @@ class WorkerLauncher(_MultiProcessingLauncher):
         finally:
             watch.stop()
             watch.join()
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        """Hand the weights of all ranks to the process that started them, not those of its first worker alone."""
+        output = super()._collect_rank_zero_results(trainer, results)
+        if trainer.state.fn == TrainerFn.FITTING:
+            whole = self._strategy.whole_module_state(str(trainer.default_root_dir))
+            if whole is not None and output is not None and output.weights_path is not None:
+                self._strategy.checkpoint_io.save_checkpoint(whole, output.weights_path)
+        return output
 
     def _children(self) -> list[Child]:
         return [Child(rank, process.pid, _exit_code_of(process)) for rank, process in enumerate(self.procs) if process.pid]

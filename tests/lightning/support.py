@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -119,3 +120,40 @@ def mean_over_ranks(results: Sequence[Sequence[float]]) -> list[float]:
 def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
     """Return callback_metrics as plain numbers."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Lines(pl.loggers.Logger):
+    """What a logger is given, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "lines"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **options: Any) -> None:
+        """Nothing is kept of them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.lines.append((step, dict(metrics)))
+
+
+class History(pl.Callback):
+    """The three kinds of metrics that a Trainer offers, as they stand after each batch and epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, dict[str, float]]] = []
+
+    def _note(self, trainer: pl.Trainer, *_: Any) -> None:
+        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        self.seen.append({kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds})
+
+    on_train_batch_end = on_validation_end = on_train_epoch_end = _note

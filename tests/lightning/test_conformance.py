@@ -15,15 +15,17 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toy import ToyData, ToyModule, samples
+from tests.helpers.toy import SEQUENCE, VOCABULARY, ToyData, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
-from tests.lightning.support import PP2, SINGLE, Layout, assert_close, run
+from tests.lightning.support import PP2, SINGLE, History, Layout, Lines, assert_close, run
 
 
 class _Remembering(pl.Callback):
@@ -151,6 +153,52 @@ def test_the_process_that_started_the_ranks_can_save_and_restore(tmp_path: Path)
     fitted._checkpoint_connector.restore(tmp_path / "a.ckpt")
 
 
+class _Language(pl.LightningModule):
+    """A model that exists from the beginning, in the process that starts the ranks as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": VOCABULARY}
+        self.model = GPTModel(TransformerConfig(max_sequence_length=SEQUENCE, **sizes))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(batch["ids"], labels=batch["tgt"]).mean()
+        self.log("loss", loss)
+        return loss
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fitted(folder: Path, layout: dict[str, int] | None) -> dict[str, Any]:
+    def strategy() -> MegatronStrategy | str:
+        return "auto" if layout is None else MegatronStrategy(start_method="fork", **layout)
+
+    devices = 1 if layout is None else 2
+    fitted = trainer(strategy(), devices=devices, max_steps=2, default_root_dir=folder, enable_checkpointing=True)
+    module, data = _Language(), ToyData(8, 16)
+    fitted.fit(module, data)
+    loss, best = float(fitted.callback_metrics["loss"]), fitted.checkpoint_callback.best_model_path
+    return {
+        "loss": loss,
+        "best": (Path(best).name, Path(best).exists()),
+        "state": dict(module.state_dict()),
+        "finished": fitted.state.finished,
+        "tested": trainer(strategy(), devices=devices).test(module, data, verbose=False),  # ranks that get what came back
+    }
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+def test_the_process_that_started_the_ranks_gets_all_weights(axis: str, tmp_path: Path) -> None:
+    expected = _fitted(tmp_path / "plain", None)
+    assert_close(_fitted(tmp_path / axis, {f"{axis}_model_parallel_size": 2}), expected)
+    assert not [path for path in (tmp_path / axis).iterdir() if "weights" in path.name]
+
+
 class _Batches(pl.Callback):
     """Sample ids of the training and validation batches."""
 
@@ -231,43 +279,6 @@ class _LogsEverywhere(pl.Callback):
         module.log(hook, float(self.count), batch_size=8, **options)
 
 
-class _Lines(pl.loggers.Logger):
-    """What a logger is given, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int | None, dict[str, float]]] = []
-
-    @property
-    def name(self) -> str:
-        return "lines"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **options: Any) -> None:
-        """Nothing is kept of them."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.lines.append((step, dict(metrics)))
-
-
-class _History(pl.Callback):
-    """The three kinds of metrics that a Trainer offers, as they stand after each batch and epoch."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, dict[str, float]]] = []
-
-    def _note(self, trainer: pl.Trainer, *_: Any) -> None:
-        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        self.seen.append({kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds})
-
-    on_train_batch_end = on_validation_end = on_train_epoch_end = _note
-
-
 def _progress(trainer: pl.Trainer) -> dict[str, Any]:
     """The state of all loops, which counts every batch, step, epoch and scheduler call; without the loaders' own."""
     loops = {name: getattr(trainer, f"{name}_loop").state_dict() for name in ("fit", "validate", "test", "predict")}
@@ -276,7 +287,7 @@ def _progress(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _observed(layout: Layout, folder: str, resuming: bool) -> dict[str, Any]:
-    logger, history = _Lines(), _History()
+    logger, history = Lines(), History()
     callbacks: list[pl.Callback] = [_LogsEverywhere(), history]
     if not resuming:
         callbacks += [_StopsAt(7), ModelCheckpoint(folder, "at", every_n_train_steps=4, save_top_k=-1)]
