@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.batches import weighted_mean
@@ -27,7 +27,7 @@ class LogEntry:
 
     name: str
     value: Any
-    """Reduced value; for a metric object, its value in this step."""
+    """Reduced value; for a metric object, its value in this step (of its own kind: largest, smallest, sum, else mean)."""
     metric: str | None
     """Path of the metric object in the LightningModule, if that is what was logged."""
     batch_size: int | None
@@ -43,9 +43,11 @@ class _Call(NamedTuple):
     """One call of ``self.log``."""
 
     value: Any
+    """A metric's value on this micro-batch, if a metric was logged."""
     batch_size: int | None
     microbatch: int
     options: dict[str, Any]
+    metric: Metric | None
 
 
 class LogRecorder:
@@ -66,8 +68,10 @@ class LogRecorder:
             name, value = arguments.pop("name"), arguments.pop("value")
             if "reduce_fx" in arguments and not isinstance(value, Metric):
                 arguments["reduce_fx"] = _reduction_name(name, arguments["reduce_fx"])
+            metric = value if isinstance(value, Metric) else None
+            value = value if metric is None else metric._forward_cache
             value = value.detach() if isinstance(value, Tensor) else value
-            self._calls.setdefault(name, []).append(_Call(value, batch_size, self.microbatch, arguments))
+            self._calls.setdefault(name, []).append(_Call(value, batch_size, self.microbatch, arguments, metric))
 
         before = self._module.__dict__.get("log")
         self._module.__dict__["log"] = log
@@ -87,17 +91,16 @@ class LogRecorder:
         return [self._reduced(name, calls, weights) for name, calls in self._calls.items()]
 
     def _reduced(self, name: str, calls: list[_Call], weights: Sequence[float | Tensor]) -> LogEntry:
-        options, value = calls[-1].options, calls[0].value
+        options, metric, value = calls[-1].options, calls[-1].metric, calls[-1].value
         sizes = [self._sizes[call.microbatch] if call.batch_size is None else call.batch_size for call in calls]
         batch_size = None if None in sizes else sum(size or 0 for size in sizes)
-        if isinstance(value, Metric):
-            return LogEntry(name, value._forward_cache, self._path_of(value, options), batch_size, options)
-        if len(calls) > 1:
+        if len(calls) > 1 and (metric is None or all(_is_scalar(call.value) for call in calls)):
             values = torch.stack([torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls])
             own = [weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls]
             weight = torch.stack([torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own])
-            value = _REDUCTIONS[options.get("reduce_fx", "mean")](values, weight)
-        return LogEntry(name, value, None, batch_size, options)
+            reduction = options.get("reduce_fx", "mean") if metric is None else _reduction_of(metric)
+            value = _REDUCTIONS[reduction](values, weight)
+        return LogEntry(name, value, None if metric is None else self._path_of(metric, options), batch_size, options)
 
     def _path_of(self, metric: Metric, options: dict[str, Any]) -> str:
         if options.get("metric_attribute"):
@@ -126,6 +129,16 @@ _NAMES: Mapping[Any, str] = {
     torch.max: "max",
     max: "max",
 }
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _reduction_of(metric: Metric) -> str:
+    """Return how a metric's values on micro-batches become that on the batch; a mean is exact for ratios of equal parts."""
+    kinds: Mapping[type[Metric], str] = {MaxMetric: "max", MinMetric: "min", SumMetric: "sum"}
+    return next((name for kind, name in kinds.items() if isinstance(metric, kind)), "mean")
 
 
 def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
