@@ -35,10 +35,14 @@ def check_model_layout(
     _check_tensor(config, layout)
     _check_sequence(config, layout, sequence_length)
     if layout.num_stages > config.num_layers and not explicit_stages:
+        chunks, ranks = config.num_layers // layout.pp, config.num_layers // layout.vpp
+        fixes = [f"num_layers to {layout.num_stages} or more"]
+        fixes += [f"virtual_pipeline_model_parallel_size to {chunks}"] if chunks else []
+        fixes += [f"pipeline_model_parallel_size to {ranks}"] if ranks else []
         raise ConfigError(
             f"num_layers={config.num_layers} are fewer than the {layout.num_stages} pipeline stages "
             f"(pipeline_model_parallel_size={layout.pp} x virtual_pipeline_model_parallel_size={layout.vpp}), and a stage "
-            f"without a layer has no work. Set num_layers to {layout.num_stages} or more, or lower one of the sizes."
+            f"without a layer has no work. Set {', or '.join(fixes)}."
         )
     if layout.ep > 1:
         raise ConfigError(

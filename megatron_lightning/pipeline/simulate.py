@@ -161,7 +161,7 @@ def _check_complete(schedule: Schedule) -> None:
         )
     for coordinate, row in enumerate(schedule.actions):
         for action in row:
-            if action.stage >= placement.num_stages or action.microbatch >= schedule.num_microbatches:
+            if not (0 <= action.stage < placement.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
                 raise ConfigError(
                     f"schedule {schedule.name} has action {action}, and there are {placement.num_stages} stages and "
                     f"{schedule.num_microbatches} micro-batches. Remove it."

@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,6 +190,35 @@ def deadlocked(num_coordinates: int, num_microbatches: int, num_chunks: int) -> 
     return Schedule("own", schedule.placement, num_microbatches, tuple(row[::-1] for row in schedule.actions))
 
 
+def failing(num_coordinates: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    raise ZeroDivisionError("division by zero")
+
+
+def of_words(num_coordinates: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    return Schedule("own", Placement.loop(2), 1, (("1F0", "1B0"), ("0F0", "0B0")))  # type: ignore[arg-type]
+
+
+def of_text_kinds(num_coordinates: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    rows = tuple((Action(s, "F", 0), Action(s, "B", 0)) for s in (1, 0))  # type: ignore[arg-type]
+    return Schedule("own", Placement.loop(2), 1, rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1F0,1B0\n\n0F0,0x0\n", r"schedule mine\.csv, line 3: '0x0' is not a pipeline action; write"),
+        ("1F0,1B0\n\n0F0,1F1,0B0\n", r"schedule mine\.csv has stage 1 in line 1 and in line 3"),
+        ("", r"mine\.csv has the stages none"),
+        ("1F0,\0", r"mine\.csv', which cannot be read as a CSV file|line 1: '.*' is not a pipeline action"),
+    ],
+)
+def test_mistakes_in_a_file_are_told_by_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        schedules.resolve(str(path), num_coordinates=2)
+
+
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(OWN)
@@ -201,9 +231,13 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     simulate.validate(choice.table_or_sweep(5))
     assert choice.table_or_sweep(2) == choice.table(2) and choice.splits_backward
     assert schedules.resolve("interleaved", num_coordinates=4, num_chunks=3, microbatch_group_size=11).table(11)
-    with pytest.raises(ConfigError, match=r"mine.csv is a table for 2 micro-batches, and the run has 3"):
+    with pytest.raises(
+        ConfigError, match=r"mine.csv is a table for 2 micro-batches, and the run has 3.* a batch has 2 micro-batches"
+    ):
         choice.table(3)
-    with pytest.raises(ConfigError, match=r"mine.csv is a table for 2 pipeline ranks, and the run has 4"):
+    with pytest.raises(
+        ConfigError, match=r"mine.csv is a table for 2 pipeline ranks, and the run has 4.*pipeline_model_parallel_size to 2"
+    ):
         schedules.resolve(str(path), num_coordinates=4)
     rows = schedules.resolve(["0F0 0B0", "1F0 1B0"], num_coordinates=2)  # the first stage on the first row: turned round
     assert str(rows.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0" and pickle.loads(pickle.dumps(rows)) == rows
@@ -228,12 +262,18 @@ def test_a_function_of_ones_own() -> None:
         ("pathlib.Path.cwd", r"cannot be imported"),
         ("..make", r"'\.\.make', which cannot be imported"),
         ("os.getcwd", r"os\.getcwd takes the arguments \(\).*Let it take \(num_coordinates, "),
-        ("builtins.max", r"returned int\. Let it return a Schedule"),
+        ("builtins.max", r"max, called with num_coordinates=2, num_microbatches=2, num_chunks=1, returned int\. Let it return"),
+        (
+            f"{__name__}.failing",
+            r"failing, called with num_coordinates=2, num_microbatches=2, num_chunks=1, raised ZeroDivisionError: div.*Let it",
+        ),
+        (f"{__name__}.of_words", r"of_words, called .* returned a Schedule with '1F0' among its actions\. Write Action\("),
+        (f"{__name__}.of_text_kinds", r"of_text_kinds, called .* with Action\(stage=1, kind='F', microbatch=0\) among"),
         ([], r"has the stages none"),
         (["1F0 1B0", ""], r"no action in row 2"),
-        (["1F0 1B0", "0F0 1B0"], r"has stage 1 in rows 1 and 2"),
+        (["1F0 1B0", "0F0 1B0"], r"has stage 1 in row 1 and in row 2"),
         (["2F0 2B0", "0F0 0B0"], r"has the stages 0, 2\. Number them"),
-        (["1F0 1B0", "0F0 0b0"], r"'0b0' is not a pipeline action"),
+        (["1F0 1B0", "0F0 0b0"], r"schedule table, row 2: '0b0' is not a pipeline action"),
         (["1F0", "0F0"], r"has no backwards"),
         (["1F0 1B0", "0F0"], r"stage 0, micro-batch 0 the actions F"),
     ],
@@ -273,6 +313,13 @@ LOOP2 = Placement.loop(2)
 def test_faults_are_named(rows: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulate.validate(_table("mine", LOOP2, 1, *rows))
+
+
+def test_numbers_below_zero_are_named() -> None:
+    table = _table("mine", LOOP2, 1, "1F0 1B0", "0F0 0B0")
+    rows = ((*table.actions[0], Action(-1, Kind.FORWARD, 0)), table.actions[1])  # stage -1 would be the last of a tuple
+    with pytest.raises(ConfigError, match="action -1F0, and there are 2 stages"):
+        simulate.validate(replace(table, actions=rows))
 
 
 def test_messages_out_of_order_are_named() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
-from megatron_lightning.pipeline.schedules.tables import FixedTable, read_csv, read_rows
+from megatron_lightning.pipeline.schedules.tables import FixedTable, OwnFunction, read_csv, read_rows
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
 from megatron_lightning.pipeline.simulate import validate
 
@@ -63,8 +63,6 @@ class ScheduleChoice:
                 f"num_microbatches is {num_microbatches}; a pipeline step needs at least one. Set it to 1 or more."
             )
         schedule = self.generator(self.placement.num_coordinates, num_microbatches, self.num_chunks)
-        if not isinstance(schedule, Schedule):
-            raise ConfigError(f"schedule {self.name} returned {type(schedule).__name__}. Return a Schedule.")
         if schedule.placement != self.placement or schedule.num_microbatches != num_microbatches:
             raise ConfigError(
                 f"schedule {self.name} returned a table for {schedule.num_microbatches} micro-batches on the placement "
@@ -176,8 +174,6 @@ def _sample(label: str, generator: Generator, num_coordinates: int, num_chunks: 
     if isinstance(generator, FixedTable):
         num_microbatches = generator.schedule.num_microbatches
     schedule = generator(num_coordinates, num_microbatches or num_stages, num_chunks)
-    if not isinstance(schedule, Schedule):
-        raise ConfigError(f"pipeline_schedule={label} returned {type(schedule).__name__}. Let it return a Schedule.")
     placement = schedule.placement
     if (placement.num_coordinates, placement.num_stages) != (num_coordinates, num_stages):
         raise ConfigError(
@@ -214,7 +210,7 @@ def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
     if not callable(generator):
         raise ConfigError(f"pipeline_schedule is {spec!r}, a {type(generator).__name__}. Set it to a function.")
     _check_arguments(spec, generator)
-    return spec, generator
+    return spec, OwnFunction(spec, generator)
 
 
 def _check_arguments(name: str, generator: Generator) -> None:

@@ -1,4 +1,4 @@
-"""Schedules that a user writes down: rows of text, in Python, in YAML or in a CSV file. No torch here.
+"""Schedules of a user's own: rows of text, in Python, in YAML or in a CSV file, and functions. No torch here.
 
 One row a pipeline rank, actions in order of execution: ``1F0 1B0``; separated by spaces or, in a file, commas. Cells may be
 empty, so that the tables which PyTorch's pipeline schedules print are read as well; those have the first stage on the first
@@ -8,12 +8,45 @@ row, and are turned round (see :class:`Placement`).
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Action, Placement, Schedule
+from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """A generator that a user wrote, whose mistakes are told with its name and what it was called with."""
+
+    class_path: str
+    function: Callable[[int, int, int], object]
+
+    def __call__(self, num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+        """Return the function's table.
+
+        Raises:
+            ConfigError: If it raises, or returns something else.
+        """
+        numbers = f"num_coordinates={num_coordinates}, num_microbatches={num_microbatches}, num_chunks={num_chunks}"
+        called = f"pipeline_schedule={self.class_path}, called with {numbers},"
+        try:
+            schedule = self.function(num_coordinates, num_microbatches, num_chunks)
+        except Exception as error:
+            raise ConfigError(
+                f"{called} raised {type(error).__name__}: {error}. Let it return a Schedule for these numbers, or use others."
+            ) from error
+        if not isinstance(schedule, Schedule):
+            raise ConfigError(f"{called} returned {type(schedule).__name__}. Let it return a Schedule.")
+        for row in schedule.actions:
+            for action in row:
+                if not (isinstance(action, Action) and isinstance(action.kind, Kind)):
+                    raise ConfigError(
+                        f"{called} returned a Schedule with {action!r} among its actions. Write Action(stage, Kind.FORWARD, "
+                        'microbatch), or Action.parse("0F0").'
+                    )
+        return schedule
 
 
 @dataclass(frozen=True)
@@ -33,37 +66,40 @@ class FixedTable:
         asked = (num_coordinates, num_chunks * num_coordinates, num_microbatches)
         has = (placement.num_coordinates, placement.num_stages, schedule.num_microbatches)
         names = ("pipeline ranks", "stages", "micro-batches")
-        for name, wanted, found in zip(names, asked, has, strict=True):
+        settings = (
+            f"set pipeline_model_parallel_size to {has[0]}",
+            f"set virtual_pipeline_model_parallel_size to {has[1] // has[0]}",
+            f"choose batch size and micro_batch_size so that a batch has {has[2]} micro-batches",
+        )
+        for name, wanted, found, setting in zip(names, asked, has, settings, strict=True):
             if wanted != found:
                 raise ConfigError(
                     f"schedule {schedule.name} is a table for {found} {name}, and the run has {wanted}. Write a table for "
-                    f"{wanted}, or name a function that makes one for any number."
+                    f"{wanted}, name a function that makes one for any number, or {setting}."
                 )
         return schedule
 
 
-def read_rows(name: str, rows: Sequence[str]) -> Schedule:
+def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = None) -> Schedule:
     """Return the table that is written in ``rows``.
 
     Args:
         name: What to call it in messages.
         rows: For each pipeline rank its actions, separated by spaces or commas.
+        places: What to call the rows in messages; None: "row 1" and so on.
 
     Raises:
         ConfigError: If something is no action, a row is empty, a stage is on two rows, or the stages do not count up from 0.
     """
-    table = [tuple(map(Action.parse, row.replace(",", " ").split())) for row in rows]
+    places = places or [f"row {number}" for number in range(1, len(rows) + 1)]
+    table = [_read_row(name, place, row) for place, row in zip(places, rows, strict=True)]
     holders: dict[int, int] = {}
     for coordinate, row in enumerate(table):
-        if not row:
-            raise ConfigError(
-                f"schedule {name} has no action in row {coordinate + 1}; a rank without work is of no use. Remove it."
-            )
         for action in row:
             if holders.setdefault(action.stage, coordinate) != coordinate:
                 raise ConfigError(
-                    f"schedule {name} has stage {action.stage} in rows {holders[action.stage] + 1} and {coordinate + 1}; a "
-                    "stage lives on one rank. Move its actions into one row."
+                    f"schedule {name} has stage {action.stage} in {places[holders[action.stage]]} and in {places[coordinate]}; "
+                    "a stage lives on one rank. Move its actions into one row."
                 )
     if not table or sorted(holders) != list(range(len(holders))):
         raise ConfigError(
@@ -77,6 +113,16 @@ def read_rows(name: str, rows: Sequence[str]) -> Schedule:
     return Schedule(name, placement, num_microbatches, tuple(table))
 
 
+def _read_row(name: str, place: str, text: str) -> tuple[Action, ...]:
+    try:
+        row = tuple(map(Action.parse, text.replace(",", " ").split()))
+    except ConfigError as error:
+        raise ConfigError(f"schedule {name}, {place}: {error}") from error
+    if not row:
+        raise ConfigError(f"schedule {name} has no action in {place}; a rank without work is of no use. Remove it.")
+    return row
+
+
 def read_csv(path: str) -> Schedule:
     """Return the table of a CSV file, one line a pipeline rank.
 
@@ -85,12 +131,14 @@ def read_csv(path: str) -> Schedule:
     """
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
-            rows = [" ".join(cells) for cells in csv.reader(file)]
-    except (OSError, UnicodeDecodeError) as error:
+            reader = csv.reader(file)
+            lines = [(f"line {reader.line_num}", " ".join(cells)) for cells in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
             f"pipeline_schedule is {path!r}, which cannot be read as a CSV file: {error}. Set it to a table."
         ) from error
-    return read_rows(Path(path).name, [row for row in rows if row.strip()])
+    lines = [(place, text) for place, text in lines if text.strip()]
+    return read_rows(Path(path).name, [text for _, text in lines], [place for place, _ in lines])
 
 
 def write_csv(schedule: Schedule) -> str:
