@@ -17,6 +17,7 @@ from megatron_lightning.inference.model import LanguageModel, read_config
 from megatron_lightning.inference.sampling import Sampling, sample
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.rules import check_model_layout
 
 
@@ -26,6 +27,7 @@ class _Job:
 
     checkpoint: str
     layout: ParallelLayout
+    pipeline_schedule: str | list[str]
     prompts: list[list[int]]
     sampling: Sampling
     eod: int
@@ -44,6 +46,8 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     seed: int = 1234,
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int = 1,
+    pipeline_schedule: str | list[str] = "auto",
     device: str = "auto",
 ) -> list[str]:
     """Continue prompts with a model that ``GPTLightningModule`` trained.
@@ -63,6 +67,8 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         seed: Seed of the draws.
         tensor_model_parallel_size: Ranks that share each layer's matrices.
         pipeline_model_parallel_size: Ranks that share the sequence of layers.
+        virtual_pipeline_model_parallel_size: Parts of the sequence of layers on each of those ranks.
+        pipeline_schedule: As for training; it decides which rank holds which part.
         device: cpu, cuda, or auto: cuda where there is one.
 
     Returns:
@@ -76,8 +82,10 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     layout = ParallelLayout(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
         sequence_parallel=False,  # a text grows by one token at a time and cannot be cut into equal parts
     )
+    resolve(pipeline_schedule, num_coordinates=layout.pp, num_chunks=layout.vpp)  # to refuse what cannot run before it starts
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     tokenizer, config = load_tokenizer(tokenizer_model, tokenizer_type), read_config(checkpoint)
     if tokenizer.vocab_size > config.vocab_size:
@@ -88,6 +96,7 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     job = _Job(
         checkpoint=checkpoint,
         layout=layout,
+        pipeline_schedule=pipeline_schedule,
         prompts=[tokenizer.encode(text) or [tokenizer.eod] for text in ([prompts] if isinstance(prompts, str) else prompts)],
         sampling=sampling,
         eod=tokenizer.eod,
@@ -112,7 +121,7 @@ def _run(job: _Job) -> list[list[int]]:
     """Generate as one rank of the default process group, or alone."""
     index = f":{os.environ.get('LOCAL_RANK', '0')}" if job.device == "cuda" else ""
     context = ParallelContext(job.layout, device=job.device + index)
-    model = LanguageModel(job.checkpoint, context)
+    model = LanguageModel(job.checkpoint, context, job.pipeline_schedule)
     texts = sample(
         model.next_logits, job.prompts, job.sampling, eod=job.eod, max_sequence_length=model.config.max_sequence_length
     )

@@ -17,10 +17,9 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import named_shard_specs, parallelize, tied_names
-from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.partition import partition_units
-from megatron_lightning.pipeline.schedules import make_schedule
+from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.pipeline.stage import StagePartition
 
 _PREFIX = "state_dict.model."
@@ -52,23 +51,24 @@ class LanguageModel:
     Args:
         checkpoint: Checkpoint directory of any layout, or a plain Lightning ``.ckpt`` file.
         context: Groups of this rank; all ranks create the model together.
+        pipeline_schedule: As for ``MegatronStrategy``; it decides which rank holds which stage, and in which order they run.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint cannot be read or holds another model.
-        ConfigError: If the model has fewer layers than the layout has pipeline stages.
+        ConfigError: If the model has fewer layers than the layout has pipeline stages, or the schedule is for other numbers.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str], context: ParallelContext) -> None:
+    def __init__(
+        self, checkpoint: str | os.PathLike[str], context: ParallelContext, pipeline_schedule: str | list[str] = "auto"
+    ) -> None:
         self.context = context
+        choice = resolve(pipeline_schedule, num_coordinates=context.layout.pp, num_chunks=context.layout.vpp)
+        self._placement, self._schedule = choice.placement, choice.forward_table(1)
         source = open_checkpoint(checkpoint, group=context.axis("world"))
         self.config = _config_of(source, checkpoint)
-        self._placement = Placement.loop(context.layout.pp, context.layout.vpp)
         self.model = self._build().eval()
         self._load(source)
         self._executor = PipelineExecutor(context, self._placement)
-        self._schedule = make_schedule(
-            "gpipe", num_coordinates=context.layout.pp, num_microbatches=1, num_chunks=context.layout.vpp
-        )
 
     def _build(self) -> GPTModel:
         """Return the units of this pipeline rank, sharded, with memory for its own weights only."""

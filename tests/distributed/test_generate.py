@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import TensorShards, save_sharded
 from megatron_lightning.config import TransformerConfig
@@ -19,9 +20,12 @@ from megatron_lightning.inference.generate import generate
 from megatron_lightning.inference.model import LanguageModel, read_config
 from megatron_lightning.inference.sampling import Sampling, sample
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import trainer
 
 VOCABULARY = 67
 # A large deviation, so that probabilities differ much and a wrong layer or head changes the text.
@@ -60,9 +64,16 @@ def save_directory(path: Path, config: TransformerConfig) -> str:
     return str(path)
 
 
-def texts_on(checkpoint: str, tensor: int, pipeline: int, sampling: Sampling) -> list[list[int]]:
-    layout = ParallelLayout(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=False)
-    model = LanguageModel(checkpoint, ParallelContext(layout))
+def texts_on(
+    checkpoint: str, tensor: int, pipeline: int, sampling: Sampling, chunks: int = 1, schedule: str = "auto"
+) -> list[list[int]]:
+    layout = ParallelLayout(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=chunks,
+        sequence_parallel=False,
+    )
+    model = LanguageModel(checkpoint, ParallelContext(layout), schedule)
     return sample(model.next_logits, PROMPTS, sampling, max_sequence_length=model.config.max_sequence_length)
 
 
@@ -88,6 +99,28 @@ def test_every_layout_gives_the_same_text(size: tuple[int, int], tmp_path: Path)
         expected = reference(config, sampling)
         for texts in run_ranks(size[0] * size[1], texts_on, checkpoint, *size, sampling):
             assert texts == expected
+
+
+def _trained_in_v(path: str) -> None:
+    """Train on two ranks of two stages each, placed as a V, and save."""
+    text = torch.randint(0, VOCABULARY, (8, 9), generator=torch.Generator().manual_seed(5))
+    samples = [{"tokens": row[:-1], "labels": row[1:], "loss_mask": torch.ones(8)} for row in text]
+    strategy = MegatronStrategy(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule="zbv"
+    )
+    fit = trainer(strategy, max_steps=2)
+    fit.fit(GPTLightningModule(replace(GPT2, num_layers=4), learning_rate=1e-2), DataLoader(samples, batch_size=4))
+    fit.save_checkpoint(path)
+
+
+def test_virtual_stages_give_the_same_text(tmp_path: Path) -> None:
+    """A checkpoint of stages in a V, read by other stages: the first and the last on one rank, and around the ranks."""
+    checkpoint, sampling = str(tmp_path / "trained.ckpt"), Sampling(max_new_tokens=12, temperature=0.9, seed=3)
+    run_ranks(2, _trained_in_v, checkpoint)
+    expected = texts_on(checkpoint, 1, 1, sampling)
+    for chunks, schedule in ((1, "auto"), (2, "auto"), (2, "zbv")):
+        for texts in run_ranks(2, texts_on, checkpoint, 1, 2, sampling, chunks, schedule):
+            assert texts == expected, (chunks, schedule)
 
 
 @pytest.mark.parametrize("save", [save_plain, save_directory])
@@ -145,8 +178,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def save_for(tokenizer: str, path: Path) -> str:
-    return save_plain(path, TransformerConfig(**SIZES, vocab_size=290, max_sequence_length=32))
+def save_for(tokenizer: str, path: Path, num_layers: int = 3) -> str:
+    return save_plain(path, TransformerConfig(**{**SIZES, "num_layers": num_layers}, vocab_size=290, max_sequence_length=32))
 
 
 def test_generate_from_text_to_text(tokenizer: str, tmp_path: Path) -> None:
@@ -159,8 +192,9 @@ def test_generate_from_text_to_text(tokenizer: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # four processes import torch
 def test_generate_starts_its_own_processes(tokenizer: str, tmp_path: Path) -> None:
-    checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
-    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    checkpoint = save_for(tokenizer, tmp_path / "last.ckpt", num_layers=4)
+    layout: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    layout |= {"virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}
     alone = generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")
     assert generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu", **layout) == alone
 
@@ -169,6 +203,12 @@ def test_generate_refuses_what_does_not_fit(tokenizer: str, tmp_path: Path, monk
     checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
     with pytest.raises(ConfigError, match="num_layers=3 are fewer than the 4 pipeline stages"):
         generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=4)
+    with pytest.raises(
+        ConfigError, match=r"num_layers=3 are fewer than the 4 .*, or virtual_pipeline_model_parallel_size to 1,"
+    ):
+        generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="zbv runs two model chunks on each pipeline rank, and there are 1"):
+        generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, pipeline_schedule="zbv")
     with pytest.raises(ConfigError, match="tokenizer that made the training data"):
         generate(save_plain(tmp_path / "small.ckpt", LLAMA), "x", tokenizer)
     monkeypatch.setenv("RANK", "0")
