@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "fsdp_parameters",
     "keep_fsdp_gradients_in_reduce_dtype",
     "reduce_scatter",
+    "run_backward",
     "saved_tensors_hooks_in_force",
     "silence_treespec_warning",
 ]
@@ -56,6 +58,14 @@ def silence_treespec_warning() -> None:
 def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:
     """Let ``parameter.grad`` have another dtype than the parameter, so that autograd adds bf16 gradients to an fp32 one."""
     parameter.grad_dtype = None
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Back-propagate one gradient from each root: ``torch.autograd.backward`` without its slow checks of arguments.
+
+    The engine itself checks shapes and dtypes.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_lightning import compat
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.channel import Boundary, Inbox, Outbox, Transport, describe, encode_header
-from megatron_lightning.pipeline.plan import Message, Planned, plan_of
+from megatron_lightning.pipeline.plan import Message, Plan, Planned, plan_of
 from megatron_lightning.pipeline.schedules import forward_only
 from megatron_lightning.pipeline.timeline import Timeline
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -100,7 +101,7 @@ def _enter(received: Tensor) -> Tensor:
     return entered
 
 
-_BoundaryKey = tuple[int, bool, Hashable]
+_BoundaryKey = tuple[int, bool, int]
 _Place = tuple[int, int]  # stage and micro-batch
 
 
@@ -121,14 +122,15 @@ class PipelineExecutor:
         self.context, self.placement = context, placement
         self.transport = Transport(context, placement)
         self.boundaries: dict[_BoundaryKey, Boundary] = {}
-        """Tensors that each (receiving stage, backward, signature) has been found to take."""
+        """Tensors that each (receiving stage, backward, number of the signature) has been found to take."""
+        self._numbers: dict[Hashable, int] = {}  # of the signatures, which may be long to compare
         self.weight_gradients = WeightGradients()
         """Where layers put off the gradients of their weights while a backward is split."""
         self.timeline: Timeline | None = None
         """Records when each action ran, if set."""
         self.current: Action | None = None
         """The action that runs now, or ran last; None before the first step."""
-        self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Planned, ...]]] = {}
+        self._plans: dict[tuple[int, bool], tuple[Schedule, Plan]] = {}
 
     def warm_up(self) -> None:
         """Make every communicator exist before the first step; collective over the pipeline group."""
@@ -141,6 +143,7 @@ class PipelineExecutor:
         unfrozen; the next step sends headers again.
         """
         self.boundaries.clear()
+        self._numbers.clear()
 
     def run(self, schedule: Schedule, program: StageProgram, *, backward: bool = True) -> None:
         """Run one step.
@@ -159,10 +162,13 @@ class PipelineExecutor:
                 f"schedule {schedule.name} is for the placement {schedule.placement.coordinates}, and this pipeline has "
                 f"{self.placement.coordinates}. Make the schedule for this pipeline."
             )
-        signatures = [program.signature(microbatch) for microbatch in range(schedule.num_microbatches)]
-        _Run(self, self._plan(schedule, backward), program, signatures, backward).run()
+        numbers = self._numbers
+        shapes = [
+            numbers.setdefault(program.signature(microbatch), len(numbers)) for microbatch in range(schedule.num_microbatches)
+        ]
+        _Run(self, self._plan(schedule, backward), program, shapes, backward).run()
 
-    def _plan(self, schedule: Schedule, backward: bool) -> tuple[Planned, ...]:
+    def _plan(self, schedule: Schedule, backward: bool) -> Plan:
         """Return this rank's plan, made once for each table (which the cache keeps, so that its id stays its own)."""
         key = (id(schedule), backward)
         if key not in self._plans:
@@ -191,38 +197,31 @@ class _Run:
     def __init__(
         self,
         executor: PipelineExecutor,
-        plan: tuple[Planned, ...],
+        plan: Plan,
         program: StageProgram,
-        signatures: list[Hashable],
+        shapes: list[int],
         backward: bool,
     ) -> None:
         self._executor, self._plan, self._program, self._backward = executor, plan, program, backward
-        self._boundaries, self._signatures, self._timeline = executor.boundaries, signatures, executor.timeline
+        self._boundaries, self._shapes, self._timeline = executor.boundaries, shapes, executor.timeline
+        self._weight_gradients = executor.weight_gradients
         self._last_stage = executor.placement.num_stages - 1
         self._in_flight: dict[_Place, _InFlight] = {}
         self._local: dict[tuple[bool, int, int], tuple[Tensor, ...]] = {}
-        taken: dict[tuple[bool, int], list[Message]] = {}
-        peers = set()
-        for planned in plan:
-            for message in (planned.takes, planned.gives):
-                if message is not None and message.peer is not None:
-                    peers.add(message.peer)
-                    if message is planned.takes:
-                        taken.setdefault((message.forward, message.peer), []).append(message)
         self._inboxes = {
-            channel: Inbox(executor.transport, messages, self, window=_WINDOW) for channel, messages in taken.items()
+            channel: Inbox(executor.transport, messages, self, window=_WINDOW) for channel, messages in plan.received.items()
         }
-        self._outboxes = {peer: Outbox(executor.transport) for peer in peers}
+        self._outboxes = {peer: Outbox(executor.transport) for peer in plan.peers}
 
     def run(self) -> None:
         """Execute this coordinate's actions, then wait until everything sent has arrived."""
-        planned, timeline = self._plan[0], self._timeline
+        planned, timeline, executor = self._plan.actions[0], self._timeline, self._executor
         try:
             for inbox in self._inboxes.values():
                 inbox.refill()
-            for planned in self._plan:
+            for planned in self._plan.actions:
                 received = None if planned.takes is None else self._take(planned.takes)
-                self._executor.current = planned.action
+                executor.current = planned.action
                 if timeline is not None:
                     timeline.begin(planned.action)
                 if planned.completes:
@@ -235,8 +234,8 @@ class _Run:
             for outbox in self._outboxes.values():
                 outbox.finish()
         except Exception as error:
-            self._executor.weight_gradients.clear()
-            context = self._executor.context
+            self._weight_gradients.clear()
+            context = executor.context
             _locate(error, PipelinePosition(context.rank, context.pp.rank, planned.action))
             raise
 
@@ -245,7 +244,7 @@ class _Run:
         if kind is Kind.FORWARD:
             self._forward(planned, received)
         elif kind is Kind.WEIGHT_GRADIENT:
-            self._executor.weight_gradients.compute((stage, microbatch))
+            self._weight_gradients.compute((stage, microbatch))
         else:
             self._backward_of(planned, received)
 
@@ -297,9 +296,10 @@ class _Run:
         known = self._boundaries.setdefault(key, boundary)
         if known != boundary:
             promised, found = (", ".join(map(str, metas)) for metas in (known, boundary))
+            signature = self._program.signature(message.microbatch)
             raise PipelineError(
                 f"stage {message.stage - 1} hands on {found} for micro-batch {message.microbatch}, and an earlier micro-batch "
-                f"with the same signature {key[-1]!r} had {promised}; the next stage has posted buffers for that. Where "
+                f"with the same signature {signature!r} had {promised}; the next stage has posted buffers for that. Where "
                 "shapes follow from values in a batch, or layers are frozen within an epoch, set variable_seq_lengths of "
                 "pipeline_options; a program of your own lets its signature tell the two apart, or calls forget_boundaries()."
             )
@@ -311,16 +311,15 @@ class _Run:
         stage, kind, microbatch = planned.action
         flight = self._in_flight.pop((stage, microbatch))
         gradients = flight.seed if received is None else received
-        weight_gradients = self._executor.weight_gradients
-        with weight_gradients.collect((stage, microbatch)):
+        with self._weight_gradients.collect((stage, microbatch)):
             if flight.edges:
-                torch.autograd.backward(flight.edges, gradients)
+                compat.run_backward(flight.edges, gradients)
         if planned.gives is not None:
             # An input that nothing used has no gradient, and the stage before waits for one.
             inputs = flight.inputs
             self._send(planned.gives, tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs))
         if kind is Kind.BACKWARD:
-            weight_gradients.compute((stage, microbatch))
+            self._weight_gradients.compute((stage, microbatch))
 
     def _send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
         """Give tensors to the stage that takes them."""
@@ -343,7 +342,7 @@ class _Run:
         return tensors
 
     def _key(self, stage: int, microbatch: int) -> _BoundaryKey:
-        return stage, self._backward, self._signatures[microbatch]
+        return stage, self._backward, self._shapes[microbatch]
 
     def expected(self, message: Message) -> Boundary | None:
         """Return what a message consists of; None: not known before its header, or before its stage's forward."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
@@ -33,7 +35,19 @@ class Planned(NamedTuple):
     """Whether the gradients of the action's stage are complete after it."""
 
 
-def plan_of(schedule: Schedule, coordinate: int) -> tuple[Planned, ...]:
+@dataclass(frozen=True)
+class Plan:
+    """A coordinate's part of a schedule."""
+
+    actions: tuple[Planned, ...]
+    """In the order of execution."""
+    received: Mapping[tuple[bool, int], tuple[Message, ...]]
+    """(direction in the model, peer) -> what arrives on that channel, in order."""
+    peers: frozenset[int]
+    """Coordinates that this one exchanges messages with."""
+
+
+def plan_of(schedule: Schedule, coordinate: int) -> Plan:
     """Return the actions of one coordinate with their messages."""
     holders, positions, last_stage = schedule.placement.coordinates, schedule.positions, schedule.placement.num_stages - 1
 
@@ -60,4 +74,14 @@ def plan_of(schedule: Schedule, coordinate: int) -> tuple[Planned, ...]:
             takes = message(forward, stage, stage - hop, microbatch)
             gives = message(forward, stage + hop, stage + hop, microbatch)
         planned.append(Planned(action, takes, gives, last_of_stage.get(stage) == action))
-    return tuple(planned)
+    received: dict[tuple[bool, int], list[Message]] = {}
+    for planned_action in planned:
+        taken = planned_action.takes
+        if taken is not None and taken.peer is not None:
+            received.setdefault((taken.forward, taken.peer), []).append(taken)
+    ends = (end for planned_action in planned for end in (planned_action.takes, planned_action.gives) if end is not None)
+    return Plan(
+        tuple(planned),
+        {channel: tuple(messages) for channel, messages in received.items()},
+        frozenset(end.peer for end in ends if end.peer is not None),
+    )

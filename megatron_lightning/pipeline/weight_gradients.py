@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning import compat
 from megatron_lightning.errors import PipelineError
 
 Key = tuple[int, int]
@@ -70,7 +71,7 @@ class WeightGradients:
             with torch.no_grad():
                 gradient = product()
             del product  # its activations are let go before the next one is computed
-            torch.autograd.backward(parameter, gradient)
+            compat.run_backward((parameter,), (gradient,))
 
     def clear(self) -> None:
         """Forget everything, after a step that failed."""

@@ -192,15 +192,20 @@ def test_frozen_stages_and_forward_only() -> None:
 
 
 class _Watching(Program):
-    """Counts, at every forward, how many of the outputs handed on so far still have their storage."""
+    """Counts, at every forward, how many of the tensors received and handed on so far still have their storage."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.handed_on: list[StorageWeakRef] = []
+        self.received: list[StorageWeakRef] = []
         self.alive: list[int] = []
+        self.held: list[int] = []
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
         self.alive.append(sum(not reference.expired() for reference in self.handed_on))
+        self.held.append(sum(not reference.expired() for reference in self.received))
+        if received is not None:
+            self.received.append(StorageWeakRef(received[0].untyped_storage()))
         outputs = super().forward(stage, microbatch, received)
         if isinstance(outputs, tuple):
             # A relu would keep its output for its backward; what is measured is what the executor keeps.
@@ -209,19 +214,21 @@ class _Watching(Program):
         return outputs
 
 
-def _memory() -> tuple[list[int], int]:
+def _memory() -> tuple[list[int], list[int], int]:
     context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
     executor = PipelineExecutor(context, Placement.loop(2))
     stage = 1 - context.pp.rank
     program = _Watching({stage: Stage(stage)}, 2, [3] * 12)
     executor.run(schedules.one_f_one_b(2, 12), program)
-    return program.alive, sum(not reference.expired() for reference in program.handed_on)
+    left = sum(not reference.expired() for reference in (*program.handed_on, *program.received))
+    return program.alive, program.held, left
 
 
-def test_outputs_are_freed_after_they_are_sent() -> None:
-    (_, _), (alive, left) = run_ranks(2, _memory)
+def test_buffers_do_not_grow_with_the_number_of_micro_batches() -> None:
+    (_, held, last_left), (alive, _, first_left) = run_ranks(2, _memory)
     # The warm-up's forward and the one on its way: without release every output would be alive, up to 11.
-    assert max(alive) <= 2 and left == 0
+    assert max(alive) <= 2 and first_left == 0
+    assert max(held) <= 1 and last_left == 0  # a received tensor is gone with its backward, the next action of the last stage
 
 
 class _Fault(Exception):
