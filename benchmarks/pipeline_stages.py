@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from megatron_lightning.layers.split_backward import Owner
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline import PipelineExecutor, schedules
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -81,20 +81,20 @@ class _SplitWeight(torch.autograd.Function):
     """Adds a weight whose gradient may be put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: Owner, seconds: float) -> Tensor:
-        ctx.owner, ctx.seconds = owner, seconds
-        return x + owner.parameter.detach()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deliver: Callable[..., None], seconds: float) -> Tensor:
+        ctx.deliver, ctx.seconds = deliver, seconds
+        return x + weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        owner, seconds = ctx.owner, ctx.seconds
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        seconds = ctx.seconds
 
         def product() -> Tensor:
             _sleep(seconds)
             return grad.sum().view(1)
 
-        owner.deliver(product)
-        return grad, None, None
+        ctx.deliver(product)
+        return grad, None, None, None
 
 
 class Stage(nn.Module):
@@ -104,13 +104,13 @@ class Stage(nn.Module):
         super().__init__()
         self.seconds = seconds
         self.shift, self.weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-        self.owner = None if ledger is None else Owner(self.weight, ledger)
+        self.deliver = None if ledger is None else partial(ledger.deliver, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep."""
         x = _Input.apply(x + self.shift, self.seconds)
-        if self.owner is not None:
-            return _SplitWeight.apply(x, self.owner, self.seconds)
+        if self.deliver is not None:
+            return _SplitWeight.apply(x, self.weight.detach(), self.deliver, self.seconds)
         return x + _Weight.apply(self.weight, self.seconds)
 
 

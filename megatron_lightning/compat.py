@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,6 +24,7 @@ __all__ = [
     "finish_fsdp_backward",
     "fsdp_parameters",
     "keep_fsdp_gradients_in_reduce_dtype",
+    "never_drop",
     "reduce_scatter",
     "run_backward",
     "saved_tensors_hooks_in_force",
@@ -73,6 +75,14 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[A
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
+
+
+def never_drop(operator: torch._ops.OpOverload) -> None:
+    """Let compilers run ``operator`` as often and in the order that the traced program does, though nobody reads its result.
+
+    torch 2.11 to 2.13 have this for operators under private names only.
+    """
+    _register_effectful_op(operator, _EffectType.ORDERED)
 
 
 def default_store() -> Store:

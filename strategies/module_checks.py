@@ -127,16 +127,24 @@ def check_layers(module: pl.LightningModule, recompute: RecomputeOptions, *, ten
         find_tables(module, tensor_size)
 
 
-def check_trained_layers(module: pl.LightningModule, schedule: ScheduleChoice, num_replicas: int) -> None:
+def check_trained_layers(
+    module: pl.LightningModule, schedule: ScheduleChoice, num_replicas: int, *, sharded: bool = False
+) -> None:
     """Check what all layers of the module do in training.
 
+    Args:
+        module: With all its layers.
+        schedule: What they will run in.
+        num_replicas: Size of data parallelism.
+        sharded: Whether FSDP2 shards them.
+
     Raises:
-        ConfigError: For sparse gradients over several replicas, and compiled layers that should put off weight gradients.
+        ConfigError: For sparse gradients over several replicas, and sharded, compiled layers that should put off gradients.
     """
     if num_replicas > 1:
         _check_dense_gradients(module, num_replicas)
-    if schedule.splits_backward:
-        check_split(module, schedule.name)
+    if sharded and num_replicas > 1 and schedule.splits_backward:
+        _check_uncompiled(module, schedule)
 
 
 def _check_dense_gradients(module: pl.LightningModule, num_replicas: int) -> None:
@@ -146,6 +154,17 @@ def _check_dense_gradients(module: pl.LightningModule, num_replicas: int) -> Non
                 f"{name} has sparse=True, and its gradients are reduced over {num_replicas} data-parallel ranks in buffers, "
                 "which are dense. Set sparse=False, or use one data-parallel rank."
             )
+
+
+def _check_uncompiled(module: pl.LightningModule, schedule: ScheduleChoice) -> None:
+    """Check that no layer is compiled: one puts off with a view of its parameter, in whose place FSDP2 has another."""
+    compiled = next((name for name, child in module.named_modules() if child._compiled_call_impl is not None), None)
+    if compiled is not None:
+        raise ConfigError(
+            f"{compiled or type(module).__name__} is compiled, schedule {schedule} puts off weight gradients, and "
+            'data_parallel="fsdp" replaces the weights that a compiled layer would put them off with. Set data_parallel to '
+            '"zero1", or pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
+        )
 
 
 def find_tables(module: pl.LightningModule, tensor_size: int) -> list[nn.Module]:
@@ -162,17 +181,3 @@ def find_tables(module: pl.LightningModule, tensor_size: int) -> list[nn.Module]
             "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
         )
     return found
-
-
-def check_split(module: pl.LightningModule, schedule: str) -> None:
-    """Check that the layers can put off their weight gradients.
-
-    Raises:
-        ConfigError: If one is compiled: what its backward computes was decided when it was traced.
-    """
-    for name, child in module.named_modules():
-        if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
-            raise ConfigError(
-                f"{name or type(module).__name__} is compiled, and schedule {schedule} puts off weight gradients, which a "
-                'traced backward computes at once. Set pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
-            )

@@ -137,7 +137,8 @@ class MegatronSteps(MegatronEnvironment):
         module_checks.check_layers(module, self.recompute, tensor_size=tensor_size)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             num_replicas = self.layout.data_parallel_size(self._planned_world_size)
-            module_checks.check_trained_layers(module, self.pipeline_schedule, num_replicas)
+            sharded = self.data_parallel == "fsdp"
+            module_checks.check_trained_layers(module, self.pipeline_schedule, num_replicas, sharded=sharded)
 
     def _assemble(self) -> None:
         placement, options = self.pipeline_schedule.placement, self.pipeline_options

@@ -9,14 +9,13 @@ are shards along the sequence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.layers.split_backward import Owner, hide, linear, rows
+from megatron_lightning.layers.split_backward import HiddenWeight, Owner, Splittable, hide, linear
 from megatron_lightning.parallel.collectives import (
     all_gather_start,
     all_reduce_start,
@@ -30,7 +29,6 @@ from megatron_lightning.parallel.collectives import (
 )
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import ShardSpec, take_shards
-from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 Self = TypeVar("Self", bound="_ParallelLinear")
 
@@ -50,7 +48,7 @@ class _ColumnLinear(torch.autograd.Function):
         bias: Tensor | None,
         group: AxisGroup,
         sequence_dim: int | None,
-        owner: Owner | None,
+        owner: Owner | HiddenWeight | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_dim, ctx.owner = group, sequence_dim, owner
@@ -73,7 +71,7 @@ class _ColumnLinear(torch.autograd.Function):
             whole = x if dim is None else finish(started, group, dim)
             grad_weight = grad.flatten(0, -2).t().matmul(whole.flatten(0, -2))
         elif owner is not None:
-            owner.deliver(partial(_put_off_product, grad, x, group, dim))
+            owner.deliver(grad, x)
         if need_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         if grad_x is not None:
@@ -81,41 +79,28 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _put_off_product(grad: Tensor, x: Tensor, group: AxisGroup, sequence_dim: int | None) -> Tensor:
-    whole = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
-    return rows(grad).t().matmul(rows(whole))
-
-
-def _column_linear(  # noqa: PLR0917 (in the order of the Function)
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: AxisGroup,
-    sequence_dim: int | None,
-    ledger: WeightGradients | None,
-) -> Tensor:
-    weight, owner = hide(x, weight, ledger if torch.is_grad_enabled() else None)
+def _column_linear(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
+    weight, owner = hide(x, layer)
+    bias: Tensor | None = layer.bias
     device = x.device.type
     if torch.is_autocast_enabled(device):  # a custom Function's backward sees no autocast, so its operands agree from the start
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         if owner is None:  # else it is cast inside, and its gradient is the parameter's own
             weight = weight.to(dtype)
-    y: Tensor = _ColumnLinear.apply(x, weight, bias, group, sequence_dim, owner)  # type: ignore[no-untyped-call]
+    dim = layer.sequence_dim if layer.sequence_parallel else None
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, layer.group, dim, owner)  # type: ignore[no-untyped-call]
     return y
 
 
-class _ParallelLinear(nn.Module, ABC):
+class _ParallelLinear(Splittable, nn.Module, ABC):
     """What both kinds share: global sizes, and a weight cut out of a plain linear layer's.
 
     The weights equal those of ``nn.Linear`` built from the same random state, whatever the number of ranks.
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
     shard_specs: dict[str, ShardSpec]
-    weight_gradients: WeightGradients | None = None
-    """Where the gradient of ``weight`` may be put off."""
 
     def __init__(
         self, in_features: int, out_features: int, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
@@ -196,11 +181,16 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks], or [..., out] with ``gather_output``."""
         if self.group.size == 1 or not (self.copy_input or self.sequence_parallel):
-            y = linear(x, self.weight, self.bias, self.weight_gradients)
+            y = linear(x, self, self.bias)
         else:
-            dim = self.sequence_dim if self.sequence_parallel else None
-            y = _column_linear(x, self.weight, self.bias, self.group, dim, self.weight_gradients)
+            y = _column_linear(x, self)
         return gather(y, self.group, -1, self.out_features) if self.gather_output else y
+
+    def whole_input(self, x: Tensor) -> Tensor:
+        """Gather the input of all ranks again under sequence parallelism, where each keeps its shard."""
+        if not self.sequence_parallel:
+            return x
+        return finish(all_gather_start(x, self.group, self.sequence_dim), self.group, self.sequence_dim)
 
 
 class SharedGroupsLinear(ColumnParallelLinear):
@@ -297,9 +287,9 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in / ranks] to [..., out]."""
         if self.group.size == 1:
-            return linear(x, self.weight, self.bias, self.weight_gradients)
+            return linear(x, self, self.bias)
         part = x if self.input_is_parallel else scatter(x, self.group, -1)
-        partial = linear(part, self.weight, None, self.weight_gradients)
+        partial = linear(part, self, None)
         if self.sequence_parallel:
             y = reduce_scatter(partial, self.group, self.sequence_dim)
         else:

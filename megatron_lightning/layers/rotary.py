@@ -32,6 +32,8 @@ class RotaryEmbedding(nn.Module):
         """
         if position_ids is not None:
             return self._table(position_ids.t(), like)
+        if torch.compiler.is_compiling():  # a recomputed layer would find the table there, and make another graph
+            return self._table(torch.arange(length, device=like.device)[:, None], like)
         key = (length, like.device, like.dtype)
         if self._last is None or self._last[0] != key:
             # Lightning validates in inference mode, and a table born there could not be used in training afterwards.

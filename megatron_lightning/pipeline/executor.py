@@ -216,6 +216,7 @@ class _Run:
     def run(self) -> None:
         """Execute this coordinate's actions, then wait until everything sent has arrived."""
         planned, timeline, executor = self._plan.actions[0], self._timeline, self._executor
+        self._weight_gradients.begin()
         try:
             for inbox in self._inboxes.values():
                 inbox.refill()

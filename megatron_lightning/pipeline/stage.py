@@ -139,6 +139,7 @@ def _view(module: nn.Module, foreign: Sequence[str]) -> nn.Module:
     """Return a shallow copy of ``module``, and of those on the way to a foreign unit, without the foreign units."""
     view = module.__class__.__new__(module.__class__)
     view.__dict__.update(module.__dict__)
+    view.__dict__.pop("_compiled_call_impl", None)  # it would run the whole module; units inside stay compiled
     for registry in ("_modules", "_parameters", "_buffers"):
         view.__dict__[registry] = dict(module.__dict__[registry])
     inside: dict[str, list[str]] = {}

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,22 @@ Key = tuple[int, int]
 _Product = tuple[nn.Parameter, Callable[[], Tensor]]
 
 
+class Holder(Protocol):
+    """What refers to the memory of a parameter from step to step."""
+
+    def renew(self) -> None:
+        """Look at the parameter again."""
+        ...
+
+
 class WeightGradients:
     """Ledger of the products that the layers of one rank have put off."""
 
     def __init__(self) -> None:
         self._put_off: dict[Key, deque[_Product]] = {}
         self._open: deque[_Product] | None = None
+        self.holders: WeakSet[Holder] = WeakSet()
+        """Who wants to know that a step begins."""
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
         return self  # modules that refer to the ledger are copied by callbacks (weight averaging); what is put off is not
@@ -48,6 +60,18 @@ class WeightGradients:
             yield
         finally:
             self._open = None
+
+    def begin(self) -> None:
+        """Begin a step, before its first forward."""
+        for holder in self.holders:
+            holder.renew()
+
+    def deliver(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
+        """Put off the gradient of ``parameter`` that ``product`` returns; outside of a split backward, compute it."""
+        if self.collecting:
+            self.put_off(parameter, product)
+        else:
+            torch.autograd.backward(parameter, product())
 
     def put_off(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
         """Compute the gradient of ``parameter`` later.

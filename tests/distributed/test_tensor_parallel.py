@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.layers.styles import ColumnParallel
 from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import ShardingPlan, named_shard_specs
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks
 
@@ -216,6 +219,40 @@ def compiled_and_checkpointed() -> None:
 
 def test_a_layer_compiles_whole_and_recomputes() -> None:
     run_ranks(2, compiled_and_checkpointed)
+
+
+def split_and_compiled() -> None:
+    """Put off weight gradients, uncompiled and compiled; W gathers what the layer has a shard of."""
+    context, config = tensor_parallel(True), TransformerConfig(**BASE, add_bias_linear=True)
+    layer, ledger = sharded(config, context).decoder.layers["0"], WeightGradients()
+    hidden = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step(split: bool = True) -> tuple[list[Tensor], Counter[str]]:
+        x = hidden.clone().requires_grad_()
+        layer.zero_grad()
+        with torch.profiler.profile() as profile:
+            with ledger.collect((0, 0)):
+                layer(x).square().sum().backward()
+            put_off = [layer.mlp.linear_fc1.weight.grad is None, layer.self_attention.linear_proj.weight.grad is None]
+            assert put_off == [split, split]
+            ledger.compute((0, 0))
+        collectives = Counter(event.name for event in profile.events() if event.name.startswith("_c10d_functional::"))
+        return [x.grad, *(parameter.grad for parameter in layer.parameters())], collectives
+
+    whole, _ = step(split=False)
+    assert len(split_backwards(layer, ledger)[0]) == 4
+    runs = [step()]
+    layer.compile(backend="aot_eager", fullgraph=True)
+    step()  # compiles: the collectives of a second, traced run are no collectives
+    runs.append(step())
+    assert runs[0][1] == runs[1][1] and runs[0][1]["_c10d_functional::all_gather_into_tensor"] > 0
+    for gradients, _ in runs:
+        for actual, expected in zip(gradients, whole, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # equal operations; fusion may reassociate
+
+
+def test_a_compiled_layer_puts_off_and_communicates_once() -> None:
+    run_ranks(2, split_and_compiled)
 
 
 def autocast_step() -> None:

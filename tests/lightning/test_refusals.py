@@ -328,8 +328,8 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
         (
             _Compiled,
             [],
-            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
-            r"model\.head is compiled, and schedule zb-h1",
+            {"data_parallel": "fsdp", "pipeline_schedule": ["0F0 0I0 0W0"], "micro_batch_size": 8},
+            r"model\.head is compiled, schedule table .* puts off weight gradients.*Set data_parallel to \"zero1\"",
         ),
         (
             _language_model,

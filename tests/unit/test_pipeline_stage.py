@@ -114,6 +114,16 @@ def test_what_is_left_keeps_its_names_and_can_be_copied() -> None:
         assert other is not model and torch.equal(other(hidden), model(hidden))
 
 
+def test_a_compiled_container_of_two_stages_runs_the_units_of_one() -> None:
+    model, stages = Model(), _stages(2)
+    hidden = torch.randn(1, 4)
+    expected = model(hidden)
+    partition = StagePartition(model, stages, [0, 1])
+    for module in (model.body, *model.body.layers):
+        module.compile(backend="eager")
+    assert torch.equal(partition.view(1)(partition.view(0)(hidden)), expected)
+
+
 @pytest.mark.parametrize(
     ("units", "message"),
     [
