@@ -340,7 +340,7 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
         (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
         (ToyModule, [BackboneFinetuning()], {"pipeline_model_parallel_size": 2}, "the 2 pipeline ranks, which hold different"),
         (ToyModule, [_PRUNING], {}, "ModelPruning has use_lottery_ticket_hypothesis=True"),
-        (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees .* pipeline 2"),
+        (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees, .* pipeline 2"),
     ],
     ids=[
         *("manual", "backward", "units", "orphan", "table", "compiled", "recompute"),
