@@ -15,6 +15,7 @@ from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
+from megatron_lightning.strategies.last import committed_requeue
 from megatron_lightning.strategies.links import link_paths
 from megatron_lightning.strategies.saver import SaveReport
 from megatron_lightning.strategies.stepping import MegatronSteps
@@ -162,7 +163,7 @@ class MegatronCheckpoints(MegatronSteps):
         if self._assembly is None:
             self._assemble()
         self.finish_saving()
-        return self._checkpoints.load(str(self.broadcast(str(checkpoint_path))))
+        return self._checkpoints.load(self.broadcast(committed_requeue(str(checkpoint_path))))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of the module."""

@@ -1,6 +1,8 @@
-"""``ckpt_path="last"`` where checkpoints are in an object store: Lightning looks for local files only.
+"""Checkpoints that Lightning looks for by itself, where it would not find them.
 
-The launcher sees the arguments of ``fit`` and its kin before Lightning looks, and puts the URL in place of "last".
+``ckpt_path="last"``: it looks for local files only. The launcher sees the arguments of ``fit`` and its kin before that, and
+puts the URL of a checkpoint in an object store in place of "last". After a requeue by Slurm Lightning takes the largest number
+in any name with ``hpc_ckpt_``, and so the leftover of a save that was killed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
-from megatron_lightning.checkpoint.storage import folder_of, is_remote, list_folders
+from megatron_lightning.checkpoint.storage import folder_of, is_plain_file, is_remote, list_folders
+
+_REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 def with_last_found(
@@ -58,3 +62,19 @@ def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
         for path in folders:
             if pattern.fullmatch(PurePosixPath(path).name) and is_committed(path):
                 yield path, folder_of(path).modified(MANIFEST) or 0.0
+
+
+def committed_requeue(path: str) -> str:
+    """Return the newest ``hpc_ckpt_<n>.ckpt`` that was committed if ``path`` is such a name with nothing behind it."""
+    folder, _, name = path.rpartition("/")
+    if not _REQUEUED.fullmatch(name) or is_committed(path) or is_plain_file(path):
+        return path
+    try:
+        found = [(_numbered(other), other) for other in list_folders(folder or ".")]
+    except FileNotFoundError:
+        return path
+    return max(((int(number[1]), other) for number, other in found if number and is_committed(other)), default=(0, path))[1]
+
+
+def _numbered(path: str) -> re.Match[str] | None:
+    return _REQUEUED.fullmatch(PurePosixPath(path).name)

@@ -152,6 +152,7 @@ def test_slurms_requeue_signal_saves_where_lightning_looks(
     assert end == "AgreedStop" and len(first) == 2
     assert is_committed(tmp_path / "hpc_ckpt_1.ckpt") and not (tmp_path / "rescue.ckpt").exists()
     assert (tmp_path / "calls").read_text() == ("requeue 16_3\n" if array else "requeue 17\n")
+    (tmp_path / "hpc_ckpt_2.ckpt.tmp-0123456789ab").mkdir()  # of a save that was killed: Lightning sees number 20123456789
     _, rest = _fit(ONE, str(tmp_path), RescueCheckpoint(str(tmp_path)), **options)  # without ckpt_path
     assert len(rest) == 6
 

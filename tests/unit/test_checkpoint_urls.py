@@ -47,9 +47,10 @@ def test_every_tool_reads_and_writes_urls(store: Any, capsys: pytest.CaptureFixt
     weight = _save("a.ckpt", 2)
     _save("b.ckpt", 4)
     main(["checkpoint", "inspect", f"{RUN}/a.ckpt", "--tensors", "*"])
-    assert "state_dict.weight  6x4    float32  1" in capsys.readouterr().out
     main(["checkpoint", "verify", f"{RUN}/a.ckpt"])
-    assert "is sound: 1 tensors" in capsys.readouterr().out
+    page = capsys.readouterr()
+    assert "state_dict.weight  6x4    float32  1" in page.out and "is sound: 1 tensors" in page.out
+    assert "inspecting" in page.err and "verifying" in page.err
     main(["checkpoint", "reshard", f"{RUN}/a.ckpt", f"{RUN}/c.ckpt", "--num-files", "2"])
     main(["checkpoint", "average", f"{RUN}/mean.ckpt", f"{RUN}/a.ckpt", f"{RUN}/b.ckpt"])
     for name, value in (("c.ckpt", 2.0), ("mean.ckpt", 3.0)):
@@ -60,8 +61,11 @@ def test_every_tool_reads_and_writes_urls(store: Any, capsys: pytest.CaptureFixt
         with store.open(f"/tools-run/{name}.pt") as file:
             assert torch.equal(torch.load(file, weights_only=True)["weight"], found)
     main(["checkpoint", "prune", RUN, "--keep-last", "1", "--keep", "mean*"])
-    assert "nothing deleted" in capsys.readouterr().out and len(list_checkpoints(RUN)) == 4
+    page = capsys.readouterr()
+    assert "nothing deleted" in page.out and len(list_checkpoints(RUN)) == 4
+    assert all(title in page.err for title in ("resharding", "averaging", "consolidating"))
     main(["checkpoint", "prune", RUN, "--keep-last", "1", "--keep", "mean*", "--delete"])
+    assert "deleting" in capsys.readouterr().err
     assert [os.path.basename(found.path) for found in list_checkpoints(RUN)] == ["mean.ckpt", "b.ckpt"]
 
 
