@@ -11,7 +11,7 @@ import ctypes
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -135,7 +135,9 @@ def _begin_writing(descriptor: int, start: int, length: int) -> None:
 
 def _begin_reading(descriptor: int, start: int, length: int) -> None:
     """Let the system begin to read bytes of a file, all at once, where it takes advice."""
-    if hasattr(os, "posix_fadvise"):
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError):  # a file system that takes none
         for first in range(start, start + length, _AHEAD_BYTES):  # it cuts advice about more than that short
             os.posix_fadvise(descriptor, first, min(_AHEAD_BYTES, start + length - first), os.POSIX_FADV_WILLNEED)
 
