@@ -1,4 +1,4 @@
-"""Print the validation losses in a folder of TensorBoard logs, one run after another."""
+"""Print the validation losses in a folder of TensorBoard logs, one run after another: show_losses.py FOLDER."""
 
 import sys
 from pathlib import Path
@@ -16,4 +16,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        raise SystemExit("usage: python examples/show_losses.py FOLDER, such as demo/logs, in which each run has a folder")
     main(sys.argv[1])

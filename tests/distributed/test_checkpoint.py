@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,8 +248,11 @@ def _killed_at(call: int, path: str, version: int) -> bool:
 
             return replacement
 
+        paths = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's paths keep these functions to themselves
         for name in _SYSCALLS:
             setattr(os, name, deadly(getattr(os, name)))
+            if hasattr(paths, name):
+                setattr(paths, name, staticmethod(getattr(os, name)))
         try:
             _save(path, {}, version)
             os._exit(0)

@@ -6,6 +6,7 @@ import ast
 import builtins
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from megatron_lightning.checkpoint import TensorShards, save_sharded
 from megatron_lightning.cli import main
@@ -83,6 +85,23 @@ def test_the_example_lacks_nothing() -> None:
     used = [node for node in ast.walk(ast.parse(second)) if isinstance(node, ast.Name)]
     made = {node.id for node in used if isinstance(node.ctx, ast.Store)}
     assert {node.id for node in used} <= made | set(names) | set(dir(builtins))
+
+
+def test_losses_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, losses in enumerate([[7.5, 6.25], [5.0]]):
+        logger = TensorBoardLogger(tmp_path, name="logs", version=run)
+        for step, loss in enumerate(losses):
+            logger.log_metrics({"val_loss": loss}, step=10 * step + 9)
+        logger.finalize("success")
+    monkeypatch.setattr(sys, "argv", ["show_losses.py", str(tmp_path / "logs")])
+    runpy.run_path(str(ROOT / "examples" / "show_losses.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == [
+        "version_0  step: loss  10: 7.500, 20: 6.250",
+        "version_1  step: loss  10: 5.000",
+    ]
+    monkeypatch.setattr(sys, "argv", ["show_losses.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"usage: python examples/show_losses\.py FOLDER"):
+        runpy.run_path(str(ROOT / "examples" / "show_losses.py"), run_name="__main__")
 
 
 def fit_options() -> list[list[str]]:
