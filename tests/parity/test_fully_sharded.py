@@ -113,7 +113,8 @@ def test_fsdp_equals_zero1_in_half_precision(precision: str, names: list[str]) -
         for name in names:
             first, *later = rank[name][1]
             assert first == pytest.approx(expected[name][1][0], rel=RTOL), name
-            assert later == pytest.approx(expected[name][1][1:], rel=1e-3), name
+            # Masters that agree in fp32 may fall on two sides of a rounding boundary, and such weights are 2^-8 apart in bf16.
+            assert later == pytest.approx(expected[name][1][1:], rel=2**-8), name
             assert torch.tensor(rank[name][0]).isfinite().all()
 
 
