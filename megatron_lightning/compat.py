@@ -180,17 +180,21 @@ class FsdpUnit:
         """Put functions around what happens before and after the unit's backward; they are given what FSDP2 does there."""
         gather, reduce = self._group.pre_backward, self._group.post_backward
 
-        def pre_backward(*args: Any) -> None:
-            before(lambda: gather(*args))
+        def pre_backward(*_: Any) -> None:
+            before(lambda: gather(False))  # True: with what FSDP2 takes for the unit that comes next
 
         def post_backward(*args: Any) -> None:
             after(lambda: reduce(*args))
 
         self._group.pre_backward, self._group.post_backward = pre_backward, post_backward
 
+    def gather_ahead(self) -> None:
+        """Begin to gather the parameters for a backward, unless they are here."""
+        self._group._prefetch_unshard(self._group, "backward")
+
     def begin_backward(self) -> None:
         """Do what happens when a backward pass reaches the unit."""
-        self._group.pre_backward(True)
+        self._group.pre_backward()
 
     def end_backward(self) -> None:
         """Do what happens when a backward pass has left the unit."""

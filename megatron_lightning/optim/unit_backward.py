@@ -3,7 +3,8 @@
 FSDP2 reduces the gradients that a unit happens to have when its backward ends, and a unit whose output does not reach the loss
 has no backward. Where that depends on the data, ranks would reduce different tensors together. Here a parameter without a
 gradient takes part with zeros, and before a unit's backward those after it that have had none are gathered and reduced in its
-place, so that the collectives of a step follow from the order of the calls alone (``unit_order``).
+place, so that the collectives of a step follow from the order of the calls alone (``unit_order``). What is gathered ahead is the
+unit before in that order; FSDP2 takes the one that ran before, at the first unit that of another micro-batch, which is in vain.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class StageBackward:
         self._trains = [any(whole.requires_grad for _, whole in unit.parameters()) for unit in units]
         self._calls: Counter[int] = Counter()
         self._behind: dict[int, list[int]] = {}  # unit -> those whose first call comes after its last one
+        self._next: dict[int, int] = {}  # unit -> the one whose backward follows
         self._pass = -1
         self._begun: set[int] = set()
         self._ended: Counter[int] = Counter()
@@ -50,6 +52,7 @@ class StageBackward:
         first = {unit: order.index(unit) for unit in self._calls}
         last = {unit: place for place, unit in enumerate(order)}
         self._behind = {unit: [other for other in first if first[other] > last[unit]] for unit in self._calls}
+        self._next = {unit: order[place - 1] for unit, place in last.items() if place}
 
     def _enter(self) -> bool:
         """Return whether a backward pass runs."""
@@ -71,6 +74,8 @@ class StageBackward:
             self._make_up(unit, gather=True)
         self._begun.add(index)
         gather()
+        if index in self._next:
+            self._units[self._next[index]].gather_ahead()
 
     def _after(self, index: int, reduce: Callable[[], None]) -> None:
         running = self._enter()
