@@ -3,8 +3,8 @@
 FSDP2 reduces the gradients that a unit happens to have when its backward ends, and a unit whose output does not reach the loss
 has no backward. Where that depends on the data, ranks would reduce different tensors together. Here a parameter without a
 gradient takes part with zeros, and before a unit's backward those after it that have had none are gathered and reduced in its
-place, so that the collectives of a step follow from the order of the calls alone (``unit_order``). What is gathered ahead is the
-unit before in that order; FSDP2 takes the one that ran before, at the first unit that of another micro-batch, which is in vain.
+place, so that the collectives of a step follow from the order of the calls alone (``unit_order``). What is gathered ahead is
+the unit before in that order; FSDP2 takes the one that ran before, at the first unit that of another micro-batch, in vain.
 """
 
 from __future__ import annotations
