@@ -126,7 +126,7 @@ def backward_pass() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that runs now has computed everything."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class FsdpUnit:
@@ -138,7 +138,8 @@ class FsdpUnit:
 
     def __init__(self, module: FSDPModule) -> None:
         state: Any = module._get_fsdp_state()
-        self.module, self._group = module, state._fsdp_param_group
+        self.module: Any = module
+        self._group = state._fsdp_param_group
 
     @property
     def is_reducing(self) -> bool:
@@ -257,4 +258,4 @@ class GradientHooks:
             for tensor in (leaf, *others):
                 tensor._backward_hooks = hooks
         if self._accumulated:
-            leaf._post_accumulate_grad_hooks = self._accumulated  # type: ignore[attr-defined]
+            leaf._post_accumulate_grad_hooks = self._accumulated

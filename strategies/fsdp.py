@@ -84,7 +84,7 @@ def shard_units(
         context=context,
         policy=ShardingPolicy.of(options, micro_batches=micro_batches, compute_dtype=_low_dtype(pipelined)),
     )
-    shards = dict(module.named_parameters())
+    shards = {name: parameter for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
     for name in units.unfilled:
         shard, spec = shards[name], assembly.specs[name]
         whole = initial_value(module, name, spec.global_shape, shard.dtype, context.device)

@@ -250,7 +250,8 @@ class MegatronStrategy(MegatronCheckpoints):
         if self._units is None or not is_sharded(module):
             check_unsharded(module)
             self.model, self._units = self.precision_plugin.convert_module(module), None
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
+        on_device = self.root_device
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(on_device))  # type: ignore[no-untyped-call]
         built = {n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
         check_replicas(built, self.assembly.specs, self.context)
         if self.data_parallel == "fsdp" and self._units is None and self.context.dp_cp.size > 1:

@@ -171,7 +171,7 @@ class ShardedUnits:
         def called(*_: Any) -> None:
             self._order.called(index)
 
-        disabled: Callable[..., None] = torch.compiler.disable(called)
+        disabled: Callable[..., None] = torch.compiler.disable(called)  # type: ignore[no-untyped-call]
         return disabled
 
     def _trained_order(self, stage: int, first: int) -> list[int]:
