@@ -76,7 +76,8 @@ class _Counting(pl.Callback):
 
 def _count(options: dict[str, Any], replicas: int) -> dict[str, dict[str, int]]:
     counting = _Counting()
-    fit = trainer(MegatronStrategy(data_parallel="fsdp", **options), max_steps=2, callbacks=[counting], limit_val_batches=1)
+    strategy = MegatronStrategy(data_parallel="fsdp", **options)
+    fit = trainer(strategy, max_steps=2, callbacks=[counting], limit_val_batches=1, val_check_interval=2)
     loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // replicas)
     fit.fit(GPTLightningModule(_config(), learning_rate=1e-3), loader, loader)
     return counting.found
@@ -165,7 +166,7 @@ def test_a_rank_builds_no_more_than_its_shard_and_one_parameter(options: dict[st
     whole = LARGE.num_parameters * 4
     largest = max(2 * LARGE.ffn_size, LARGE.qkv_rows, LARGE.vocab_size) * LARGE.hidden_size * 4
     # The draw of a parameter takes as much again as the parameter; the rest is for pages that the allocator keeps.
-    allowed = whole // WORLD + 4 * largest + 12 * MIB
+    allowed = whole // WORLD + 4 * largest + 16 * MIB
     assert allowed < 0.6 * whole, "the bound would say nothing"
     for grown in run_ranks(WORLD, _grown, {"data_parallel": "fsdp", **options}, timeout_s=110):
         assert whole // WORLD <= grown <= allowed, (grown / MIB, allowed / MIB, whole / MIB)
