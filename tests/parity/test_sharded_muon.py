@@ -24,8 +24,8 @@ from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_layouts import _config, _samples
 
 LR, BATCH = 0.02, 12
-# Gradients agree to the last digits of fp32. Newton-Schulz runs in bf16 (2^-8), and over its five iterations a rounding that falls
-# the other way grows to some of these; a matrix stepped in pieces is wrong by LR.
+# Gradients agree to the last digits of fp32. Newton-Schulz runs in bf16 (2^-8), and over its five iterations a rounding that
+# falls the other way grows to some of these; a matrix stepped in pieces is wrong by LR.
 TOLERANCE = LR * 2**-6
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 FSDP = {"data_parallel": "fsdp"}
