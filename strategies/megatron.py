@@ -250,14 +250,12 @@ class MegatronStrategy(MegatronCheckpoints):
         if self._units is None or not is_sharded(module):
             check_unsharded(module)
             self.model, self._units = self.precision_plugin.convert_module(module), None
-        on_device = self.root_device
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(on_device))  # type: ignore[no-untyped-call]
-        built = {n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
-        check_replicas(built, self.assembly.specs, self.context)
+        self.model_to_device()
+        plain = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
+        check_replicas(plain, self.assembly.specs, self.context)
         if self.data_parallel == "fsdp" and self._units is None and self.context.dp_cp.size > 1:
             options, micro_batches = self.data_parallel_options, not self._is_native
             self._units = shard_units(module, self.assembly, self.context, options, micro_batches=micro_batches)
-        self.model_to_device()
 
     def _describe_share(self) -> None:
         """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""

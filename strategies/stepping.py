@@ -7,7 +7,7 @@ reduction and clipping from ``gradients``, the order of the data from ``sampling
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -144,8 +144,7 @@ class MegatronSteps(MegatronEnvironment):
         placement, options = self.pipeline_schedule.placement, self.pipeline_options
         if not is_assembled(self.module):
             self._check_layers(self.module, self.module.trainer)
-        whole = self.data_parallel != "fsdp" or self.context.dp_cp.size == 1
-        self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options, allocates=whole)
+        self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
         apply_recompute(self.module, self.recompute, stages=self._assembly.own_stages)
 
     @property
@@ -212,8 +211,7 @@ class MegatronSteps(MegatronEnvironment):
             self._batch_checked = True
         self._count(sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size)
         if self._is_native:
-            with self._units_in_order("training_step"):
-                output = super().training_step(batch, *args, **kwargs)
+            output = super().training_step(batch, *args, **kwargs)
             if self.module.automatic_optimization:
                 gradients.note_native_output(output, trainer.accumulate_grad_batches)
             return output
@@ -238,10 +236,6 @@ class MegatronSteps(MegatronEnvironment):
         if result.output is None:
             gradients.drop_flush()
         return result.output
-
-    def _units_in_order(self, hook: str) -> AbstractContextManager[None]:
-        """Around a step that Lightning runs itself: the data-parallel ranks call the same units."""
-        return nullcontext() if self._units is None else self._units.in_order(hook)
 
     def _count(self, num_samples: int) -> None:
         """Take note of the samples of a training batch, over all data-parallel ranks.
@@ -373,8 +367,7 @@ class MegatronSteps(MegatronEnvironment):
                 return self._evaluate(hook, batch, *args, **kwargs)
         microbatches = self.runner.split(batch, self.micro_batch_size)
         if self._is_native:
-            with self._units_in_order(hook):
-                return getattr(super(), hook)(batch, *args, **kwargs)
+            return getattr(super(), hook)(batch, *args, **kwargs)
         context = precision_context(self.precision_plugin, hook)
         step = Step(hook=hook, microbatches=microbatches, args=(*args, *kwargs.values()), context=context)
         return self.runner.run(step).output
@@ -394,17 +387,6 @@ class MegatronSteps(MegatronEnvironment):
         if self._runner is None:
             raise ConfigError("steps can be run after the Trainer has set the strategy up.")
         return self._runner
-
-    @property
-    def sharded_units(self) -> ShardedUnits:
-        """What FSDP2 shards.
-
-        Raises:
-            ConfigError: Without ``data_parallel="fsdp"`` over several ranks, and before setup.
-        """
-        if self._units is None:
-            raise ConfigError('units are sharded with data_parallel="fsdp" on several data-parallel ranks, and after setup.')
-        return self._units
 
     @property
     def gradient_flow(self) -> GradientFlow:

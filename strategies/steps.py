@@ -226,7 +226,7 @@ class _StepProgram:
         if runner.num_stages > 1:
             runner.rng.begin_microbatch(microbatch)
         try:
-            with self._step.context(), self.recorder.installed() if last else self._silenced(), self._in_order():
+            with self._step.context(), self.recorder.installed() if last else self._silenced():
                 output = getattr(runner.module, self._step.hook)(self._step.microbatches[microbatch], *self._step.args)
         except _StageExit as exit_:
             if self._step.watch is not None:
@@ -238,11 +238,6 @@ class _StepProgram:
                 f"({runner.assembly.path or 'the module itself'}). Call it exactly once in every step."
             )
         return self._finish(microbatch, output)
-
-    def _in_order(self) -> AbstractContextManager[None]:
-        """With one stage, the step may call the module as it likes; the data-parallel ranks call the same units."""
-        units = self._runner.units if self._runner.assembly.partition is None else None
-        return nullcontext() if units is None else units.in_order(self._step.hook)
 
     def _silenced(self) -> AbstractContextManager[None]:
         """Drop what is logged before the call on a stage that is not the last; the last stage logs it as well."""
@@ -336,8 +331,7 @@ class _StepProgram:
             if runner.units is None:
                 output = originals[stage](*args, **kwargs)
             else:
-                with runner.units.in_order(self._step.hook, stage):
-                    output = runner.units.call(stage, originals[stage], *args, **kwargs)
+                output = runner.units.call(stage, originals[stage], *args, **kwargs)
         if stage == runner.num_stages - 1:
             return output
         boundary = tuple(output) if isinstance(output, tuple | list) else (output,)
