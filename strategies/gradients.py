@@ -108,12 +108,16 @@ class GradientFlow:
         Raises:
             ConfigError: If this cannot be done while other ranks have other parameters, or parts of the optimizer's state.
         """
-        trainable = {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}  # pruning renames
-        if self._context.world_size == 1 or trainable <= {id(parameter) for parameter in self.reducer.parameters.values()}:
+        trainable = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        known = self.reducer.parameters
+        same = {id(parameter) for parameter in known.values()}  # pruning gives other names, fsdp other objects
+        if self._context.world_size == 1 or all(
+            name in known or id(parameter) in same for name, parameter in trainable.items()
+        ):
             return
         if self._sharded or self._context.pp.size > 1 or any(view is not None and view.exchanged for view in self._views):
             raise ConfigError(
-                f"{len(trainable)} parameters are trainable, and {len(self.reducer.parameters)} were when training began. "
+                f"{len(trainable)} parameters are trainable, and {len(known)} were when training began. "
                 'Layers are frozen or unfrozen during fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
                 "optimizer that steps the parameters themselves (fp32, no Muon, default data_parallel_options). "
                 "Set these, or choose what is trained before fit."
