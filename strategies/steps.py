@@ -130,11 +130,13 @@ class StepRunner:
         """Return the action table, proven once for each number of micro-batches.
 
         The first training step decides whether the schedule can run; a smaller batch later, at the end of the data, may not
-        end the run.
+        end the run, nor may one with which a resumed run begins.
         """
         key = (num_microbatches, backward)
         if key not in self._schedules:
-            first = backward and not any(trained for _, trained in self._schedules)
+            trainer = self.module.trainer
+            resumed = trainer.ckpt_path is not None and trainer.global_step > 0
+            first = backward and not resumed and not any(trained for _, trained in self._schedules)
             if first:
                 preflight.warn_of_few_microbatches(self._choice, num_microbatches)
             make = self._choice.table if first else self._choice.table_or_sweep
