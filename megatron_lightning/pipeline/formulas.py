@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_lightning.pipeline.actions import Kind, Schedule
-from megatron_lightning.pipeline.schedules.one_f_one_b import smallest_group_size
+from megatron_lightning.pipeline.schedules.one_f_one_b import groups_fill, smallest_group_size
 from megatron_lightning.pipeline.simulate import Costs
 
 
@@ -31,8 +31,8 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
         group_size: N of the interleaved schedule.
 
     Returns:
-        None where there is no closed form: a table of one's own, stages of unequal cost, messages that take time, or (zero
-        bubble) numbers that the paper's derivation excludes.
+        None where there is no closed form: a table of one's own, stages of unequal cost, messages that take time, a last
+        group below P, or (zero bubble) numbers that the paper's derivation excludes.
     """
     num_stages = schedule.placement.num_stages
     durations = costs.durations(num_stages)
@@ -41,9 +41,11 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
     f, b, i, w = (durations[kind][0] for kind in Kind)
     p, m = schedule.placement.num_coordinates, schedule.num_microbatches
     v = num_stages // p
-    if schedule.name in {"gpipe", "1f1b", "interleaved"}:
+    n = group_size or smallest_group_size(p, m)
+    if schedule.name in {"gpipe", "1f1b"} or (schedule.name == "interleaved" and groups_fill(p, m, n)):
         time = (max(m, p) * (v - 1) + m + p - 1) * (f + b)
-        return Expected(time, "(MV + P - 1) (F + B)" if v > 1 else "(M + P - 1) (F + B)", _held(schedule, v, group_size))
+        slots = "M + P - 1" if v == 1 else "MV + P - 1" if m >= p else "PV + M - 1"
+        return Expected(time, f"({slots}) (F + B)", _held(schedule, v, n))
     if schedule.name == "zb-h1" and w <= min(f, i) and m >= p:
         return Expected(m * (f + i + w) + (p - 1) * (f + i - w), "M (F + I + W) + (P - 1) (F + I - W)", (p,) * p)
     if schedule.name == "zbv" and f == i == w and m >= 2 * p - 1:
@@ -51,11 +53,10 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
     return None
 
 
-def _held(schedule: Schedule, v: int, group_size: int | None) -> tuple[int, ...]:
+def _held(schedule: Schedule, v: int, n: int) -> tuple[int, ...]:
     p, m = schedule.placement.num_coordinates, schedule.num_microbatches
     if schedule.name == "gpipe":
         return (m * v,) * p
     if v == 1:
         return tuple(min(m, coordinate + 1) for coordinate in range(p))
-    n = group_size or smallest_group_size(p, m)
     return tuple(min(m * v, 2 * coordinate + (v - 1) * n + 1) for coordinate in range(p))

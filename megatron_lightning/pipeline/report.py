@@ -10,7 +10,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.formulas import expected
 from megatron_lightning.pipeline.picture import Panel, chrome_trace, draw, svg, write_png
-from megatron_lightning.pipeline.schedules import SCHEDULES, resolve
+from megatron_lightning.pipeline.schedules import SCHEDULES, make_schedule, resolve
 from megatron_lightning.pipeline.simulate import Costs, PerStage, Simulation, simulate
 from megatron_lightning.pipeline.trace import Timeline, read_timeline
 
@@ -43,7 +43,7 @@ def describe_schedule(
         input_gradient: Time of the gradient of the input, likewise.
         weight_gradient: Time of the gradient of the weights, likewise.
         communication: Time of a message between two ranks.
-        compare: Show all schedules side by side, those with several chunks with ``chunks`` (or 2).
+        compare: Show all schedules side by side, one of your own among them; ``interleaved`` with ``chunks`` (or 2).
         trace: Directory of an executed timeline, to be laid beside the simulated one; nothing else needs to be given then.
         output: Directory for the picture (SVG and PNG) and the Chrome trace.
 
@@ -78,8 +78,20 @@ def describe_schedule(
 
     if compare:
         names = {name: max(chunks, 2) if name == "interleaved" else 2 if name == "zbv" else 1 for name in SCHEDULES}
-        tables = [resolve(name, num_coordinates=ranks, num_chunks=n).table(microbatches) for name, n in names.items()]
-        return _compared(tables, [costs(table.placement) for table in tables], Path(output))
+        if schedule not in ("auto", *SCHEDULES):
+            names[schedule] = chunks
+        group_sizes = {"interleaved": microbatch_group_size}
+        tables = [
+            make_schedule(
+                name,
+                num_coordinates=ranks,
+                num_microbatches=microbatches,
+                num_chunks=num_chunks,
+                microbatch_group_size=group_sizes.get(name),
+            )
+            for name, num_chunks in names.items()
+        ]
+        return _compared(tables, [costs(table.placement) for table in tables], microbatch_group_size, Path(output))
     choice = resolve(schedule, num_coordinates=ranks, num_chunks=chunks, microbatch_group_size=microbatch_group_size)
     table = choice.table(microbatches)
     head = f"schedule {choice}: {_sizes(table)}"
@@ -114,12 +126,12 @@ def _one(schedule: Schedule, costs: Costs, group_size: int | None, output: Path)
     yield _write([panel], output / f"schedule-{schedule.name}-{sizes}")
 
 
-def _compared(tables: Sequence[Schedule], costs: Sequence[Costs], output: Path) -> str:
+def _compared(tables: Sequence[Schedule], costs: Sequence[Costs], group_size: int | None, output: Path) -> str:
     simulations = [simulate(table, cost) for table, cost in zip(tables, costs, strict=True)]
     rows = [["schedule", "chunks", "step time", "bubble", "by formula", "most activations", "messages"]]
     panels = []
     for table, cost, simulation in sorted(zip(tables, costs, simulations, strict=True), key=lambda entry: entry[2].step_time):
-        formula = expected(table, cost)
+        formula = expected(table, cost, group_size)
         placement = table.placement
         rows.append(
             [

@@ -7,6 +7,7 @@ import logging
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,9 @@ from torch.utils.data import DataLoader
 from megatron_lightning.callbacks import PipelineTimeline
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.buckets import Bucket
+from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.pipeline import partition_units, schedules
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyDecoder, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
@@ -160,6 +164,35 @@ def test_a_table_of_ones_own_and_the_timeline_of_a_step(tmp_path: Path) -> None:
         assert all(entry["rank"] == rank for entry in entries)
         times = [time for entry in entries for time in (entry["start_s"], entry["end_s"])]
         assert times == sorted(times) and times[0] >= 0 and times[-1] < 60
+
+
+def _launches(layout: Layout, folder: str) -> list[tuple[str, str]]:
+    """Return, for every bucket of a step, one of its parameters and the action during which its reduction was launched."""
+    strategy, noted, reduce = layout.strategy(), list[tuple[str, str]](), GradientReducer._reduce
+
+    def note(reducer: GradientReducer, bucket: Bucket) -> None:
+        noted.append((bucket.names[0].removeprefix("model."), str(strategy.executor.current)))
+        reduce(reducer, bucket)
+
+    with mock.patch.object(GradientReducer, "_reduce", note):
+        trainer(strategy, max_steps=1, default_root_dir=folder).fit(ToyModule(), layout.data_module())
+    return noted
+
+
+@layouts(
+    _layout("zbv", 4, 2, virtual_pipeline_model_parallel_size=2, pipeline_schedule="zbv"),
+    _layout("interleaved-ddp", 4, 2, virtual_pipeline_model_parallel_size=2, data_parallel="ddp"),
+)
+def test_each_chunk_is_reduced_from_its_last_backward_on(layout: Layout, tmp_path: Path) -> None:
+    """The reduction over the data-parallel ranks of one chunk runs beside the other chunk's remaining actions."""
+    choice = schedules.resolve(layout.name.partition("-")[0], num_coordinates=2, num_chunks=2)
+    table, stages = choice.table(2), partition_units(ToyDecoder().pipeline_units(), 4)
+    for rank, noted in enumerate(run(layout, _launches, tmp_path)):
+        row = table.actions[rank // 2]
+        last = {action.stage: str(action) for action in row}
+        stage_of = {unit: stage for stage in last for unit in stages[stage]}
+        launched = {stage_of[next(u for u in stage_of if name.startswith(u))]: action for name, action in noted}
+        assert launched == last and str(row[-1]) in launched.values()
 
 
 def test_the_timeline_needs_a_pipeline(tmp_path: Path) -> None:

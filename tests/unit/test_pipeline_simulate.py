@@ -48,10 +48,10 @@ def test_formulas_hold(name: str, p: int, m: int, v: int, times: list[int], extr
         times = times[:1] * 3
     costs = Costs(forward=times[0], input_gradient=times[1], weight_gradient=times[2])
     formula, simulation = expected(schedule, costs, group), simulate(schedule, costs)
-    certain = group is None or m % group == 0 or m < group
     if formula is None:
-        assert (name == "zb-h1" and (m < p or times[2] > min(times[:2]))) or (name == "zbv" and m < 2 * p - 1)
-    elif certain:
+        excluded = {"zb-h1": m < p or times[2] > min(times[:2]), "zbv": m < 2 * p - 1}
+        assert excluded[name] if name in excluded else group is not None and 0 < m % group < p and m > group
+    else:
         assert simulation.step_time == formula.step_time and simulation.peak_in_flight == formula.peak_in_flight
     work = sum(end - start for start, end in simulation.spans.values())
     assert simulation.bubble == pytest.approx(1 - work / (simulation.step_time * p))
@@ -151,6 +151,28 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert table["interleaved"] == ["2", "28.5", "15.8%", "15.8%", "5.5", "112"]
     assert table["1f1b"] == ["1", "33", "27.3%", "27.3%", "4", "48"]
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_command_compares_a_table_of_ones_own_and_any_group_size(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(schedules.write_csv(schedules.zbv(2, 6)))
+    text = describe_schedule(
+        ranks=2,
+        microbatches=6,
+        chunks=2,
+        schedule=str(tmp_path / "mine.csv"),
+        microbatch_group_size=6,
+        compare=True,
+        output=str(tmp_path / "out"),
+    )
+    rows = {cells[0]: cells[1:] for line in text.splitlines()[3:9] if (cells := line.split())}
+    assert rows["mine.csv"][:2] == rows["zbv"][:2] == ["2", "18.5"] and rows["mine.csv"][3] == "-"
+    assert rows["interleaved"] == ["2", "19.5", "7.7%", "7.7%", "4.5", "36"]  # 2 (P - 1) + (V - 1) N + 1 = 9 halves
+
+
+@pytest.mark.parametrize(("m", "slots", "count"), [(16, "MV + P - 1", 35), (4, "MV + P - 1", 11), (3, "PV + M - 1", 10)])
+def test_the_formula_that_is_shown_is_the_one_that_is_computed(m: int, slots: str, count: int) -> None:
+    formula = expected(schedules.interleaved(4, m, 2), Costs())
+    assert formula is not None and formula.formula == f"({slots}) (F + B)" and formula.step_time == 3 * count
 
 
 def test_the_command_takes_costs(tmp_path: Path) -> None:

@@ -120,20 +120,21 @@ def smallest_group_size(num_coordinates: int, num_microbatches: int) -> int:
     return _fitting_sizes(num_coordinates, num_microbatches)[0]
 
 
-def _always_runs(num_coordinates: int, num_microbatches: int, group_size: int) -> bool:
+def groups_fill(num_coordinates: int, num_microbatches: int, group_size: int) -> bool:
+    """Return whether no group but an only one is below P: the interleaved schedule then runs, as fast as its formula says."""
     tail = num_microbatches % group_size
     return tail == 0 or tail >= num_coordinates or num_microbatches < group_size
 
 
 def _fitting_sizes(num_coordinates: int, num_microbatches: int) -> list[int]:
     sizes = range(num_coordinates, num_coordinates + num_microbatches + 1)
-    return [size for size in sizes if _always_runs(num_coordinates, num_microbatches, size)]
+    return [size for size in sizes if groups_fill(num_coordinates, num_microbatches, size)]
 
 
 def _check_groups(schedule: Schedule, group_size: int) -> None:
     """Refuse a last group below P that leads to a deadlock; some such tables do run."""
     num_coordinates, num_microbatches = schedule.placement.num_coordinates, schedule.num_microbatches
-    if _always_runs(num_coordinates, num_microbatches, group_size):
+    if groups_fill(num_coordinates, num_microbatches, group_size):
         return
     try:
         validate(schedule)

@@ -89,25 +89,32 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
         places: What to call the rows in messages; None: "row 1" and so on.
 
     Raises:
-        ConfigError: If something is no action, a row is empty, a stage is on two rows, or the stages do not count up from 0.
+        ConfigError: If something is no action, a row is empty, a stage is on two rows, the stages do not count up from 0, or
+            the last one is on neither the first nor the last row.
     """
     places = places or [f"row {number}" for number in range(1, len(rows) + 1)]
     table = [_read_row(name, place, row) for place, row in zip(places, rows, strict=True)]
     holders: dict[int, int] = {}
-    for coordinate, row in enumerate(table):
+    for number, row in enumerate(table):
         for action in row:
-            if holders.setdefault(action.stage, coordinate) != coordinate:
+            if holders.setdefault(action.stage, number) != number:
                 raise ConfigError(
-                    f"schedule {name} has stage {action.stage} in {places[holders[action.stage]]} and in {places[coordinate]}; "
+                    f"schedule {name} has stage {action.stage} in {places[holders[action.stage]]} and in {places[number]}; "
                     "a stage lives on one rank. Move its actions into one row."
                 )
     if not table or sorted(holders) != list(range(len(holders))):
         raise ConfigError(
             f"schedule {name} has the stages {', '.join(map(str, sorted(holders))) or 'none'}. Number them from 0 without gaps."
         )
-    if holders[len(holders) - 1] != 0:
+    last_stage, last_row = len(holders) - 1, len(table) - 1
+    if holders[last_stage] not in {0, last_row}:
+        raise ConfigError(
+            f"schedule {name} has the last stage, {last_stage}, in {places[holders[last_stage]]}, whose rank would log the loss; "
+            f"that is the first. Put it into {places[0]} (or {places[-1]}: the rows are turned round then)."
+        )
+    if holders[last_stage] != 0:
         table.reverse()
-        holders = {stage: len(table) - 1 - coordinate for stage, coordinate in holders.items()}
+        holders = {stage: last_row - row for stage, row in holders.items()}
     placement = Placement(tuple(holders[stage] for stage in range(len(holders))))
     num_microbatches = 1 + max(action.microbatch for row in table for action in row)
     return Schedule(name, placement, num_microbatches, tuple(table))
