@@ -109,8 +109,8 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
     last_stage, last_row = len(holders) - 1, len(table) - 1
     if holders[last_stage] not in {0, last_row}:
         raise ConfigError(
-            f"schedule {name} has the last stage, {last_stage}, in {places[holders[last_stage]]}, whose rank would log the loss; "
-            f"that is the first. Put it into {places[0]} (or {places[-1]}: the rows are turned round then)."
+            f"schedule {name} has the last stage, {last_stage}, in {places[holders[last_stage]]}, and the first rank logs the "
+            f"loss. Put it into {places[0]} (or {places[-1]}: the rows are turned round then)."
         )
     if holders[last_stage] != 0:
         table.reverse()
