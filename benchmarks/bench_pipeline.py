@@ -5,7 +5,8 @@
 
 All schedules of both engines are set up on the same processes and take turns, a step each. A step lasts from a barrier to the
 end of the slowest rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a
-rank's main thread in it, for each action. Peak memory is measured apart, in fresh processes with messages of 4 MiB: how much
+rank's main thread in it, for each action, and *bare* is that of the same stages without any engine: the rest is the engine's.
+Peak memory is measured apart, in fresh processes with messages of 4 MiB: how much
 a rank's resident memory grew over what it had before its first step.
 """
 
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import machine
-from benchmarks.pipeline_stages import ENGINES, SCHEDULES, Case
+from benchmarks.pipeline_stages import ENGINES, SCHEDULES, Case, bare_step
 from benchmarks.statistics import ratio_of_medians
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,13 +39,13 @@ SMALL, LARGE = 256, 2**20  # elements of a message
 GOALS: Mapping[str, float] = {"1f1b": 1.05, "interleaved": 1.05, "zb-h1": 1.08, "zbv": 1.08}
 """Most that a step may take, as a multiple of the formula."""
 
-Times = dict[str, dict[str, list[float]]]
+Engine = Callable[[Case, int], Callable[[], None]]
 
 
-def _measure_times(cases: Sequence[Case], rounds: int) -> dict[str, Any]:
-    """Run every case with both engines in turns; return wall and main-thread processor seconds of this rank."""
+def _measure_times(cases: Sequence[Case], rounds: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
+    """Run every case with all engines in turns; return wall and main-thread processor seconds of this rank."""
     rank = dist.get_rank()
-    steps = {f"{case.schedule}/{name}": make(case, rank) for case in cases for name, make in ENGINES.items()}
+    steps = {f"{case.schedule}/{name}": make(case, rank) for case in cases for name, make in engines.items()}
     walls: dict[str, list[float]] = {name: [] for name in steps}
     hosts: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
@@ -124,7 +125,8 @@ def measure(ranks: int, microbatches: int, unit_s: float, rounds: int) -> dict[s
     """Return all measurements of one number of ranks: lists by ``schedule/engine``."""
     timed = [Case(schedule, ranks, microbatches, unit_s, SMALL) for schedule in SCHEDULES]
     alone = [case._replace(unit_s=0.0) for case in timed]
-    steps, messages = (on_ranks(ranks, _measure_times, cases, rounds) for cases in (timed, alone))
+    steps = on_ranks(ranks, _measure_times, timed, rounds, ENGINES)
+    messages = on_ranks(ranks, _measure_times, alone, rounds, {**ENGINES, "bare": bare_step})
     memory = {
         f"{case.schedule}/{engine}": max(on_ranks(ranks, _measure_memory, case._replace(unit_s=0.0, numel=LARGE), engine))
         for case in timed
@@ -146,11 +148,11 @@ def rows(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for schedule, chunks in SCHEDULES.items():
         case = Case(schedule, result["ranks"], result["microbatches"], result["unit_s"], SMALL)
-        ours, torchs = f"{schedule}/ours", f"{schedule}/torch"
+        ours, torchs, bare = (f"{schedule}/{engine}" for engine in ("ours", "torch", "bare"))
         against_formula = ratio_of_medians(result["step_s"][ours], [case.ideal_s] * len(result["step_s"][ours]))
         against_torch = ratio_of_medians(result["step_s"][torchs], result["step_s"][ours])
         actions = case.microbatches * chunks * (3 if schedule.startswith("zb") else 2)
-        host = {name: statistics.median(result["host_s"][name]) / actions * 1e6 for name in (ours, torchs)}
+        host = {name: statistics.median(result["host_s"][name]) / actions * 1e6 for name in (ours, torchs, bare)}
         alone = {name: statistics.median(result["messages_s"][name]) * 1e3 for name in (ours, torchs)}
         verdict = "met" if against_formula.low <= GOALS[schedule] else "not met"
         cells = [
@@ -163,7 +165,7 @@ def rows(result: Mapping[str, Any]) -> list[str]:
             f"{GOALS[schedule]:.2f} {verdict}",
             f"{against_torch}",
             f"{alone[ours]:.1f} / {alone[torchs]:.1f}",
-            f"{host[ours]:.0f} / {host[torchs]:.0f}",
+            f"{host[ours]:.0f} / {host[torchs]:.0f} / {host[bare]:.0f}",
             f"{result['peak_mib'][ours]:.0f} / {result['peak_mib'][torchs]:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -175,7 +177,7 @@ def markdown(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> 
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     header = (
         "ranks x micro-batches", "schedule", "formula ms", "ours ms", "torch ms", "ours / formula", "goal", "torch / ours",
-        "messages alone ms, ours / torch", "host µs an action, ours / torch", "peak MiB, ours / torch",
+        "messages alone ms, ours / torch", "host µs an action, ours / torch / bare", "peak MiB, ours / torch",
     )  # fmt: skip
     lines = [
         f"# Pipeline schedules, {facts['date'][:10]}",
@@ -195,7 +197,6 @@ def markdown(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> 
 
 def run(sizes: Sequence[int], unit_s: float, rounds: int, folder: Path) -> str:
     """Measure, write a JSON and a Markdown file into ``folder``, and return the page."""
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")  # so that freed activations leave the resident memory
     facts = machine.describe()
     results = [measure(ranks, 2 * ranks, unit_s, rounds) for ranks in sizes]
     facts |= {"rounds": rounds, "load_average_at_end": machine.describe()["load_average"]}
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     options = parser.parse_args()
     sizes, unit_ms, rounds = ([2], 5.0, 2) if options.quick else (options.ranks, options.unit_ms, options.rounds)
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")  # so that freed activations leave the resident memory
     print(run(sizes, unit_ms / 1e3, rounds, options.results))
 
 

@@ -186,4 +186,17 @@ def torch_step(case: Case, rank: int) -> Callable[[], None]:
     return lambda: pipeline.step(*inputs, **target)
 
 
+def bare_step(case: Case, rank: int) -> Callable[[], None]:
+    """Return a function that runs this rank's stages forward and backward, with no schedule and no messages."""
+    stages = [Stage(case.unit_s / case.chunks) for _ in range(case.chunks)]
+    x, gradient = torch.zeros(1, case.numel, requires_grad=True), torch.zeros(1, case.numel)
+
+    def step() -> None:
+        for stage in stages:
+            for _ in range(case.microbatches):
+                torch.autograd.backward(stage(x), gradient)
+
+    return step
+
+
 ENGINES = {"ours": our_step, "torch": torch_step}
