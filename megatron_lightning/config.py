@@ -306,6 +306,9 @@ class PipelineOptions:
     variable_seq_lengths: bool = False
     """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in whether these take a gradient:
     steps that trim a batch by its values, layers frozen within an epoch. Every message then carries its shapes."""
+    explicit_steps: bool = False
+    """Whether steps get whole batches and say with ``run_pipeline(self, fn, batch)`` what is done with each micro-batch,
+    instead of being run once for each."""
 
     def __post_init__(self) -> None:
         counts = (

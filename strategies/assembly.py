@@ -24,6 +24,7 @@ from megatron_lightning.parallel.sharding import (
     ShardingPlan,
     ShardSpec,
     named_shard_specs,
+    note_ties,
     parallelize,
     tied_names,
 )
@@ -31,7 +32,7 @@ from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
 from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module, pipeline_units
 from megatron_lightning.strategies.batches import tensors_of
-from megatron_lightning.strategies.module_checks import find_tables
+from megatron_lightning.strategies.module_checks import check_ties, find_tables
 
 
 class _Mark(NamedTuple):
@@ -123,6 +124,8 @@ def assemble(
             f"{_describe(*wanted)}. Create a new module, and load a checkpoint into it."
         )
     partition, names = None, mark.names if mark else tuple(module.state_dict())
+    if mark is None:
+        note_ties(module)
     num_parameters = mark.num_parameters if mark else sum(parameter.numel() for parameter in module.parameters())
     if mark is None and context.world_size > 1:
         _equalize(module, context.axis("world"))
@@ -130,6 +133,8 @@ def assemble(
         path, pipelined = find_pipelined_module(module)
         stages = mark.stages if mark else cut_units(pipeline_units(pipelined), placement, options)
         own = placement.stages_of(context.pp.rank)
+        if mark is None:
+            check_ties(module, path, stages, placement)
         partition = StagePartition(pipelined, stages, own, whole=mark is None)
     if mark is None:
         if context.layout.tp > 1:
@@ -242,5 +247,6 @@ def check_same_batch(batch: object, context: ParallelContext) -> None:
         raise ShardingError(
             f"ranks {list(replica.ranks)} hold parts of one model replica and read different first batches. Draw random "
             "transforms from torch's generators (seed_everything(..., workers=True) seeds those of workers), and give these "
-            "ranks one shard of an iterable dataset."
+            "ranks one share of the data: a DistributedSampler or an iterable dataset of your own takes num_replicas and rank "
+            "from trainer.distributed_sampler_kwargs."
         )

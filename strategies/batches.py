@@ -5,17 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 
+_OTHER_BATCHES = (
+    "Return a dict from the collate function, or define split_batch(batch, micro_batch_size) on the LightningModule or "
+    "LightningDataModule."
+)
+
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the size of dim 0 of the first tensor in ``batch`` (None if it holds none)."""
-    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), None)
+    """Return the size of dim 0 of the first tensor in ``batch``, or else of its first list of plain values (None: neither)."""
+    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim] or [len(values) for values in _lists_of(batch)]
+    return sizes[0] if sizes else None
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -26,18 +34,36 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
         yield from tensors_of(item)
 
 
+def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:
+    """Yield the lists and tuples without further structure in nested mappings, lists, tuples and dataclasses, in order."""
+    if isinstance(batch, list | tuple) and batch and _is_list_of(batch, len(batch)):
+        yield batch
+    for item in _children(batch):
+        yield from _lists_of(item)
+
+
 def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
     """Cut ``batch`` into micro-batches.
 
-    Tensors whose dim 0 has the batch size, and lists of that length without tensors in them, are cut; everything else is
+    Tensors whose dim 0 has the batch size, and lists and tuples of as many plain values, are cut; everything else is
     handed to every micro-batch as it is. The last micro-batch is smaller if the size does not divide.
 
     Args:
         batch: Nested tensors.
         micro_batch_size: Samples of a micro-batch; None: one micro-batch.
+
+    Raises:
+        ConfigError: If the batch has nothing to be cut.
     """
     size = batch_size_of(batch)
-    if micro_batch_size is None or size is None or size <= micro_batch_size:
+    if micro_batch_size is None:
+        return [batch]
+    if size is None:
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} holds no tensors with dims and no lists, so it cannot be cut into "
+            f"micro-batches of {micro_batch_size}. {_OTHER_BATCHES}"
+        )
+    if size <= micro_batch_size:
         return [batch]
     starts = range(0, size, micro_batch_size)
     return [_map_leaves(batch, _cutter(size, start, start + micro_batch_size)) for start in starts]
@@ -51,38 +77,61 @@ def _cutter(size: int, start: int, stop: int) -> Callable[[Any], Any]:
     return cut
 
 
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Any:  # noqa: PLR0911 (one line a type)
+def merge_outputs(  # noqa: PLR0911 (one line a type)
+    outputs: Sequence[Any], weights: Sequence[float | Tensor], sizes: Sequence[int | None] = ()
+) -> Any:
     """Put the outputs of one step's micro-batches together.
 
-    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors are concatenated on dim 0,
-    lists of plain values are joined; nested structures are followed.
+    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors and arrays are concatenated
+    on dim 0, lists of plain values or with an entry for each sample are joined; nested structures are followed.
+
+    Args:
+        outputs: What the step gave for each micro-batch; None: nothing.
+        weights: What each weighs in a mean.
+        sizes: Samples of each, if they are known.
     """
-    present = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if output is not None]
+    present = [index for index, output in enumerate(outputs) if output is not None]
     if not present:
         return None
-    outputs, weights = [output for output, _ in present], [weight for _, weight in present]
+    sizes = [sizes[index] if sizes else None for index in present]
+    outputs, weights = [outputs[index] for index in present], [weights[index] for index in present]
     first = outputs[0]
+    merge = partial(merge_outputs, weights=weights, sizes=sizes)
     if len(outputs) == 1:
         return first
     if isinstance(first, Tensor):
         return weighted_mean(outputs, weights) if first.ndim == 0 else torch.cat(list(outputs))
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(outputs)
     if isinstance(first, Mapping):
-        merged = {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
+        merged = {key: merge([output[key] for output in outputs]) for key in first}
         if "num_items" in first:
             merged["num_items"] = sum(output["num_items"] for output in outputs)
         return merged
+    if isinstance(first, bool | int | float | str) and all(output == first for output in outputs):
+        return first
     if isinstance(first, bool | int | float):
         return float(weighted_mean([torch.tensor(float(output)) for output in outputs], weights))
-    if isinstance(first, list) and not any(isinstance(item, Tensor) for item in first):
-        return [item for output in outputs for item in output]
+    if isinstance(first, list | tuple) and _are_by_sample(outputs, sizes):
+        return type(first)(item for output in outputs for item in output)
     if isinstance(first, list | tuple):
-        parts = [merge_outputs(items, weights) for items in zip(*outputs, strict=True)]
+        parts = [merge(items) for items in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if _is_dataclass_object(first):
-        return _with_fields(
-            first, {name: merge_outputs([getattr(o, name) for o in outputs], weights) for name in _names(first)}
-        )
+        return _with_fields(first, {name: merge([getattr(o, name) for o in outputs]) for name in _names(first)})
     return list(outputs)
+
+
+def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
+    """Return whether lists hold an entry for each sample (texts, other things, single tensors) and no tensors of a batch."""
+    items = [item for output in outputs for item in output]
+    if not any(isinstance(item, Tensor) for item in items):
+        return isinstance(outputs[0], list) or (bool(items) and all(isinstance(item, str | bytes) for item in items))
+    batched = [
+        all(isinstance(item, Tensor) and item.ndim and item.shape[0] == size for item in output)
+        for output, size in zip(outputs, sizes, strict=True)
+    ]
+    return [len(output) for output in outputs] == list(sizes) and not all(batched)
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
@@ -96,9 +145,9 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -
 
 
 def _is_list_of(leaf: Any, size: int) -> bool:
-    return (
-        isinstance(leaf, list) and len(leaf) == size and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
-    )
+    """Return whether these are plain values, one for each sample; torch's collate function leaves texts as lists or tuples."""
+    plain = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields")
+    return plain and len(leaf) == size and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
 
 
 def _children(batch: Any) -> list[Any]:
@@ -145,6 +194,5 @@ def _like(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     except TypeError as error:
         raise ConfigError(
             f"a batch of type {type(batch).__name__} cannot be rebuilt from a dict, so it cannot be cut into micro-batches. "
-            "Return a dict from the collate function, or define split_batch(batch, micro_batch_size) on the LightningModule "
-            "or LightningDataModule."
+            f"{_OTHER_BATCHES}"
         ) from error

@@ -95,6 +95,7 @@ class CheckpointGlue:
 
     def _divide(self, checkpoint: dict[str, Any]) -> tuple[list[TensorShards], dict[str, Any]]:
         """Return what this rank holds of the tensors, and the rest."""
+        self._strategy.share_buffers(newly=True)  # replicas write parts of a tensor each
         rest = self.progress.added_to(checkpoint)
         optimizers = [self._view(optimizer) for optimizer in rest.pop("optimizer_states", [])]
         tensors = list(self._module_shards(rest))

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -66,6 +67,7 @@ class LogRecorder:
         def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
             arguments = {**dict(zip(names, args, strict=False)), **options}
             name, value = arguments.pop("name"), arguments.pop("value")
+            _check_value(name, value)
             if "reduce_fx" in arguments and not isinstance(value, Metric):
                 arguments["reduce_fx"] = _reduction_name(name, arguments["reduce_fx"])
             metric = value if isinstance(value, Metric) else None
@@ -129,6 +131,18 @@ _NAMES: Mapping[Any, str] = {
     torch.max: "max",
     max: "max",
 }
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Refuse what Lightning would refuse, at the line that logs it and not when all micro-batches are done."""
+    if not isinstance(value, Tensor | Number | Metric):
+        raise ConfigError(
+            f"self.log({key!r}) was given a {type(value).__name__}. Log a number, a tensor with one element or a Metric."
+        )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigError(
+            f"self.log({key!r}) was given a tensor of shape {tuple(value.shape)}. Log a single number, such as its mean()."
+        )
 
 
 def _is_scalar(value: Any) -> bool:

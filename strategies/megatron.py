@@ -42,6 +42,7 @@ from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import module_checks, preflight
 from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
+from megatron_lightning.strategies.buffers import BufferSync
 from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
@@ -148,6 +149,7 @@ class MegatronStrategy(MegatronCheckpoints):
         self._executor: PipelineExecutor | None = None
         self.checkpoint_options = checkpoint_options or CheckpointOptions()
         self._checkpoints = CheckpointGlue(self, Saver(self.checkpoint_options, self._timeout))
+        self._example: Any = None  # the module's example_input_array
         self._configure_model: Callable[[], None] | None = None
         self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
 
@@ -219,8 +221,12 @@ class MegatronStrategy(MegatronCheckpoints):
         if self._injects_samplers is None:
             self._injects_samplers = connector.use_distributed_sampler
         connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
+        self._loaders_checked.clear()
         self._place()
         self._describe_share()
+        if module.example_input_array is not None and (self.layout.tp * self.num_stages > 1 or self._units is not None):
+            # Summaries and graphs would run this rank's part as if it were the whole, or without the other ranks.
+            self._example, module.example_input_array = module.example_input_array, None
         if self._executor is None:
             self._executor = PipelineExecutor(self.context, self.pipeline_schedule.placement)
             self._executor.warm_up()
@@ -235,6 +241,7 @@ class MegatronStrategy(MegatronCheckpoints):
             variable_shapes=self.pipeline_options.variable_seq_lengths,
         )
         self._runner.units = self._units
+        self._buffers = BufferSync(module, self.assembly, self.context)
         self.barrier()
         if fitting:
             self._setup_training(trainer)
@@ -290,7 +297,7 @@ class MegatronStrategy(MegatronCheckpoints):
         )
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
-        self._batch_checked, self._batch_counted = False, -1
+        self._batch_counted = -1
         if self._gradients is None:
             self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()
@@ -360,11 +367,15 @@ class MegatronStrategy(MegatronCheckpoints):
         self._release_methods()
         if self._watch is not None:
             self._watch.detach()
+        if self._layer_sync is not None:
+            self._layer_sync.revert(self.module)
         if self._gradients is not None:
             self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
         if self._runner is not None:
-            self._runner.metrics.release()
+            self._runner.release()
             join_backwards(self.module)
+        if self._example is not None:
+            self.module.example_input_array, self._example = self._example, None
         if self._failure_watch is not None:
             self._failure_watch.stop()
             self._failure_watch = None
@@ -384,6 +395,7 @@ class MegatronStrategy(MegatronCheckpoints):
             "_watch",
             "_executor",
             "_runner",
+            "_buffers",
             "_gradients",
             "_held",
             "_toggling",

@@ -7,10 +7,12 @@ them, so that all ranks find the same. Those of :class:`GPTLightningModule` foll
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
@@ -18,6 +20,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import shared_names
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
 from megatron_lightning.pipeline.partition import unit_names
@@ -48,7 +51,16 @@ def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch
     Raises:
         ConfigError: For steps that a schedule of micro-batches cannot run.
     """
-    if not fitting or (layout.num_stages == 1 and micro_batch_size is None):
+    if layout.num_stages == 1 and micro_batch_size is None:
+        return
+    for hook in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{type(module).__name__}.{hook} takes the iterator of the data (dataloader_iter), and what it draws from it "
+                f"cannot be cut into micro-batches (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Take batch and "
+                "batch_idx instead, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+            )
+    if not fitting:
         return
     if not module.automatic_optimization:
         raise ConfigError(
@@ -70,8 +82,9 @@ def check_cut(module: pl.LightningModule, placement: Placement, options: Pipelin
         ConfigError: If no submodule, or more than one, has ``pipeline_units()``, or these do not fit the model or the stages.
     """
     config = getattr(module, "config", None)
+    path = None
     if any(hasattr(child, "pipeline_units") for child in module.modules()):
-        pipelined = find_pipelined_module(module)[1]
+        path, pipelined = find_pipelined_module(module)
         units = pipeline_units(pipelined)
         if placement.num_stages > 1:
             check_units(pipelined, unit_names(units))
@@ -83,7 +96,33 @@ def check_cut(module: pl.LightningModule, placement: Placement, options: Pipelin
     else:
         return
     if options != PipelineOptions() or placement.num_stages > 1:
-        cut_units(units, placement, options)
+        stages = cut_units(units, placement, options)
+        if path is not None:
+            check_ties(module, path, stages, placement)
+
+
+def check_ties(module: nn.Module, path: str, stages: Sequence[Sequence[str]], placement: Placement) -> None:
+    """Check that parameters which two stages share lie where their gradients can be added up.
+
+    Args:
+        module: The whole LightningModule.
+        path: Where the pipelined module is in it.
+        stages: Unit paths of every stage.
+        placement: Where the stages live.
+
+    Raises:
+        ConfigError: Naming the parameters and their pipeline ranks.
+    """
+    prefix, ends = f"{path}." if path else "", {0, placement.num_coordinates - 1}
+    where = {f"{prefix}{unit}": placement.coordinates[index] for index, units in enumerate(stages) for unit in units}
+    for names in shared_names(module):
+        ranks = {name: rank for name in names for unit, rank in where.items() if name == unit or name.startswith(f"{unit}.")}
+        if len(set(ranks.values())) > 1 and not ends.issuperset(ranks.values()):
+            raise ConfigError(
+                f"{' and '.join(ranks)} are one parameter and would lie on the pipeline ranks {list(ranks.values())}. Only the "
+                f"first and the last of the {placement.num_coordinates} ranks add up the gradients of such parameters. Put the "
+                "units that share it on one rank (pipeline_options), or give each its own parameter."
+            )
 
 
 def check_sharded_units(module: pl.LightningModule, data_parallel: str, num_replicas: int, *, fitting: bool) -> None:

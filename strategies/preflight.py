@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import get_args
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
@@ -126,6 +128,20 @@ def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
             f"plugins has a {type(plugin).__name__}, which saves one dict from one process, and here {world_size} ranks hold a "
             "part each. Remove it (checkpoints are sharded directories; `megatron-lightning checkpoint consolidate` makes one "
             "file of them), or use one device."
+        )
+
+
+def check_layer_sync(layer_sync: LayerSync | None, device: torch.device, data_parallel_size: int) -> None:
+    """Check whether BatchNorm can see the samples of all replicas.
+
+    Raises:
+        ConfigError: On devices that torch's layer is not for.
+    """
+    if isinstance(layer_sync, TorchSyncBatchNorm) and data_parallel_size > 1 and device.type == "cpu":
+        raise ConfigError(
+            "sync_batchnorm=True replaces BatchNorm by torch's SyncBatchNorm, which has no CPU kernels, and "
+            f"{data_parallel_size} data-parallel ranks train on CPUs. Set sync_batchnorm=False: every rank then normalises by "
+            "its own samples, and keeps the first rank's running statistics."
         )
 
 

@@ -6,7 +6,7 @@ reduction and clipping from ``gradients``, the order of the data from ``sampling
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,25 +21,25 @@ from megatron_lightning.config import DataParallel, DataParallelOptions, NonFini
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.optim.fully_sharded import ShardedUnits
-from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import module_checks, preflight
 from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch, is_assembled
 from megatron_lightning.strategies.batches import batch_size_of
-from megatron_lightning.strategies.environment import MegatronEnvironment
+from megatron_lightning.strategies.buffers import BufferSync, synchronise_layers
+from megatron_lightning.strategies.counting import MegatronCounts
+from megatron_lightning.strategies.explicit import ExplicitStep, not_in_a_step
 from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
-from megatron_lightning.strategies.sampling import ResumableSampler, sampler_of
 from megatron_lightning.strategies.steps import Step, StepRunner, precision_context
 from megatron_lightning.strategies.toggling import Toggling
 
 
-class MegatronSteps(MegatronEnvironment):
+class MegatronSteps(MegatronCounts):
     """Runs training, validation, test and predict steps on every rank.
 
     Args:
@@ -76,17 +76,13 @@ class MegatronSteps(MegatronEnvironment):
         self.data_parallel_options = data_parallel_options or DataParallelOptions()
         self.recompute = recompute or RecomputeOptions()
         self.pipeline_schedule, self.pipeline_options = schedule, pipeline_options
-        self.consumed_samples = 0
-        """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
-        self.skipped_steps = 0
-        """Optimizer steps that were left out because a gradient was not finite."""
         self._assembly: Assembly | None = None
         self._runner: StepRunner | None = None
+        self._buffers: BufferSync | None = None
+        self._explicit: ExplicitStep | None = None
         self._gradients: GradientFlow | None = None
         self._units: ShardedUnits | None = None
-        self._batch_checked = False
-        self._batch_counted, self._batch_samples = -1, 0
-        self._updated_from = -1  # step from which the last update of the weights began
+        self._loaders_checked: set[tuple[Any, ...]] = set()
         self._step_skipped = False
         self._held: HeldSchedulers | None = None
         self.non_finite: NonFinite = "ignore"
@@ -113,6 +109,7 @@ class MegatronSteps(MegatronEnvironment):
     def _configure_launcher(self) -> None:
         world_size = self._planned_world_size
         preflight.check_data_parallel(self.layout, self.data_parallel, self.data_parallel_options, world_size)
+        preflight.check_layer_sync(self._layer_sync, self.root_device, self.layout.data_parallel_size(world_size))
         super()._configure_launcher()
 
     def check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None = None) -> None:
@@ -144,6 +141,8 @@ class MegatronSteps(MegatronEnvironment):
         placement, options = self.pipeline_schedule.placement, self.pipeline_options
         if not is_assembled(self.module):
             self._check_layers(self.module, self.module.trainer)
+        if self._layer_sync is not None and self.module.trainer.state.fn == TrainerFn.FITTING:
+            synchronise_layers(self.module, self._layer_sync, self.context.dp)
         self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
         apply_recompute(self.module, self.recompute, stages=self._assembly.own_stages)
 
@@ -189,39 +188,48 @@ class MegatronSteps(MegatronEnvironment):
         if self._gradients is not None:
             self._gradients.gather.wait()
 
-    def on_train_end(self) -> None:
-        """Leave the module with the weights of the last step."""
-        self.wait_for_parameters()
+    def on_validation_start(self) -> None:
+        """Validate with the same buffers on all ranks."""
+        self.share_buffers(newly=True)
 
-    def train_samplers(self) -> list[ResumableSampler]:
-        """Return the samplers of the training data that this strategy made."""
-        combined = self.module.trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        samplers = [sampler_of(loader) for loader in loaders]
-        return [sampler for sampler in samplers if sampler is not None]
+    def on_train_end(self) -> None:
+        """Leave the module with the weights of the last step, and with the same buffers on all ranks."""
+        self.wait_for_parameters()
+        self.share_buffers(newly=True)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one flush; gradients are computed here (pipelined) or in :meth:`backward` (one stage, one micro-batch)."""
-        runner, gradients = self.runner, self.gradient_flow
-        microbatches = runner.split(batch, self.micro_batch_size)
-        trainer = self.module.trainer
+        gradients, trainer = self.gradient_flow, self.module.trainer
         gradients.gather.begin_step()
-        if not self._batch_checked:
-            check_same_batch(batch, self.context)
-            self._batch_checked = True
-        self._count(sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size)
+        self._check_first_batch(batch, "training_step")
+        explicit = self.pipeline_options.explicit_steps
+        microbatches = [batch] if explicit else self._split(batch)
+        self.count_samples(sum(batch_size_of(part) or 1 for part in microbatches) * self.context.dp.size)
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if self._is_native:
+            self.share_buffers(newly=batches == 2)  # of the step before: a graph that awaits its backward may hold them
             output = super().training_step(batch, *args, **kwargs)
             if self.module.automatic_optimization:
                 gradients.note_native_output(output, trainer.accumulate_grad_batches)
             return output
+        indices = (*args, *kwargs.values())
+        if explicit:
+            output = self._explicitly("training_step", self._flush, batch, *indices)
+        else:
+            output = self._flush(self._hook("training_step", *indices), microbatches)
+        self.share_buffers(newly=batches == 1)
+        return output
+
+    def _flush(self, call: Callable[[Any], Any], microbatches: Sequence[Any]) -> Any:
+        """Run ``call`` on every micro-batch and on every stage, forward and backward."""
+        runner, gradients, trainer = self.runner, self.gradient_flow, self.module.trainer
         skip_backward = trainer.fit_loop._skip_backward
         if not skip_backward:
             gradients.begin_flush()
         step = Step(
             hook="training_step",
             microbatches=microbatches,
-            args=(*args, *kwargs.values()),
+            call=call,
             context=precision_context(self.precision_plugin, "training_step"),
             backward_scale=None if skip_backward else 1.0 / trainer.accumulate_grad_batches,
             loss_scale=self._loss_scaling.scale if self._loss_scaling else 1.0,
@@ -230,46 +238,51 @@ class MegatronSteps(MegatronEnvironment):
             after_backwards=None if skip_backward else self._after_backwards,
         )
         result = runner.run(step)
-        if skip_backward:
-            return result.output
-        gradients.end_flush(result.num_items)
-        if result.output is None:
-            gradients.drop_flush()
+        if not skip_backward:
+            gradients.end_flush(result.num_items)
+            if result.output is None:
+                gradients.drop_flush()
         return result.output
 
-    def _count(self, num_samples: int) -> None:
-        """Take note of the samples of a training batch, over all data-parallel ranks.
+    def _split(self, batch: Any) -> list[Any]:
+        return self.runner.split(batch, self.micro_batch_size)
 
-        Once: an optimizer that searches along a line runs the step several times with the same batch.
+    def _hook(self, name: str, *indices: Any) -> Callable[[Any], Any]:
+        """Return a ``*_step`` of the module as a function of the (micro-)batch."""
+        hook = getattr(self.module, name)
+        return lambda batch: hook(batch, *indices)
+
+    def _explicitly(self, name: str, flush: Callable[..., Any], batch: Any, *indices: Any) -> Any:
+        """Call a ``*_step`` once with its whole batch; it says what is flushed."""
+        flushed = ExplicitStep(name, lambda fn, part: flush(fn, self._split(part)), once=name == "training_step")
+        self._explicit = flushed
+        try:
+            return flushed.check(self._hook(name, *indices)(batch))
+        finally:
+            self._explicit = None
+
+    def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a part of a step on every micro-batch; see :func:`megatron_lightning.strategies.run_pipeline`."""
+        if self._is_native:
+            return fn(batch)
+        if self._explicit is None:
+            raise not_in_a_step()
+        return self._explicit.run_pipeline(fn, batch)
+
+    def _check_first_batch(self, batch: Any, *loader: Any) -> None:
+        """Check the first batch of every loader, which all ranks of a replica have to read alike."""
+        if loader not in self._loaders_checked:
+            check_same_batch(batch, self.context)
+            self._loaders_checked.add(loader)
+
+    def share_buffers(self, *, newly: bool) -> None:
+        """Give all ranks the same buffers; a collective.
+
+        Args:
+            newly: Whether to look for buffers that have parted: after the first step, and before anybody relies on them.
         """
-        batch = self.module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if batch == self._batch_counted:
-            return
-        self._batch_counted, self._batch_samples = batch, num_samples
-        self.consumed_samples += num_samples
-        for sampler in self.train_samplers():
-            sampler.advance()
-        for scheduler in self._scheduled():
-            scheduler.count_samples(num_samples)
-
-    def forget_batch(self) -> None:
-        """Take back the count of a batch that an exception ended before it was trained on, so that it comes again."""
-        progress: Any = self.module.trainer.fit_loop.epoch_loop.batch_progress.total
-        if not progress.processed < progress.ready == self._batch_counted:
-            return
-        self._batch_counted = -1
-        self.consumed_samples -= self._batch_samples
-        for sampler in self.train_samplers():
-            sampler.go_back()
-
-    @property
-    def is_updating(self) -> bool:
-        """Whether an optimizer step has begun that the Trainer has not counted: weights are of this step or of the next."""
-        return self._updated_from == self.module.trainer.global_step
-
-    def _scheduled(self) -> list[ScheduledLR]:
-        """Return the schedulers that want to know about samples."""
-        return [config.scheduler for config in self.lr_scheduler_configs if isinstance(config.scheduler, ScheduledLR)]
+        if self._buffers is not None:
+            self._buffers.compare() if newly else self._buffers.share()
 
     def _after_backwards(self) -> None:
         self.gradient_flow.after_backwards()
@@ -365,12 +378,18 @@ class MegatronSteps(MegatronEnvironment):
         if self._units is not None and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # parameters gathered in inference mode could not be trained
                 return self._evaluate(hook, batch, *args, **kwargs)
-        microbatches = self.runner.split(batch, self.micro_batch_size)
+        self._check_first_batch(batch, hook, *(*args, *kwargs.values())[1:])  # the loader's index, if there are several
         if self._is_native:
             return getattr(super(), hook)(batch, *args, **kwargs)
-        context = precision_context(self.precision_plugin, hook)
-        step = Step(hook=hook, microbatches=microbatches, args=(*args, *kwargs.values()), context=context)
-        return self.runner.run(step).output
+
+        def flush(call: Callable[[Any], Any], microbatches: Sequence[Any]) -> Any:
+            context = precision_context(self.precision_plugin, hook)
+            return self.runner.run(Step(hook=hook, microbatches=microbatches, call=call, context=context)).output
+
+        indices = (*args, *kwargs.values())
+        if self.pipeline_options.explicit_steps:
+            return self._explicitly(hook, flush, batch, *indices)
+        return flush(self._hook(hook, *indices), self._split(batch))
 
     @property
     def _is_native(self) -> bool:

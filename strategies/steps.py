@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.fully_sharded import ShardedUnits
@@ -51,8 +51,8 @@ class Step:
     """Name of the hook, such as ``"training_step"``."""
     microbatches: Sequence[Any]
     """The parts of the batch."""
-    args: tuple[Any, ...]
-    """Further arguments of the hook: batch_idx, dataloader_idx."""
+    call: Callable[[Any], Any]
+    """What is done with each of them on every stage: as a rule, the hook."""
     context: Callable[[], AbstractContextManager[Any]]
     """Precision context of one forward."""
     backward_scale: float | None = None
@@ -120,6 +120,26 @@ class StepRunner:
         self._executor.forget_boundaries()
         self._epoch = 0
         self._broadcast = StageBroadcast(context.pp, context.device)
+        pipelined = None if assembly.partition is None else assembly.partition.module
+        self._guard = None if pipelined is None else pipelined.register_forward_pre_hook(self._check_in_step)
+
+    def __deepcopy__(self, memo: object) -> StepRunner:
+        return self  # met on the way to a copy of the module
+
+    def release(self) -> None:
+        """Give back what was hung on the module."""
+        self.metrics.release()
+        if self._guard is not None:
+            self._guard.remove()
+
+    def _check_in_step(self, pipelined: nn.Module, args: Any) -> None:
+        """Refuse to run the layers of this rank as if they were all."""
+        if not self.metrics.in_step:
+            raise PipelineError(
+                f"{type(pipelined).__name__} was called outside of a training, validation, test or predict step, and this rank "
+                f"holds only part of its layers (pipeline {self.context.pp.size}). Call it in a step: trainer.validate and "
+                "trainer.predict run one."
+            )
 
     def place(self) -> tuple[int, int]:
         """Return the stage and the micro-batch that are computed now."""
@@ -189,7 +209,7 @@ class StepRunner:
         shared: Any = None
         if self.context.pp.rank == 0:
             weights = program.item_weights
-            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], weights)
+            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes)
             entries = [entry.as_tuple() for entry in program.recorder.entries(weights)]
             shared = (output, program.num_items, entries, self.metrics.counts())
         if self.num_stages > 1:
@@ -229,7 +249,7 @@ class _StepProgram:
             runner.rng.begin_microbatch(microbatch)
         try:
             with self._step.context(), self.recorder.installed() if last else self._silenced():
-                output = getattr(runner.module, self._step.hook)(self._step.microbatches[microbatch], *self._step.args)
+                output = self._step.call(self._step.microbatches[microbatch])
         except _StageExit as exit_:
             if self._step.watch is not None:
                 self._step.watch.forward(exit_.boundary, is_loss=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import ShardSpec, named_shard_specs
+from megatron_lightning.parallel.sharding import ShardSpec, named_shard_specs, tied_names
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -26,7 +26,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     Raises:
         ConfigError: If a module on ``meta`` has no ``init_weights``.
     """
-    specs, filled = named_shard_specs(model), {}
+    specs, ties, filled = named_shard_specs(model), tied_names(model), {}
     for path, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         if not tensor.is_meta:
             continue
@@ -34,7 +34,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             whole = torch.empty(spec.global_shape, dtype=dtype, device=device)
-            owner, name = _initializer(model, path)
+            owner, name = _initializer(model, ties.get(path, path))
             with torch.no_grad():
                 owner(name, whole)
                 part = spec.shard(whole).to(tensor.dtype)
@@ -46,9 +46,9 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:
     """Return the outermost ``init_weights(name, tensor)`` above ``path``, and the name it knows the tensor by."""
-    segments = path.split(".")
+    segments, modules = path.split("."), dict(model.named_modules())
     for depth in range(len(segments)):
-        method = getattr(model.get_submodule(".".join(segments[:depth])), "init_weights", None)
+        method = getattr(modules.get(".".join(segments[:depth])), "init_weights", None)
         if method is not None and len(signature(method).parameters) == 2:  # other libraries use the name for other things
             return method, ".".join(segments[depth:])
     raise ConfigError(

@@ -198,6 +198,9 @@ def _numel(shape: Shape) -> int:
     return count
 
 
+_NOTED_TIES = "_megatron_ties"
+
+
 def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
     """Tile the flat range [start, stop) of a row-major tensor with boxes: (offset, shape, position in the range)."""
     position = 0
@@ -222,13 +225,27 @@ def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape
         position += _numel(extent)
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return copy -> owner for every parameter that a module of ``model`` declares as tied.
+def note_ties(model: nn.Module) -> None:
+    """Note on ``model`` which of its parameters are one tensor under several names, for :func:`tied_names`.
 
-    A module whose parameters tie to others states them in ``tied_parameters()``: a dict from its own parameter path to the
-    owner's path, both relative to that module, also where this rank holds only one of them.
+    To be called while the model is whole: of two names that a cut sends to different ranks, neither shows the other.
     """
-    ties: dict[str, str] = {}
+    declared = tied_names(model)
+    found: dict[str, str] = {}
+    for names in shared_names(model):
+        owner = next((declared[name] for name in names if name in declared), names[0])
+        found |= {name: owner for name in names if name != owner}
+    model.__dict__[_NOTED_TIES] = found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return copy -> owner for every parameter of ``model`` that is tied to another.
+
+    A module whose parameters tie to others may state them in ``tied_parameters()``: a dict from its own parameter path to the
+    owner's path, both relative to that module, also where this rank holds only one of them. Those that a whole model shares
+    are noted by :func:`note_ties`.
+    """
+    ties: dict[str, str] = dict(vars(model).get(_NOTED_TIES, {}))
     for path, module in model.named_modules():
         if hasattr(module, "tied_parameters"):
             prefix = f"{path}." if path else ""
@@ -316,7 +333,7 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
         ShardingError: If a size does not divide over the ranks, or the same module is reached under two names.
     """
     styles = [(compile_pattern(pattern), style) for pattern, style in plan.modules.items()]
-    tied = _shared_names(model)
+    tied = shared_names(model)
     for path, module in list(model.named_modules()):
         style = next((style for pattern, style in styles if pattern.fullmatch(path)), None)
         if style is None:
@@ -340,7 +357,7 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
     return model
 
 
-def _shared_names(model: nn.Module) -> list[list[str]]:
+def shared_names(model: nn.Module) -> list[list[str]]:
     """Return the names of every parameter that the model holds under more than one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

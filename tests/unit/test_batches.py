@@ -6,9 +6,12 @@ from collections import UserDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
 
 
@@ -72,3 +75,42 @@ def test_outputs_of_every_form_are_merged() -> None:
     assert merged["loss"] == merged["pair"].x == merged["labels"].weight == 3.0
     assert merged["labels"].values.tolist() == merged["pair"].y.tolist() == [1, 1, 4, 4]
     assert merged["names"] == ["1.0", "4.0"]
+    same = merge_outputs([{"kind": "a", "count": 3, "name": "b"}, {"kind": "a", "count": 3, "name": "c"}], [1.0, 2.0])
+    assert same == {"kind": "a", "count": 3, "name": ["b", "c"]}
+
+
+def test_texts_alone_are_cut() -> None:
+    assert split_batch(["a", "b", "c"], 2) == [["a", "b"], ["c"]]
+    assert split_batch({"text": ["a", "b"], "tags": ["c", "d"], "name": "e"}, 1) == [
+        {"text": ["a"], "tags": ["c"], "name": "e"},
+        {"text": ["b"], "tags": ["d"], "name": "e"},
+    ]
+
+
+def test_texts_in_tuples_are_cut() -> None:
+    batch = torch.utils.data.default_collate([("a", 1.0), ("b", 2.0), ("c", 3.0)])
+    assert isinstance(batch[0], tuple), "torch's own form"
+    parts = split_batch(batch, 2)
+    assert [part[0] for part in parts] == [("a", "b"), ("c",)]
+    assert merge_outputs([(part[0], part[1]) for part in parts], [2, 1], [2, 1])[0] == ("a", "b", "c")
+
+
+def test_lists_with_an_entry_for_each_sample_are_joined() -> None:
+    parts = torch.arange(15.0).view(5, 3).split(3)
+    merged = merge_outputs([list(part) for part in parts], [3, 2], [3, 2])
+    assert torch.equal(torch.stack(merged), torch.arange(15.0).view(5, 3))
+    pair = merge_outputs([[part, -part] for part in (parts[1], parts[1])], [2, 2], [2, 2])
+    assert [tuple(tensor.shape) for tensor in pair] == [(4, 3), (4, 3)], "two tensors of a batch of two"
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    class Graphs:
+        pass
+
+    with pytest.raises(ConfigError, match=r"type Graphs holds no tensors .* micro-batches of 2. .* define split_batch"):
+        split_batch(Graphs(), 2)
+    assert len(split_batch(Graphs(), None)) == 1
+
+
+def test_arrays_are_joined() -> None:
+    assert merge_outputs([np.arange(2), np.arange(3)], [2.0, 3.0]).tolist() == [0, 1, 0, 1, 2]
