@@ -35,9 +35,5 @@ class RecomputeError(MegatronLightningError, RuntimeError):
     """An activation that cannot be computed again as it was."""
 
 
-class WorkerFailedError(MegatronLightningError, RuntimeError):
-    """Another rank of the job died or raised; the message names it."""
-
-
 class NonFiniteError(MegatronLightningError, FloatingPointError):
     """A loss or gradient that is infinite or NaN; the message names the rank, the parameter and the micro-batch."""

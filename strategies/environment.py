@@ -217,13 +217,13 @@ class MegatronEnvironment(ParallelStrategy):
         """Whether there are other ranks to talk to; a Trainer of one device talks to none that an earlier one started."""
         return dist.is_initialized() and self._planned_world_size > 1
 
-    def all_ranks_interrupted(self, state: str, within_s: float = 10.0) -> bool:
+    def all_ranks_interrupted(self, state: str, within_s: float = 3.0) -> bool:
         """Return whether every rank calls this with the same ``state`` within ``within_s`` seconds.
 
         No collective, so that none can hang.
 
-        An exception on one rank leaves it alone with what callbacks do about exceptions; Ctrl-C reaches all ranks. From a
-        negative answer on :meth:`barrier` does not wait.
+        An exception on one rank leaves it alone with what callbacks do about exceptions, and the others end seconds after its
+        report; Ctrl-C reaches all ranks. From a negative answer on :meth:`barrier` does not wait.
         """
         store = compat.default_store()
         attempt = store.add(f"megatron_lightning/interrupted/{self.global_rank}", 1)

@@ -9,6 +9,7 @@ its processes, and each process watches its starter.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.failure import PeerFailure
 from megatron_lightning.strategies.last import with_last_found
 
 if TYPE_CHECKING:
@@ -36,8 +38,10 @@ StartMethod = Literal["popen", "spawn", "fork"]
 
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _POLL_S = 0.2
-_GRACE_S = 2.0  # for the others to meet their own errors, print them and leave
+_GRACE_S = 1.0  # for the others to meet their own errors, print them and leave
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
+_LINGER_S = 0.5  # by which a rank that ends because of another one outlives that one, whom a starter then takes for the cause
+_INTERRUPTED = 128 + signal.SIGINT  # exit code of a worker that SIGINT reached, as shells have it
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Child:
 
     def describe_end(self, code: int) -> str:
         """Say how the process ended."""
+        if code == _INTERRUPTED:
+            return f"its process {self.pid} was interrupted (Ctrl-C or SIGINT)"
         if code >= 0:
             return f"its process {self.pid} ended with exit code {code}"
         return f"its process {self.pid} was killed by {signal.Signals(-code).name}"
@@ -78,7 +84,7 @@ class ChildWatch(threading.Thread):
 
     Args:
         children: Returns the processes to watch; empty as long as none is started.
-        on_failure: Called once with the failed rank and how it ended, before the others are ended.
+        on_failure: Called once with the failed rank and how it ended, before the others are ended; says so to the user.
         ends_self: Whether this process is a rank too and ends with them.
     """
 
@@ -107,20 +113,31 @@ class ChildWatch(threading.Thread):
                 return
 
     def announce(self) -> bool:
-        """Print the child that failed, once; return whether there is one.
+        """Tell of the child that failed, once; return whether there is one.
 
-        Of several, one that a signal killed is the cause: the others lost their connection to it and raised. SIGTERM alone
+        Of several, one that a signal killed or interrupted is the cause: the others lost it and raised. SIGTERM alone
         is a consequence: workers get it when another one has failed.
         """
         ended = [(child, child.exit_code()) for child in self._children()]
         failed = [(child, code) for child, code in ended if code]
-        failed.sort(key=lambda end: (end[1] == -signal.SIGTERM, end[1] > 0))
+        failed.sort(key=lambda end: (end[1] == -signal.SIGTERM, end[1] > 0 and end[1] != _INTERRUPTED))
         if failed and self._announced.acquire(blocking=False):
             child, code = failed[0]
-            how = child.describe_end(code)
-            print(f"megatron_lightning: rank {child.rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
-            self._on_failure(child.rank, how)
+            self._on_failure(child.rank, child.describe_end(code))
         return bool(failed)
+
+
+def _exit_at_once(code: int) -> None:
+    """End this process with all that it wrote, and without taking the interpreter and its libraries apart."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def print_failure(rank: int, how: str) -> None:
+    """Say which rank failed."""
+    print(f"megatron_lightning: rank {rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
 
 
 class ParentWatch(threading.Thread):
@@ -158,6 +175,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._strategy = strategy
         self._watch: ChildWatch | None = None
         self._failed = False
+        self._error: BaseException | None = None  # what this rank fails with
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -173,6 +191,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         args, kwargs = with_last_found(trainer, args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if self.num_processes * self.num_nodes > 1:
+            atexit.register(self._end)
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
             ParentWatch(int(starter), self._starter_ended).start()
@@ -182,9 +202,36 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            self._error = error
+            self._leave(error)
             raise
+
+    def _end(self) -> None:
+        """End a process that failed, after everything that a run registers for the end of the interpreter.
+
+        gloo's threads may wait for a message of another rank, and the interpreter for them, with connections that are open.
+        """
+        ends = isinstance(self._error, KeyboardInterrupt | PeerFailure) or self._error is getattr(sys, "last_value", None)
+        if self._error is not None and ends:
+            _exit_at_once(1)
+
+    def _leave(self, error: BaseException) -> None:
+        """Let the other ranks know that this one fails, before callbacks and loggers take their time over it.
+
+        Raises:
+            PeerFailure: If it fails because another rank has.
+        """
+        watch = self._strategy.failure_watch
+        follows = watch is not None and watch.report(error) and not isinstance(error, KeyboardInterrupt)
+        self._failed = True
+        if self._watch is not None:
+            self._watch.stop()  # this process has a way out of its own; at its end the others are ended
+        if follows:
+            if self.cluster_environment.creates_processes_externally:
+                time.sleep(_LINGER_S)
+            self._error = PeerFailure(1)
+            raise self._error from None
 
     def kill(self, signum: Any) -> None:
         """Send a signal to the other ranks of this node; those are no failures that would end this process."""
@@ -199,7 +246,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         finally:
             del os.environ[_STARTER_VARIABLE]
-        self._watch = ChildWatch(self._children, self._tell_other_nodes, ends_self=True)
+        self._watch = ChildWatch(self._children, self._child_failed, ends_self=True)
         self._watch.start()
         atexit.register(self._join, self._watch)
 
@@ -216,14 +263,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return [Child(first + local_rank, process.pid, process.poll) for local_rank, process in enumerate(self.procs, 1)]
 
     def _starter_ended(self, how: str) -> None:
-        rank = self.cluster_environment.node_rank() * self.num_processes
-        print(f"megatron_lightning: rank {rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
-        self._tell_other_nodes(rank, how)
+        self._child_failed(self.cluster_environment.node_rank() * self.num_processes, how)
 
-    def _tell_other_nodes(self, rank: int, how: str) -> None:
+    def _child_failed(self, rank: int, how: str) -> None:
+        """Tell the user and all ranks, unless a rank has reported why before it ended."""
         watch = self._strategy.failure_watch
         if watch is not None:
             watch.report_child(rank, how)
+        elif not self._failed:
+            print_failure(rank, how)
 
     def _join(self, watch: ChildWatch) -> None:
         """Let the other ranks finish the script; they would be ended as soon as this process is gone."""
@@ -256,16 +304,24 @@ class WorkerLauncher(_MultiProcessingLauncher):
             ConfigError: If the module cannot be run this way; before any process is started.
             torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
             torch.multiprocessing.ProcessExitedException: For a worker that was killed.
+            KeyboardInterrupt: If this process or a worker was interrupted.
         """
         args, kwargs = with_last_found(trainer, args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.procs = []
-        watch = ChildWatch(self._children, lambda rank, how: None, ends_self=False)
+        watch = ChildWatch(self._children, print_failure, ends_self=False)
         watch.start()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except ProcessException:
+        except ProcessException as error:
             watch.announce()  # torch was faster than the watch
+            if getattr(error, "exit_code", None) == _INTERRUPTED:
+                raise KeyboardInterrupt from None
+            raise
+        except KeyboardInterrupt:
+            children = self._children()
+            wait_for(children, _GRACE_S)  # Ctrl-C reached them too
+            kill(children)
             raise
         finally:
             watch.stop()
@@ -287,10 +343,16 @@ class WorkerLauncher(_MultiProcessingLauncher):
         ParentWatch(os.getppid(), lambda how: print(f"megatron_lightning: {how}", file=sys.stderr, flush=True)).start()
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # the Trainer's own handling of it stays in the process that started this one
             watch = self._strategy.failure_watch
-            if watch is not None:  # the Trainer's own handling of exceptions stays in the process that started this one
-                watch.report(error)
+            if watch is not None:
+                if watch.report(error) and not isinstance(error, KeyboardInterrupt):
+                    time.sleep(_LINGER_S)
+                    _exit_at_once(1)
+                watch.abort()
+                atexit.register(_exit_at_once, 1)  # after torch has told the starter; see ScriptLauncher._end
+            if isinstance(error, KeyboardInterrupt):
+                _exit_at_once(_INTERRUPTED)  # torch would let it end as if all had gone well
             raise
 
 

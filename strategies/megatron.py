@@ -350,10 +350,10 @@ class MegatronStrategy(MegatronCheckpoints):
     # ---------------------------------------------------------------------------------------------------- teardown
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one stops, so that nobody waits for it."""
+        """Break this rank's connections, so that nobody waits for it; the launcher has told the others why."""
         super().on_exception(exception)
         if self._failure_watch is not None and not isinstance(exception, AgreedStop):
-            self._failure_watch.report(exception)
+            self._failure_watch.abort()
 
     def teardown(self) -> None:
         """Give back hooks and threads, after the last save is committed; the module stays where it is."""

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyData, ToyModule
@@ -29,10 +30,12 @@ class Fault(pl.Callback):
         print(f"FAULT {time.time()} {os.getpid()}", flush=True)
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.kind == "ctrl-c":
+            os.killpg(0, signal.SIGINT)
         if self.kind == "raise":
             raise ValueError("the injected fault")
-        if self.kind == "exit":
-            os._exit(7)
 
     def _fail_in_a_layer(self, module: pl.LightningModule) -> None:
         """Raise in the second micro-batch that the first layer of this rank sees."""
@@ -48,6 +51,7 @@ class Fault(pl.Callback):
 
 
 def main() -> None:
+    print(f"STARTED {time.time() - psutil.Process().create_time()} {time.process_time()}", flush=True)
     start_method, kind, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     devices, num_nodes = (*map(int, sys.argv[4:]), *(2, 1)[len(sys.argv) - 4 :])
     chunks = 2 if kind == "stage" else 1

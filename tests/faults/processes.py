@@ -24,7 +24,7 @@ class Ended(NamedTuple):
     output: str
     """What its processes wrote."""
     elapsed_s: float
-    """Seconds from the fault, which the job announces (``FAULT <time>``), to the end of its last process; 0 without one."""
+    """Seconds from the fault to the end of its last process, as :func:`since_fault` counts them."""
 
 
 def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
@@ -42,14 +42,25 @@ def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
         start_new_session=True,
     )
     output, _ = process.communicate(timeout=timeout_s)  # returns when the last process has closed its end of the pipe
-    fault_at = re.search(r"FAULT (\S+)", output)
-    elapsed_s = time.time() - float(fault_at[1]) if fault_at else 0.0
+    elapsed_s = since_fault(output)
     ending = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]
     _, left = psutil.wait_procs(ending, timeout=5)  # a process closes its files a little before it is gone
     for other in left:
         other.kill()
     assert not left, f"the job left {left}\n{output}"
     return Ended(process.returncode, output, elapsed_s)
+
+
+def since_fault(output: str) -> float:
+    """Return the seconds since the fault, which the job announces (``FAULT <time>``); 0 without one.
+
+    They are counted as on a machine whose processors are the job's. A process may say how many seconds had passed and how many
+    it had computed when it had imported what it needs (``STARTED <passed> <computed>``), which is computation alone; what it
+    got of a processor then, the least of all processes, is what seconds are counted at.
+    """
+    fault_at = re.search(r"FAULT (\S+)", output)
+    shares = [float(computed) / float(passed) for passed, computed in re.findall(r"STARTED (\S+) (\S+)", output)]
+    return (time.time() - float(fault_at[1])) * min([1.0, *shares]) if fault_at else 0.0
 
 
 def _belongs(process: psutil.Process, session: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,11 @@ import pytest
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launchers import ScriptLauncher, WorkerLauncher
+from tests.helpers.slurm import free_port, two_tasks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
 JOB = ["-m", "tests.faults.job"]
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def _run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
@@ -84,26 +78,14 @@ def test_popen_refuses_what_is_no_script(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_torchrun_with_two_agents_as_two_nodes() -> None:
-    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d", "--rdzv-id=job"]
     command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
     output = _run_all([[*command, *JOB, "popen", "none", "0", "1", "2"]] * 2, [{}] * 2)
     assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
 
 
 def test_slurm_variables() -> None:
-    port = _free_port()
-    common = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "127.0.0.1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    tasks = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)} for rank in (0, 1)]
-    output = _run_all([[*JOB, "popen", "none", "0", "1", "2"]] * 2, tasks)
+    output = _run_all([[*JOB, "popen", "none", "0", "1", "2"]] * 2, two_tasks())
     assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
 
 

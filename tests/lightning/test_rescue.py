@@ -202,7 +202,8 @@ def _failed(layout: Layout, folder: str, *places: str) -> dict[str, Any]:
     impatient = partialmethod(MegatronStrategy.all_ranks_interrupted, within_s=1.0)
     with (
         mock.patch.object(MegatronStrategy, "all_ranks_interrupted", impatient),
-        mock.patch.object(FailureWatch, "report"),  # it would end the ranks of this test
+        mock.patch.object(FailureWatch, "report", return_value=False),  # it would end the ranks of this test
+        mock.patch.object(FailureWatch, "abort"),
         pytest.raises(ValueError, match="raised"),
     ):
         layout.trainer(

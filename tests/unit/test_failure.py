@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_lightning.strategies.failure import Failure, FailureWatch
-from megatron_lightning.strategies.launchers import Child, ChildWatch, kill, wait_for
+from megatron_lightning.strategies.failure import AgreedStop, Failure, FailureWatch
+from megatron_lightning.strategies.launchers import Child, ChildWatch, kill, print_failure, wait_for
 
 
 @pytest.fixture
@@ -27,6 +27,13 @@ def _error(message: str) -> ValueError:
         return error
 
 
+def _lost_connection() -> ValueError:
+    """As gloo says it, and as code between it and the launcher may wrap it."""
+    error = _error("the checkpoint was not written")
+    error.__cause__ = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:16581.")
+    return error
+
+
 def test_a_failure_names_rank_position_and_reason() -> None:
     error = _error("the reason\nsecond line")
     error.pipeline_position = "stage 1, action 1F0"  # type: ignore[attr-defined]
@@ -37,13 +44,50 @@ def test_a_failure_names_rank_position_and_reason() -> None:
 
 def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
-    first.report(_error("the cause"))
+    assert not first.report(_error("the cause"))
     assert re.fullmatch(r"megatron_lightning: rank 1 on \S+ failed: ValueError: the cause\n", capsys.readouterr().err)
-    second.report(_error("a consequence"))
+    assert not second.report(_error("a consequence"))  # that is not certain: it has an error of its own to show
     printed = capsys.readouterr().err
     assert "rank 1 on" in printed and "the cause" in printed and "a consequence" not in printed
-    second.report(_error("again"))
+    assert second.report(_lost_connection())
     assert capsys.readouterr().err == ""
+
+
+def test_an_interruption_is_called_by_its_name(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
+    assert not first.report(KeyboardInterrupt()) and second.report(_lost_connection())
+    printed = capsys.readouterr().err
+    assert re.search(r"rank 1 on \S+ was interrupted \(Ctrl-C or SIGINT\)\n", printed) and "Traceback" not in printed
+    assert re.search(r"was interrupted .*; rank 0 ends with it", printed)
+
+
+def test_what_all_ranks_agreed_on_is_no_failure(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not FailureWatch(store, rank=0).report(AgreedStop())
+    assert not FailureWatch(store, rank=1).report(_error("the cause"))
+    assert "the cause" in capsys.readouterr().err
+
+
+def test_a_rank_that_fell_silent_is_named(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody reports anything: of four ranks, two answer."""
+    watches = [FailureWatch(store, rank=rank, world_size=4, poll_s=0.01, grace_s=30.0, roll_call_s=0.5) for rank in range(4)]
+    for watch in watches[:2]:
+        watch.start()
+    assert watches[0].report(_lost_connection())
+    assert re.search(r"rank 2 on \S+ failed: it no longer answers, nor do ranks 3: its process was", capsys.readouterr().err)
+    for watch in watches:
+        watch.stop()
+
+
+def test_a_connection_that_broke_between_ranks_that_are_there_is_the_failure(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watches = [FailureWatch(store, rank=rank, world_size=2, poll_s=0.01, grace_s=30.0) for rank in range(2)]
+    for watch in watches:
+        watch.start()
+    assert not watches[0].report(_lost_connection())
+    assert re.search(r"rank 0 on \S+ failed: ValueError: the checkpoint was not written", capsys.readouterr().err)
+    for watch in watches:
+        watch.stop()
 
 
 def test_a_failure_that_was_survived_does_not_end_the_next_run(store: dist.Store) -> None:
@@ -93,7 +137,8 @@ def test_a_child_that_fails_takes_the_others_along(capsys: pytest.CaptureFixture
     watch.join(timeout=10)
     assert failures == [(2, f"its process {children[1].pid} ended with exit code 3")]
     assert children[0].exit_code() == -9
-    assert "rank 2 failed" in capsys.readouterr().err
+    print_failure(*failures[0])
+    assert "rank 2 failed: its process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("codes", "named"), [((1, -9), 2), ((-15, 1), 2), ((-15, 1, -9), 3), ((1, 1), 1), ((0, 7), 2)])
