@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -11,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 PRELOAD = [
@@ -32,8 +36,9 @@ def _fork_server() -> Any:
 
 
 def _rank_main(
-    body: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, args: tuple[Any, ...], timeout_s: float
+    body: Callable[..., Any], rank: int, size: int, folder: str, pipe: Connection, args: tuple[Any, ...], timeout_s: float
 ) -> None:
+    faulthandler.register(signal.SIGUSR1, file=os.open(_stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT))
     import torch
     import torch.distributed as dist
 
@@ -41,7 +46,7 @@ def _rank_main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     try:
         if size > 1:
-            file_store = dist.FileStore(store, size)
+            file_store = dist.FileStore(f"{folder}/store", size)
             dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
             dist.barrier()  # a body without collectives would end while a peer still connects to this rank
         result = body(*args)
@@ -51,6 +56,23 @@ def _rank_main(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         os._exit(1)  # closes the connections, so that the peers fail at once instead of waiting
+
+
+def _stacks_file(folder: str, rank: int) -> str:
+    return f"{folder}/stacks-{rank}"
+
+
+def _stacks(process: BaseProcess, folder: str, rank: int) -> str:
+    """Return where every thread of a rank stands; the rank writes it from a signal handler, in whatever call it hangs."""
+    stacks = Path(_stacks_file(folder, rank))
+    if process.pid is None or not process.is_alive() or not stacks.exists():
+        return ""
+    os.kill(process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 2.0
+    while not stacks.stat().st_size and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)  # to the end of what it writes
+    return stacks.read_text()
 
 
 def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -66,14 +88,14 @@ def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout_s: float 
         The results by rank.
 
     Raises:
-        AssertionError: With the traceback of every rank that failed.
+        AssertionError: With the traceback of every rank that failed, and the stacks of every rank that gave no result.
     """
     context = _fork_server()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(body, rank, size, f"{folder}/store", sender, args, timeout_s))
+            process = context.Process(target=_rank_main, args=(body, rank, size, folder, sender, args, timeout_s))
             process.start()
             sender.close()
             ranks.append((process, receiver))
@@ -81,7 +103,7 @@ def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout_s: float 
         try:
             for rank, (process, receiver) in enumerate(ranks):
                 if not receiver.poll(max(0.0, deadline - time.monotonic())):
-                    errors.append(f"rank {rank}: no result after {timeout_s} s")
+                    errors.append(f"rank {rank}: no result after {timeout_s} s\n{_stacks(process, folder, rank)}")
                     continue
                 try:
                     succeeded, value = receiver.recv()
