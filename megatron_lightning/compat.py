@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +23,7 @@ __all__ = [
     "abort_process_groups",
     "all_gather",
     "allow_any_grad_dtype",
+    "at_end_of_main_thread",
     "default_store",
     "finish_fsdp_backward",
     "fsdp_parameters",
@@ -93,10 +97,27 @@ def default_store() -> Store:
 
 
 def abort_process_groups() -> None:
-    """Break this rank's connections, so that peers that wait for it fail at once."""
+    """Break this rank's connections, so that peers that wait for it fail at once where the backend can do that.
+
+    gloo cannot: its connections close with the process. The groups are never taken apart, because gloo's destructor waits
+    for what is under way, and with it the end of this process for messages of ranks that wait for its end.
+    """
+    if not dist.is_initialized():
+        return
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None and dist.is_initialized():
+    if abort is not None:
         abort()
+
+
+def at_end_of_main_thread(function: Callable[[], None]) -> None:
+    """Call ``function`` in this process when its main thread has come to its end, before what ``atexit`` knows.
+
+    Its exit code can still be another one then, without any exit function being left out.
+    """
+    owner = os.getpid()
+    threading._register_atexit(lambda: function() if os.getpid() == owner else None)  # type: ignore[attr-defined]
 
 
 def finish_fsdp_backward(root: FSDPModule) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -192,7 +193,7 @@ class MegatronEnvironment(ParallelStrategy):
             default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
             _init_dist_connection(self.cluster_environment, self._backend or default, timeout=self._timeout)
             self._check_world()
-            self._failure_watch = FailureWatch()
+            self._failure_watch = FailureWatch(write_logs=self.write_logs)
             self._failure_watch.start()
         if self._context is None:
             # What users draw from here on is what one device would draw, however the ranks came to life.
@@ -234,6 +235,13 @@ class MegatronEnvironment(ParallelStrategy):
             arrived = store.add(key, 0)
         self._alone = arrived < self.context.world_size
         return not self._alone
+
+    def write_logs(self) -> None:
+        """Let loggers write what they hold, before this process ends against its will."""
+        trainer = None if self._lightning_module is None else self._lightning_module._trainer
+        for logger in [] if trainer is None else trainer.loggers:
+            with suppress(Exception):  # what ends the process is the news
+                logger.finalize("failed")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -3,7 +3,7 @@
 A rank that raises writes a report under one key of the job's key-value store; the first report stays, because the later ones
 are mostly consequences of it. Every rank looks for that key from a thread. A rank that finds another rank's report, or loses
 the store, prints it and ends its own process after a short grace, because it may sit in a collective that can never finish
-and that no Python exception can reach.
+and that no Python exception can reach. Loggers and exit handlers still have their turn, from another thread.
 
 A rank that loses its connection to another one looks for the reason first. Where nobody reports any, it calls the roll: every
 rank answers from its thread, and one that does not has fallen silent (it was killed, or its node is gone) and is named.
@@ -11,6 +11,7 @@ rank answers from its thread, and one that does not has fallen silent (it was ki
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -19,8 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
@@ -30,6 +33,7 @@ from megatron_lightning import compat
 _FAILURE, _ALARM = "failure", "alarm"
 _STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
 _ROLL_CALL_S = 3.0  # for every rank's thread to answer, also on a busy machine
+_LAST_S = 2.0  # for what a process writes at its end, when its main thread hangs
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited", "imed out")
 
 
@@ -78,6 +82,26 @@ class Failure:
         return cls(rank, socket.gethostname(), summary[0], details, position, interrupted)
 
 
+def end_process(write_logs: Callable[[], object]) -> NoReturn:
+    """End this process with exit code 1, whatever its main thread waits for.
+
+    What is to be done at the end is done in a thread, for two seconds at most: it may wait for the same.
+
+    Args:
+        write_logs: Called before the functions registered with ``atexit``, and before standard output is written out.
+    """
+
+    def finish() -> None:
+        for step in (write_logs, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+            with suppress(Exception):  # each its own turn; how the job failed is on screen
+                step()
+
+    last = threading.Thread(target=finish, name="process-end", daemon=True)
+    last.start()
+    last.join(_LAST_S)
+    os._exit(1)
+
+
 class FailureWatch:
     """Reports this rank's failure to the others and ends this process when another rank failed.
 
@@ -92,6 +116,7 @@ class FailureWatch:
         grace_s: Seconds that the main thread has to meet an error of its own before the process is ended, and as many for
             its way out if the error is no more than the loss of another rank.
         roll_call_s: Seconds that the ranks have to answer when a connection was lost and nobody says why.
+        write_logs: Called before this process is ended.
     """
 
     def __init__(
@@ -103,6 +128,7 @@ class FailureWatch:
         poll_s: float = 0.1,
         grace_s: float = 2.0,
         roll_call_s: float = _ROLL_CALL_S,
+        write_logs: Callable[[], object] = lambda: None,
     ) -> None:
         store = compat.default_store() if store is None else store
         self._rank = dist.get_rank() if rank is None else rank
@@ -112,6 +138,7 @@ class FailureWatch:
         self._world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
         self._poll_s, self._grace_s = max(poll_s, self._world_size * _STORE_SECONDS_PER_RANK), grace_s
         self._roll_call_s, self._answered, self._follows = roll_call_s, False, False
+        self._write_logs = write_logs
         self._stopped, self._leaving, self._announced = threading.Event(), threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
 
@@ -140,7 +167,7 @@ class FailureWatch:
         lost = self._follows = _is_lost_connection(exception)
         self._leaving.set()
         if lost and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler would talk to the ranks that are gone
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it leaves; Lightning's handler would talk to ranks that are gone
         first = (self._find_cause() if lost else None) or self._publish(Failure.of(self._rank, exception))
         if first.rank != self._rank:
             self._announce(first, f"rank {self._rank} ends with it")
@@ -227,7 +254,7 @@ class FailureWatch:
             # No exception reaches a main thread that waits in a collective. One that has met an error of its own is left to
             # it (all ranks may be saving what they have); one that lost its peers would wait for them in a callback as well.
             if not self._leaving.wait(self._grace_s) or (self._follows and not self._stopped.wait(self._grace_s)):
-                os._exit(1)
+                end_process(self._write_logs)
             return
 
     def _announce(self, failure: Failure, consequence: str) -> None:

@@ -8,8 +8,7 @@ its processes, and each process watches its starter.
 
 from __future__ import annotations
 
-import atexit
-import logging
+import gc
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,8 +27,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException
 
+from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.failure import PeerFailure
+from megatron_lightning.strategies.failure import PeerFailure, end_process
 from megatron_lightning.strategies.last import with_last_found
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ StartMethod = Literal["popen", "spawn", "fork"]
 
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _POLL_S = 0.2
-_GRACE_S = 1.0  # for the others to meet their own errors, print them and leave
+_GRACE_S = 3.0  # for the others to meet their own errors or to be ended by their watches, and to write what they hold
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
 _LINGER_S = 0.5  # by which a rank that ends because of another one outlives that one, whom a starter then takes for the cause
 _INTERRUPTED = 128 + signal.SIGINT  # exit code of a worker that SIGINT reached, as shells have it
@@ -85,14 +86,18 @@ class ChildWatch(threading.Thread):
     Args:
         children: Returns the processes to watch; empty as long as none is started.
         on_failure: Called once with the failed rank and how it ended, before the others are ended; says so to the user.
-        ends_self: Whether this process is a rank too and ends with them.
+        end: Called last, to end this process as well; None: it is no rank.
     """
 
     def __init__(
-        self, children: Callable[[], Sequence[Child]], on_failure: Callable[[int, str], None], *, ends_self: bool
+        self,
+        children: Callable[[], Sequence[Child]],
+        on_failure: Callable[[int, str], None],
+        *,
+        end: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(name="child-watch", daemon=True)
-        self._children, self._on_failure, self._ends_self = children, on_failure, ends_self
+        self._children, self._on_failure, self._end = children, on_failure, end
         self._stopped, self._announced = threading.Event(), threading.Lock()
 
     def stop(self) -> None:
@@ -106,8 +111,8 @@ class ChildWatch(threading.Thread):
             if self.announce():
                 wait_for(children, _GRACE_S)
                 kill(children)
-                if self._ends_self and not self._stopped.is_set():
-                    os._exit(1)  # the main thread may wait in a collective for the rank that is gone
+                if self._end is not None and not self._stopped.is_set():
+                    self._end()  # the main thread may wait in a collective for the rank that is gone
                 return
             if children and all(child.exit_code() == 0 for child in children):
                 return
@@ -127,14 +132,6 @@ class ChildWatch(threading.Thread):
         return bool(failed)
 
 
-def _exit_at_once(code: int) -> None:
-    """End this process with all that it wrote, and without taking the interpreter and its libraries apart."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def print_failure(rank: int, how: str) -> None:
     """Say which rank failed."""
     print(f"megatron_lightning: rank {rank} failed: {how}; ending the job", file=sys.stderr, flush=True)
@@ -146,18 +143,19 @@ class ParentWatch(threading.Thread):
     Args:
         parent_pid: Process id of the starter.
         on_end: Called with how the starter ended, before this process ends.
+        write_logs: Called at the end of this process.
     """
 
-    def __init__(self, parent_pid: int, on_end: Callable[[str], None]) -> None:
+    def __init__(self, parent_pid: int, on_end: Callable[[str], None], write_logs: Callable[[], None]) -> None:
         super().__init__(name="parent-watch", daemon=True)
-        self._parent_pid, self._on_end = parent_pid, on_end
+        self._parent_pid, self._on_end, self._write_logs = parent_pid, on_end, write_logs
 
     def run(self) -> None:
         """Look every fifth of a second."""
         while os.getppid() == self._parent_pid:
             time.sleep(_POLL_S)
         self._on_end(f"process {self._parent_pid}, which started this one ({os.getpid()}), has ended")
-        os._exit(1)
+        end_process(self._write_logs)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -175,7 +173,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._strategy = strategy
         self._watch: ChildWatch | None = None
         self._failed = False
-        self._error: BaseException | None = None  # what this rank fails with
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -191,11 +188,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         args, kwargs = with_last_found(trainer, args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if self.num_processes * self.num_nodes > 1:
-            atexit.register(self._end)
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
-            ParentWatch(int(starter), self._starter_ended).start()
+            ParentWatch(int(starter), self._starter_ended, self._strategy.write_logs).start()
         elif self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             self._start()
         if self.num_processes > 1:
@@ -203,18 +198,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            self._error = error
             self._leave(error)
             raise
-
-    def _end(self) -> None:
-        """End a process that failed, after everything that a run registers for the end of the interpreter.
-
-        gloo's threads may wait for a message of another rank, and the interpreter for them, with connections that are open.
-        """
-        ends = isinstance(self._error, KeyboardInterrupt | PeerFailure) or self._error is getattr(sys, "last_value", None)
-        if self._error is not None and ends:
-            _exit_at_once(1)
 
     def _leave(self, error: BaseException) -> None:
         """Let the other ranks know that this one fails, before callbacks and loggers take their time over it.
@@ -225,18 +210,21 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         watch = self._strategy.failure_watch
         follows = watch is not None and watch.report(error) and not isinstance(error, KeyboardInterrupt)
         self._failed = True
+        if watch is not None:
+            compat.at_end_of_main_thread(gc.freeze)  # taking torch apart takes a second, for which the others would wait
         if self._watch is not None:
             self._watch.stop()  # this process has a way out of its own; at its end the others are ended
         if follows:
             if self.cluster_environment.creates_processes_externally:
                 time.sleep(_LINGER_S)
-            self._error = PeerFailure(1)
-            raise self._error from None
+            raise PeerFailure(1) from None
 
     def kill(self, signum: Any) -> None:
         """Send a signal to the other ranks of this node; those are no failures that would end this process."""
         if self._watch is not None:
             self._watch.stop()
+        if signum == signal.SIGKILL:  # they are on their way out since this one told them why
+            wait_for(self._children(), _GRACE_S)
         super().kill(signum)
 
     def _start(self) -> None:
@@ -246,9 +234,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         finally:
             del os.environ[_STARTER_VARIABLE]
-        self._watch = ChildWatch(self._children, self._child_failed, ends_self=True)
+        end = partial(end_process, self._strategy.write_logs)
+        self._watch = ChildWatch(self._children, self._child_failed, end=end)
         self._watch.start()
-        atexit.register(self._join, self._watch)
+        compat.at_end_of_main_thread(partial(self._join, self._watch))
 
     def _check_command(self) -> None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -275,13 +264,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _join(self, watch: ChildWatch) -> None:
         """Let the other ranks finish the script; they would be ended as soon as this process is gone."""
-        children = self._children()
-        wait_for(children, _GRACE_S if self._failed else _JOIN_S)
+        children, failed = self._children(), self._failed
+        wait_for(children, _GRACE_S if failed else _JOIN_S)
         child_failed = watch.announce()
         kill(children)
-        if child_failed and not self._failed:
-            sys.stderr.flush()
-            os._exit(1)
+        if child_failed and not failed:
+            end_process(self._strategy.write_logs)  # with an exit code that says so
 
 
 class WorkerLauncher(_MultiProcessingLauncher):
@@ -309,7 +297,7 @@ class WorkerLauncher(_MultiProcessingLauncher):
         args, kwargs = with_last_found(trainer, args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.procs = []
-        watch = ChildWatch(self._children, print_failure, ends_self=False)
+        watch = ChildWatch(self._children, print_failure)
         watch.start()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -340,19 +328,23 @@ class WorkerLauncher(_MultiProcessingLauncher):
         return [Child(rank, process.pid, _exit_code_of(process)) for rank, process in enumerate(self.procs) if process.pid]
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        ParentWatch(os.getppid(), lambda how: print(f"megatron_lightning: {how}", file=sys.stderr, flush=True)).start()
+        def say(how: str) -> None:
+            print(f"megatron_lightning: {how}", file=sys.stderr, flush=True)
+
+        ParentWatch(os.getppid(), say, self._strategy.write_logs).start()
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         except BaseException as error:  # the Trainer's own handling of it stays in the process that started this one
-            watch = self._strategy.failure_watch
+            watch, interrupted = self._strategy.failure_watch, isinstance(error, KeyboardInterrupt)
             if watch is not None:
-                if watch.report(error) and not isinstance(error, KeyboardInterrupt):
-                    time.sleep(_LINGER_S)
-                    _exit_at_once(1)
+                follows = watch.report(error) and not interrupted
+                self._strategy.write_logs()
                 watch.abort()
-                atexit.register(_exit_at_once, 1)  # after torch has told the starter; see ScriptLauncher._end
-            if isinstance(error, KeyboardInterrupt):
-                _exit_at_once(_INTERRUPTED)  # torch would let it end as if all had gone well
+                if follows:
+                    time.sleep(_LINGER_S)
+                    raise PeerFailure(1) from None
+            if interrupted:
+                raise SystemExit(_INTERRUPTED) from None  # torch would let it end as if all had gone well
             raise
 
 

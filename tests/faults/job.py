@@ -1,80 +1,119 @@
-"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES [NODES]]``."""
+"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES [NODES [FOLDER]]]``.
+
+With a folder it saves and logs there, and goes on from the last checkpoint.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import time
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import psutil
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyData, ToyModule
 
 
 class Fault(pl.Callback):
-    """Lets one rank fail at its third batch."""
+    """Lets one rank fail at its third batch, when all have written something that is not on its way yet."""
 
-    def __init__(self, kind: str, rank: int) -> None:
-        self.kind, self.rank = kind, rank
+    def __init__(self, kind: str, rank: int, group: int) -> None:
+        self.kind, self.rank, self.group = kind, rank, group
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        atexit.register(print, f"REGISTERED IN TRAINING {trainer.global_rank}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank != self.rank or batch_idx != 2:
+        if self.kind == "none" or trainer.global_step != 2:
             return
-        if self.kind == "stage":
-            self._fail_in_a_layer(module)
-            return
-        print(f"FAULT {time.time()} {os.getpid()}", flush=True)
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
-        if self.kind == "ctrl-c":
-            os.killpg(0, signal.SIGINT)
-        if self.kind == "raise":
-            raise ValueError("the injected fault")
+        print(f"WRITTEN {trainer.global_rank}")
+        if trainer.global_rank == self.rank:
+            getattr(self, f"_{self.kind.replace('-', '_')}")(module)
+        elif self.kind == "hang":
+            threading.Event().wait()
 
-    def _fail_in_a_layer(self, module: pl.LightningModule) -> None:
+    def _stage(self, module: pl.LightningModule) -> None:
         """Raise in the second micro-batch that the first layer of this rank sees."""
-        calls = []
+        calls: list[int] = []
 
         def fail(*_: Any) -> None:
             calls.append(1)
             if len(calls) == 2:
-                print(f"FAULT {time.time()} {os.getpid()}", flush=True)
-                raise ValueError("the injected fault")
+                self._raise(module)
 
         next(iter(module.model.layers.values())).register_forward_pre_hook(fail)
+
+    def _raise(self, module: pl.LightningModule) -> None:
+        _announce()
+        raise ValueError("the injected fault")
+
+    _hang = _raise
+
+    def _kill(self, module: pl.LightningModule) -> None:
+        _announce()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _interrupt(self, module: pl.LightningModule) -> None:
+        """Only this rank."""
+        _announce()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _ctrl_c(self, module: pl.LightningModule) -> None:
+        """All that a terminal sends it to."""
+        _announce()
+        os.killpg(self.group, signal.SIGINT)
+
+
+def _announce() -> None:
+    os.write(1, f"\nFAULT {time.time()} {os.getpid()}\n".encode())  # past what is not written out yet
 
 
 def main() -> None:
     print(f"STARTED {time.time() - psutil.Process().create_time()} {time.process_time()}", flush=True)
     start_method, kind, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    devices, num_nodes = (*map(int, sys.argv[4:]), *(2, 1)[len(sys.argv) - 4 :])
-    chunks = 2 if kind == "stage" else 1
+    devices, num_nodes = (*map(int, sys.argv[4:6]), *(2, 1)[len(sys.argv[4:6]) :])
+    folder = sys.argv[6] if len(sys.argv) > 6 else None
+    kind, _, caught = kind.partition("+")
+    starter = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # its workers have sessions of their own
+    atexit.register(partial(print, "REGISTERED AT FIRST", os.environ.get("LOCAL_RANK", "0"), os.environ.get("GROUP_RANK")))
     strategy = MegatronStrategy(
         pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=chunks,
+        virtual_pipeline_model_parallel_size=2 if kind == "stage" else 1,
         micro_batch_size=2,
         start_method=start_method,
     )
+    callbacks: list[pl.Callback] = [Fault(kind, rank, os.getpgid(starter))]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, save_last=True, every_n_train_steps=1))
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
         num_nodes=num_nodes,
         max_epochs=2,
-        callbacks=[Fault(kind, rank)],
-        logger=False,
+        callbacks=callbacks,
+        logger=folder is not None and CSVLogger(folder, version=0, flush_logs_every_n_steps=1000),
+        log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
+        enable_checkpointing=folder is not None,
         num_sanity_val_steps=0,
     )
-    trainer.fit(ToyModule(), datamodule=ToyData())
+    try:
+        trainer.fit(ToyModule(), datamodule=ToyData(), ckpt_path=None if folder is None else "last")
+    except BaseException:
+        if not caught:
+            raise
+        print("GOES ON", flush=True)
     print(f"DONE {trainer.global_rank} {trainer.global_step}", flush=True)
 
 

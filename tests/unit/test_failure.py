@@ -124,6 +124,36 @@ def test_another_ranks_report_ends_a_blocked_process(store: dist.Store, tmp_path
     assert "rank 1 on" in err and "ValueError: the reason" in err and "Traceback" in err and "rank 0 ends" in err
 
 
+LEFT_ALONE = """
+import sys, time
+import torch
+import torch.distributed as dist
+from megatron_lightning import compat
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+dist.barrier()
+if sys.argv[2] == "0":
+    time.sleep(60)
+work = dist.all_reduce(torch.ones(3), async_op=True)
+compat.abort_process_groups()
+print("left", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_without_the_ranks_that_its_collectives_wait_for(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEFT_ALONE, str(tmp_path / "store"), str(rank)], stdout=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    try:
+        assert ranks[1].stdout is not None and ranks[1].stdout.readline() == b"left\n"
+        assert ranks[1].wait(timeout=30) == 0 and ranks[0].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 def _child(rank: int, program: str) -> Child:
     process = subprocess.Popen([sys.executable, "-S", "-c", program])
     return Child(rank, process.pid, process.poll)
@@ -132,7 +162,7 @@ def _child(rank: int, program: str) -> Child:
 def test_a_child_that_fails_takes_the_others_along(capsys: pytest.CaptureFixture[str]) -> None:
     children = [_child(1, "import time; time.sleep(60)"), _child(2, "raise SystemExit(3)")]
     failures: list[tuple[int, str]] = []
-    watch = ChildWatch(lambda: children, lambda rank, how: failures.append((rank, how)), ends_self=False)
+    watch = ChildWatch(lambda: children, lambda rank, how: failures.append((rank, how)))
     watch.start()
     watch.join(timeout=10)
     assert failures == [(2, f"its process {children[1].pid} ended with exit code 3")]
@@ -146,13 +176,13 @@ def test_the_cause_is_named_among_several_ends(codes: tuple[int, ...], named: in
     """A kill is no consequence; an error may be that of a kill; SIGTERM comes from the starter of the processes."""
     children = [Child(rank, 0, lambda code=code: code) for rank, code in enumerate(codes, 1)]  # type: ignore[misc]
     failures: list[int] = []
-    assert ChildWatch(lambda: children, lambda rank, how: failures.append(rank), ends_self=False).announce()
+    assert ChildWatch(lambda: children, lambda rank, how: failures.append(rank)).announce()
     assert failures == [named]
 
 
 def test_children_that_end_well_are_left_alone() -> None:
     children = [_child(1, "pass")]
-    watch = ChildWatch(lambda: children, lambda rank, how: pytest.fail("no child failed"), ends_self=False)
+    watch = ChildWatch(lambda: children, lambda rank, how: pytest.fail("no child failed"))
     watch.start()
     watch.join(timeout=10)
     assert not watch.is_alive() and children[0].exit_code() == 0
