@@ -2,9 +2,9 @@
 
 The strategy joins the parts: it checks the layout before anything starts, creates the groups, cuts and shards the module
 right after ``configure_model``, runs each step as a pipeline flush, and hands gradients over in Lightning's own hook order.
-The strategy is built in rooms, each of which knows those before it: ``environment`` (ranks and groups), ``stepping`` (flushes,
-gradients), ``checkpoint_hooks`` (directories of any layout), and this file (options, setup, teardown). No loop, connector,
-fetcher or callback of Lightning is patched.
+The strategy is built in rooms, each of which knows those before it: ``environment`` (ranks and groups), ``counting`` (samples
+and steps), ``building`` (this rank's part of the module), ``stepping`` (flushes, gradients), ``checkpoint_hooks`` (directories
+of any layout), and this file (options, setup, teardown). No loop, connector, fetcher or callback of Lightning is patched.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ class MegatronStrategy(MegatronCheckpoints):
         self._executor: PipelineExecutor | None = None
         self.checkpoint_options = checkpoint_options or CheckpointOptions()
         self._checkpoints = CheckpointGlue(self, Saver(self.checkpoint_options, self._timeout))
-        self._example: Any = None  # the module's example_input_array
         self._configure_model: Callable[[], None] | None = None
         self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
 
@@ -224,9 +223,8 @@ class MegatronStrategy(MegatronCheckpoints):
         self._loaders_checked.clear()
         self._place()
         self._describe_share()
-        if module.example_input_array is not None and (self.layout.tp * self.num_stages > 1 or self._units is not None):
-            # Summaries and graphs would run this rank's part as if it were the whole, or without the other ranks.
-            self._example, module.example_input_array = module.example_input_array, None
+        if self.layout.tp * self.num_stages > 1 or self._units is not None:
+            self._set_example_aside()
         if self._executor is None:
             self._executor = PipelineExecutor(self.context, self.pipeline_schedule.placement)
             self._executor.warm_up()
@@ -367,15 +365,12 @@ class MegatronStrategy(MegatronCheckpoints):
         self._release_methods()
         if self._watch is not None:
             self._watch.detach()
-        if self._layer_sync is not None:
-            self._layer_sync.revert(self.module)
         if self._gradients is not None:
             self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
         if self._runner is not None:
             self._runner.release()
             join_backwards(self.module)
-        if self._example is not None:
-            self.module.example_input_array, self._example = self._example, None
+        self._give_module_back()
         if self._failure_watch is not None:
             self._failure_watch.stop()
             self._failure_watch = None

@@ -1,7 +1,6 @@
 """The steps of the strategy: one Lightning batch is one flush of the pipeline, and gradients follow Lightning's own hook order.
 
-:class:`MegatronSteps` knows how a batch is run; how the module was cut comes from ``assembly``, the flush from ``steps``,
-reduction and clipping from ``gradients``, the order of the data from ``sampling``.
+:class:`MegatronSteps` knows how a batch is run; the flush comes from ``steps``, reduction and clipping from ``gradients``.
 """
 
 from __future__ import annotations
@@ -10,73 +9,39 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.config import DataParallel, DataParallelOptions, NonFinite, PipelineOptions, RecomputeOptions
+from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
-from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.strategies import module_checks, preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, check_same_batch, is_assembled
+from megatron_lightning.strategies import preflight
+from megatron_lightning.strategies.assembly import check_same_batch
 from megatron_lightning.strategies.batches import batch_size_of
-from megatron_lightning.strategies.buffers import BufferSync, synchronise_layers
-from megatron_lightning.strategies.counting import MegatronCounts
+from megatron_lightning.strategies.buffers import BufferSync
+from megatron_lightning.strategies.building import MegatronModules
 from megatron_lightning.strategies.explicit import ExplicitStep, not_in_a_step
 from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
-from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
 from megatron_lightning.strategies.steps import Step, StepRunner, precision_context
 from megatron_lightning.strategies.toggling import Toggling
 
 
-class MegatronSteps(MegatronCounts):
+class MegatronSteps(MegatronModules):
     """Runs training, validation, test and predict steps on every rank.
 
     Args:
         layout: Sizes of the parallel axes.
-        micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
-        schedule: Order of work in the pipeline.
-        pipeline_options: How the model is cut into stages.
-        data_parallel: What the data-parallel ranks share of gradients and optimizer state.
-        data_parallel_options: How they lie on those ranks and travel; None: the defaults.
-        recompute: What the forward pass does not keep for the backward pass; None: it keeps everything.
-        sharding_plan: Tensor-parallel table of a model that has no ``sharding_plan()`` of its own.
-        start_method: See :class:`MegatronEnvironment`.
-        process_group_backend: See :class:`MegatronEnvironment`.
-        timeout_s: See :class:`MegatronEnvironment`.
+        settings: See :class:`MegatronModules`.
     """
 
-    def __init__(
-        self,
-        layout: ParallelLayout,
-        *,
-        micro_batch_size: int | None,
-        schedule: ScheduleChoice,
-        pipeline_options: PipelineOptions,
-        data_parallel: DataParallel,
-        data_parallel_options: DataParallelOptions | None,
-        recompute: RecomputeOptions | None,
-        sharding_plan: ShardingPlan | None,
-        start_method: StartMethod,
-        process_group_backend: str | None,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(layout, start_method=start_method, process_group_backend=process_group_backend, timeout_s=timeout_s)
-        self.micro_batch_size, self.data_parallel, self.sharding_plan = micro_batch_size, data_parallel, sharding_plan
-        self.data_parallel_options = data_parallel_options or DataParallelOptions()
-        self.recompute = recompute or RecomputeOptions()
-        self.pipeline_schedule, self.pipeline_options = schedule, pipeline_options
-        self._assembly: Assembly | None = None
+    def __init__(self, layout: ParallelLayout, **settings: Any) -> None:
+        super().__init__(layout, **settings)
         self._runner: StepRunner | None = None
         self._buffers: BufferSync | None = None
         self._explicit: ExplicitStep | None = None
@@ -105,57 +70,6 @@ class MegatronSteps(MegatronCounts):
         """The precision plugin, if it scales losses."""
         plugin = self.precision_plugin
         return plugin if isinstance(plugin, MegatronMixedPrecision) and plugin.loss_scale is not None else None
-
-    def _configure_launcher(self) -> None:
-        world_size = self._planned_world_size
-        preflight.check_data_parallel(self.layout, self.data_parallel, self.data_parallel_options, world_size)
-        preflight.check_layer_sync(self._layer_sync, self.root_device, self.layout.data_parallel_size(world_size))
-        super()._configure_launcher()
-
-    def check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None = None) -> None:
-        """Check what is known of the module and the data before any process is started or group created."""
-        super().check_before_launch(trainer, data)
-        module, options = self.lightning_module, self.pipeline_options
-        if module is not None:
-            explicit = options.pipeline_model_parallel_layout is not None
-            preflight.check_config(module, self.layout, self._planned_world_size, data, explicit_stages=explicit)
-            if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
-                module_checks.check_cut(module, self.pipeline_schedule.placement, options)
-                planned = module_checks.planned_module(module)
-                if planned is not None:
-                    self._check_layers(planned, trainer)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            data_parallel_size = self.layout.data_parallel_size(self._planned_world_size)
-            preflight.check_batches(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)
-
-    def _check_layers(self, module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
-        """Check all layers of the module: on every rank alike, since none has taken its part yet."""
-        tensor_size = self.layout.tp if self.sharding_plan is None else 1
-        module_checks.check_layers(module, self.recompute, tensor_size=tensor_size)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            num_replicas = self.layout.data_parallel_size(self._planned_world_size)
-            sharded = self.data_parallel == "fsdp"
-            module_checks.check_trained_layers(module, self.pipeline_schedule, num_replicas, sharded=sharded)
-
-    def _assemble(self) -> None:
-        placement, options = self.pipeline_schedule.placement, self.pipeline_options
-        if not is_assembled(self.module):
-            self._check_layers(self.module, self.module.trainer)
-        if self._layer_sync is not None and self.module.trainer.state.fn == TrainerFn.FITTING:
-            synchronise_layers(self.module, self._layer_sync, self.context.dp)
-        self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
-        apply_recompute(self.module, self.recompute, stages=self._assembly.own_stages)
-
-    @property
-    def assembly(self) -> Assembly:
-        """How this rank's part of the module was made.
-
-        Raises:
-            ConfigError: Before the module is set up.
-        """
-        if self._assembly is None:
-            raise ConfigError("the module has not been sharded yet; it is in or after configure_model.")
-        return self._assembly
 
     @property
     def last_grad_norm(self) -> Tensor | None:

@@ -33,6 +33,7 @@ from megatron_lightning.strategies.logs import LogRecorder, replay
 from megatron_lightning.strategies.metrics import MetricSync
 from megatron_lightning.strategies.replica_rng import ReplicaRng
 from megatron_lightning.strategies.stage_sync import StageBroadcast
+from megatron_lightning.strategies.step_lists import StepLists
 
 
 class _StageExit(BaseException):
@@ -119,7 +120,7 @@ class StepRunner:
         """What FSDP2 shards of the stages."""
         self._executor.forget_boundaries()
         self._epoch = 0
-        self._broadcast = StageBroadcast(context.pp, context.device)
+        self._broadcast, self._lists = StageBroadcast(context.pp, context.device), StepLists(module, context.device)
         pipelined = None if assembly.partition is None else assembly.partition.module
         self._guard = None if pipelined is None else pipelined.register_forward_pre_hook(self._check_in_step)
 
@@ -190,6 +191,7 @@ class StepRunner:
             self._epoch = epoch
             self._executor.forget_boundaries()
         self.rng.begin_step()
+        self._lists.begin()
         backward = step.backward_scale is not None
         schedule = self._schedule(len(step.microbatches), backward)
         self.metrics.in_step = True
@@ -207,15 +209,21 @@ class StepRunner:
     def _share(self, program: _StepProgram, *, sharing_tensors: bool) -> StepResult:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
         shared: Any = None
+        grown = b""
         if self.context.pp.rank == 0:
             weights = program.item_weights
             output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes)
             entries = [entry.as_tuple() for entry in program.recorder.entries(weights)]
-            shared = (output, program.num_items, entries, self.metrics.counts())
+            grown = self._lists.grown() if self.num_stages > 1 else b""
+            shared = (output, program.num_items, entries, self.metrics.counts(), bool(grown))
         if self.num_stages > 1:
             shared = self._broadcast_objects(shared) if sharing_tensors else self._broadcast(shared)
-        output, num_items, entries, counts = shared
+        output, num_items, entries, counts, has_grown = shared
         self.metrics.follow(counts)
+        if has_grown and self.context.pp.size > 1:
+            grown = self._broadcast_objects(grown)
+            if self.context.pp.rank > 0:
+                self._lists.follow(grown)
         replay(self.module, entries)
         return StepResult(output, num_items)
 

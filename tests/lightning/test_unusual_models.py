@@ -381,3 +381,47 @@ def _summarised(layout: Layout, folder: str) -> dict[str, Any]:
 def test_an_example_input_is_left_alone(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _summarised, tmp_path):
         assert_close(rank, single(_summarised))
+
+
+class _Collects(_Module):
+    """Collects in its steps what it puts together at the end of the epoch, as Lightning's guides show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.answers: dict[str, list[Any]] = {}
+        self._by_loader: list[list[Tensor]] = [[], []]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.losses.append(torch.zeros(()))  # on every stage
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("sum", torch.stack(self.losses).sum() / len(self.losses))
+        self.losses.clear()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self.net(batch[0])
+        self.answers.setdefault("out", []).append(out)
+        self.answers.setdefault("text", []).extend(map(str, batch[1].tolist()))
+        self._by_loader[dataloader_idx].append(out.sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("out", torch.cat(self.answers.pop("out")).square().sum())
+        self.log("ones", float(self.answers.pop("text").count("1")))
+        self.log_dict({f"loader_{index}": torch.stack(sums).sum() for index, sums in enumerate(self._by_loader)})
+        self._by_loader = [[], []]
+
+
+def _collected(layout: Layout, folder: str) -> dict[str, float]:
+    chosen = layout.trainer(folder, max_epochs=2)
+    chosen.fit(_Collects(), _loader(layout), [_loader(layout, _vectors(16, 1)), _loader(layout, _vectors(8, 2))])
+    return metrics_of(chosen)
+
+
+@layouts(PP2, slow=[MICRO])
+def test_lists_that_steps_append_to(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _collected, tmp_path):
+        assert_close(rank, single(_collected))
