@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from megatron_lightning.checkpoint.commit import new_identifier
+from megatron_lightning.checkpoint.storage import beside
 
 
 def link_paths(trainer: pl.Trainer) -> list[Path]:
@@ -53,6 +54,6 @@ class PendingLinks:
 
 
 def _point(link: Path, target: str) -> None:
-    temporary = link.with_name(f"{link.name}.tmp-{new_identifier()}")
+    temporary = beside(link, f".tmp-{new_identifier()}")
     os.symlink(target, temporary)
     os.replace(temporary, link)

@@ -13,7 +13,7 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
-    from megatron_lightning.checkpoint.consolidation import consolidate, read_full
+    from megatron_lightning.checkpoint.consolidation import consolidate, plain_file, read_full
     from megatron_lightning.checkpoint.loading import load_sharded
     from megatron_lightning.checkpoint.saving import save_sharded
     from megatron_lightning.checkpoint.sharded import TensorShards, stands_for
@@ -26,6 +26,7 @@ __all__ = [
     "is_committed",
     "load_sharded",
     "open_checkpoint",
+    "plain_file",
     "read_full",
     "remove_checkpoint",
     "save_sharded",
@@ -41,6 +42,7 @@ __getattr__, __dir__ = lazy_attributes(
         "is_committed": "megatron_lightning.checkpoint.commit",
         "load_sharded": "megatron_lightning.checkpoint.loading",
         "open_checkpoint": "megatron_lightning.checkpoint.source",
+        "plain_file": "megatron_lightning.checkpoint.consolidation",
         "read_full": "megatron_lightning.checkpoint.consolidation",
         "remove_checkpoint": "megatron_lightning.checkpoint.commit",
         "save_sharded": "megatron_lightning.checkpoint.saving",

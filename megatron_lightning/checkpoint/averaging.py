@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint.manifest import Shape
-from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.naming import FULL_STATE, OWN
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
 from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs, spread_evenly, write_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 _WEIGHTS = "state_dict."
-_FULL_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision")  # what a save of weights alone leaves out
 
 
 def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], *, advance: Advance = silent) -> None:
@@ -60,7 +59,7 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         target,
         tensors[-1],
         fetch,
-        {key: value for key, value in states[-1].items() if key not in _FULL_STATE} | ({OWN: own} if own else {}),
+        {key: value for key, value in states[-1].items() if key not in FULL_STATE} | ({OWN: own} if own else {}),
         {"average_of": [str(source) for source in sources]},
         files=spread_evenly(tensors[-1], lambda entry: slabs(entry.shape, max(1, PART_BYTES // 4)), 1),
     )

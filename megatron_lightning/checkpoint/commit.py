@@ -26,7 +26,7 @@ import time
 import uuid
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from megatron_lightning.checkpoint.storage import (
     Folder,
     LocalFolder,
     RemoteFolder,
+    beside,
     exchange,
     is_remote,
     local_path,
@@ -46,7 +47,8 @@ from megatron_lightning.errors import CheckpointError
 MANIFEST = "manifest.json"
 ABANDONED_AFTER_S = 24 * 3600.0
 """Age at which files of a save to an object store that was never committed are taken for abandoned."""
-_OURS = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
+OUR_FILES = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
+"""Names of the files of a checkpoint beside its manifest."""
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{12}")
 
 
@@ -139,12 +141,12 @@ class _LocalSave(PendingSave):
     def __init__(self, path: Path, identifier: str) -> None:
         super().__init__(identifier)
         self._path = path
-        self._temporary = path.with_name(f"{path.name}.tmp-{identifier}")
+        self._temporary = beside(path, f".tmp-{identifier}")
         self.folder = LocalFolder(self._temporary)
         self._lock: int | None = None
 
     def _prepare(self) -> None:
-        if self._path.is_dir() and not is_committed(self._path) and any(self._path.iterdir()):
+        if self._path.is_dir() and _is_foreign(os.listdir(self._path)):
             raise _other_files(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self._path.parent)
@@ -170,7 +172,7 @@ class _LocalSave(PendingSave):
         if exchange(self._temporary, self._path):
             self._temporary.unlink()
             return
-        aside = self._path.with_name(f"{self._path.name}.old-{self.identifier}")
+        aside = beside(self._path, f".old-{self.identifier}")
         os.rename(self._path, aside)
         os.rename(self._temporary, self._path)
         aside.unlink()
@@ -187,7 +189,7 @@ class _LocalSave(PendingSave):
             replaced = _files_of(self._path / MANIFEST)
             os.replace(self._temporary / MANIFEST, self._path / MANIFEST)
             sync_directory(self._path)
-            present = [name for name in os.listdir(self._path) if _OURS.fullmatch(name)]
+            present = [name for name in os.listdir(self._path) if OUR_FILES.fullmatch(name)]
             LocalFolder(self._path).remove(
                 name for name in present if (alone or name in replaced) and name not in manifest.files
             )
@@ -213,15 +215,14 @@ class _RemoteSave(PendingSave):
         self.folder = RemoteFolder(url)
 
     def _prepare(self) -> None:
-        present = self.folder.sizes()
-        if MANIFEST not in present and any(not _OURS.fullmatch(name) for name in present):
+        if _is_foreign(self.folder.sizes()):
             raise _other_files(self.folder)
         self.folder.files.makedirs(self.folder.root, exist_ok=True)
 
     def _publish(self, manifest: Manifest) -> None:
         replaced = _files_listed(self.folder.files.cat_file(self._manifest)) if is_committed(self.folder.url) else ()
         self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
-        old = [name for name in self.folder.sizes() if _OURS.fullmatch(name) and name not in manifest.files]
+        old = [name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and name not in manifest.files]
         self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
 
     @property
@@ -234,7 +235,7 @@ class _RemoteSave(PendingSave):
 
     def _discard(self) -> None:
         mark = f".{self.identifier}."
-        self.folder.remove(name for name in self.folder.sizes() if _OURS.fullmatch(name) and mark in name)
+        self.folder.remove(name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and mark in name)
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -247,13 +248,13 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         if folder.files.isfile(folder.root):
             folder.files.rm_file(folder.root)
         folder.remove([MANIFEST])
-        folder.remove(name for name in folder.sizes() if _OURS.fullmatch(name))
+        folder.remove(name for name in folder.sizes() if OUR_FILES.fullmatch(name))
         return
     local = local_path(path)
     if local.is_symlink() or local.is_file():
         local.unlink(missing_ok=True)
     elif local.is_dir():
-        doomed = local.with_name(f"{local.name}.tmp-{new_identifier()}")
+        doomed = beside(local, f".tmp-{new_identifier()}")
         with suppress(FileNotFoundError):
             os.rename(local, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -294,6 +295,11 @@ def _files_listed(text: bytes) -> frozenset[str]:
         return frozenset(Manifest.loads(text).files)
     except CheckpointError:
         return frozenset()  # a damaged manifest says nothing; its files are removed with the abandoned ones
+
+
+def _is_foreign(names: Collection[str]) -> bool:
+    """Whether a directory holds files and none of ours; other programs call a file manifest.json too."""
+    return bool(names) and not any(OUR_FILES.fullmatch(name) for name in names)
 
 
 def _other_files(path: object) -> CheckpointError:

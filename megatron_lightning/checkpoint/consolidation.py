@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 
 from megatron_lightning.checkpoint.manifest import DTYPE_CODES, dtype_name
-from megatron_lightning.checkpoint.naming import OWN, join_tensors, number_optimizer_state
+from megatron_lightning.checkpoint.naming import FULL_STATE, OWN, join_tensors, number_optimizer_state
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
@@ -23,11 +24,12 @@ PlainFormat = Literal["lightning", "state_dict", "safetensors"]
 _MODULE = "state_dict."
 
 
-def read_full(path: str | os.PathLike[str], *, advance: Advance = silent) -> dict[str, Any]:
+def read_full(path: str | os.PathLike[str], *, weights_only: bool = False, advance: Advance = silent) -> dict[str, Any]:
     """Read a whole checkpoint into the nested dict that Lightning knows.
 
     Args:
         path: A checkpoint directory, whatever the layout it was saved under.
+        weights_only: Leave out what ``ModelCheckpoint(save_weights_only=True)`` leaves out: optimizers, schedulers, callbacks.
         advance: Progress.
 
     Returns:
@@ -37,12 +39,14 @@ def read_full(path: str | os.PathLike[str], *, advance: Advance = silent) -> dic
         CheckpointError: If the checkpoint is incomplete or damaged.
     """
     source = open_checkpoint(path)
-    tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors().items()}
+    left_out = FULL_STATE if weights_only else ()
+    stored = {name: info for name, info in source.tensors().items() if name.partition(".")[0] not in left_out}
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in stored.items()}
     for name, tensor in tensors.items():
         if tensor.numel():
             source.read([Piece(name, (0,) * tensor.dim(), tensor)])
             advance(tensor.nbytes)
-    checkpoint = join_tensors(tensors, source.state())
+    checkpoint = join_tensors(tensors, {key: value for key, value in source.state().items() if key not in left_out})
     for copy, owner in _tied(source).items():  # stored once, under the owner's name
         for values in checkpoint.values():
             if isinstance(values, dict) and isinstance(values.get(owner), torch.Tensor):
@@ -50,6 +54,24 @@ def read_full(path: str | os.PathLike[str], *, advance: Advance = silent) -> dic
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [number_optimizer_state(entry) for entry in checkpoint["optimizer_states"]]
     return checkpoint
+
+
+def plain_file(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Return a checkpoint as an open file for ``MyModule.load_from_checkpoint``, which reads files and no directories.
+
+    It holds what :func:`read_full` returns with ``weights_only=True``; on disk, in the folder of temporary files, until it is
+    closed.
+
+    Args:
+        path: A checkpoint directory, whatever the layout it was saved under.
+
+    Raises:
+        CheckpointError: If the checkpoint is incomplete or damaged.
+    """
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+    torch.save(read_full(path, weights_only=True), file)
+    file.seek(0)
+    return file
 
 
 def consolidate(

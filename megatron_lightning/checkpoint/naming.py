@@ -20,6 +20,9 @@ from megatron_lightning.errors import CheckpointError
 OWN = "megatron_lightning"
 """Key of what this package adds to a Lightning checkpoint; its entry ``tied`` maps copies of parameters to their owners."""
 
+FULL_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "MegatronMixedPrecision")
+"""Keys of a Lightning checkpoint that a save of weights alone leaves out."""
+
 _OPTIMIZERS = "optimizer_states"
 
 

@@ -11,14 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.checkpoint.commit import MANIFEST, is_committed, remove_checkpoint
+from megatron_lightning.checkpoint.commit import MANIFEST, OUR_FILES, is_committed, remove_checkpoint
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.checkpoint.storage import Folder, folder_of, is_remote, list_folders, local_path
 from megatron_lightning.checkpoint.verification import read_manifest
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 _LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")
-_OURS = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
 
 
 class StoredCheckpoint(NamedTuple):
@@ -145,7 +144,7 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
             known = read_manifest(path).files if MANIFEST in sizes else {}
         except CheckpointError:
             continue  # damaged: what belongs to it is not known
-        strays = [name for name in sizes if _OURS.fullmatch(name) and name not in known]
+        strays = [name for name in sizes if OUR_FILES.fullmatch(name) and name not in known]
         if not strays or any(_age_s(place, name) < min_age_s for name in strays):
             continue
         size_bytes = sum(sizes[name] for name in strays)

@@ -100,7 +100,7 @@ def _write_one(
         pending: Future[None] | None = None
         for piece, checksum in zip(pieces, checksums, strict=True):
             for chunk in _chunks(fetch(piece).detach()):
-                data = chunk.cpu().view(torch.uint8).numpy().data
+                data = chunk.cpu().resolve_conj().resolve_neg().view(torch.uint8).numpy().data
                 if pending is not None:
                     pending.result()  # no more than one chunk waits for its checksums
                 pending = thread.submit(checksum.update, data)

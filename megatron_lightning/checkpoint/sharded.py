@@ -35,7 +35,7 @@ class TensorShards:
     """What this rank holds of one tensor.
 
     Raises:
-        CheckpointError: If a piece is not inside the global shape or has another dtype.
+        CheckpointError: If a piece is sparse, is not inside the global shape or has another dtype.
     """
 
     name: str
@@ -53,6 +53,11 @@ class TensorShards:
 
     def __post_init__(self) -> None:
         for offset, view in self.pieces:
+            if view.layout != torch.strided:
+                raise CheckpointError(
+                    f"{self.name} is {str(view.layout).removeprefix('torch.')}, and a checkpoint holds dense tensors. Make it "
+                    "dense, or leave it out of the state dict (register_buffer with persistent=False)."
+                )
             fits = len(offset) == view.dim() == len(self.global_shape) and all(
                 o >= 0 and o + n <= full for o, n, full in zip(offset, view.shape, self.global_shape, strict=True)
             )

@@ -8,6 +8,7 @@ leave as they are (``OSError``, or what its client raises); callers that know wh
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import uuid
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ import fsspec
 from megatron_lightning.errors import CheckpointError
 
 _AHEAD_BYTES = 1 << 20
+_MAX_NAME_BYTES = 255  # of every usual file system
 
 
 class RangeReader(Protocol):
@@ -152,7 +154,7 @@ def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         return
     path = local_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
+    temporary = beside(path, f".tmp-{uuid.uuid4().hex[:12]}")
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -164,11 +166,23 @@ def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     sync_directory(path.parent)
 
 
+def beside(path: Path, mark: str) -> Path:
+    """Return a name in the same directory that ends with ``mark``; of a name too long for that the end is left out."""
+    start = os.fsencode(path.name)[: _MAX_NAME_BYTES - len(mark)].decode(errors="ignore")
+    return path.with_name(start + mark)
+
+
 def sync_directory(path: Path) -> None:
-    """Flush the names in a local directory to the disk, so that a rename survives a loss of power."""
+    """Flush the names in a local directory to the disk, so that a rename survives a loss of power.
+
+    File systems that have no such call (some of FUSE's and CIFS) keep their names safe in their own way.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 
@@ -254,7 +268,10 @@ class _LocalReader:
         position = start
         _begin_reading(self._descriptor, start, len(view))
         while view:
-            count = os.preadv(self._descriptor, [view], position)
+            try:
+                count = os.preadv(self._descriptor, [view], position)
+            except OSError as error:  # a disk that cannot give these bytes back
+                raise unreadable(f"{self._path}: bytes {position} to {position + len(view)}", str(error)) from error
             if count == 0:
                 raise _ended(self._path, position)
             view, position = view[count:], position + count

@@ -109,11 +109,15 @@ def _check_file(folder: Folder, manifest: Manifest, file: str, parts: Sequence[_
 def _check_part(reader: RangeReader, file: str, part: _Part, advance: Advance) -> Iterator[Damage]:
     shard, length = part.shard, part.entry.num_bytes(part.shard.shape)
     for begin in range(0, length, _READ_BYTES):
-        data = memoryview(read_range(reader, shard.start + begin, min(_READ_BYTES, length - begin)))
-        for first, stop in bad_blocks(data, shard.checksums[begin // BLOCK_BYTES :]):
-            at = shard.start + begin
-            yield Damage(file, at + first, at + stop, f"do not match their checksum ({part.tensor})")
-        advance(len(data))
+        at, count = shard.start + begin, min(_READ_BYTES, length - begin)
+        try:
+            data = memoryview(read_range(reader, at, count))
+        except CheckpointError:  # what comes after it may be sound
+            yield Damage(file, at, at + count, f"cannot be read ({part.tensor})")
+        else:
+            for first, stop in bad_blocks(data, shard.checksums[begin // BLOCK_BYTES :]):
+                yield Damage(file, at + first, at + stop, f"do not match their checksum ({part.tensor})")
+        advance(count)
 
 
 def _header_matches(reader: RangeReader, parts: Sequence[_Part]) -> bool:

@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from megatron_lightning.config import LossScaleOptions
+from megatron_lightning.strategies import MegatronMixedPrecision
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
@@ -29,6 +31,14 @@ def trainer(strategy: MegatronStrategy | str = "auto", **options: Any) -> pl.Tra
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def precision_options(precision: str, growth_interval: int = 1000) -> dict[str, Any]:
+    """Return the Trainer's options for a precision; on the CPU the string 16-mixed would mean bf16."""
+    if precision != "16-mixed":
+        return {"precision": precision}
+    scale = LossScaleOptions(initial_scale=2.0**10, growth_interval=growth_interval)
+    return {"plugins": [MegatronMixedPrecision("16-mixed", "cpu", scale)]}
 
 
 class Losses(pl.Callback):

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,23 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from megatron_lightning.callbacks import RescueCheckpoint
-from megatron_lightning.checkpoint import is_committed, open_checkpoint
+from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.failure import FailureWatch
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DP2, ONE, PP2, PP2_DP2, SINGLE, Layout, layouts, run
+from tests.lightning.support import DP2, ONE, PP2, PP2_DP2, SINGLE, Layout, layouts, make_layout, run
 
 STOP = 3
+PP2_ASYNC = make_layout(
+    "pp2-async", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, checkpoint_options=CheckpointOptions(async_save=True)
+)
 
 
 class _Terminated(pl.Callback):
@@ -52,12 +59,12 @@ def _fit(
     return [p.detach().clone() for p in module.parameters()], record.losses
 
 
-def _rescued(layout: Layout, folder: str) -> dict[str, Any]:
+def _rescued(layout: Layout, folder: str, *callbacks: pl.Callback) -> dict[str, Any]:
     whole, losses = _fit(layout, f"{folder}/whole")
     handler = signal.getsignal(signal.SIGTERM)
-    end, first = _fit(layout, folder, RescueCheckpoint(folder), _Terminated(rank=layout.ranks - 1))
+    end, first = _fit(layout, folder, *callbacks, RescueCheckpoint(folder), _Terminated(rank=layout.ranks - 1))
     restored = signal.getsignal(signal.SIGTERM) is handler
-    going_on, rest = _fit(layout, folder, RescueCheckpoint(folder), ckpt_path="last")
+    going_on, rest = _fit(layout, folder, *callbacks, RescueCheckpoint(folder), ckpt_path="last")
     same = all(torch.equal(a, b) for a, b in zip(whole, going_on, strict=True))
     return {"end": end, "restored": restored, "steps": (len(first), len(rest)), "losses": first + rest == losses, "same": same}
 
@@ -67,6 +74,27 @@ def test_sigterm_on_one_rank_saves_on_all_and_going_on_is_bit_equal(layout: Layo
     for rank in run(layout, _rescued, tmp_path):
         assert rank == {"end": "AgreedStop", "restored": True, "steps": (STOP, 8 - STOP), "losses": True, "same": True}
     assert is_committed(tmp_path / "rescue.ckpt")
+
+
+def _rescued_from_the_background(layout: Layout, folder: str) -> dict[str, Any]:
+    """Every step begins a save in the background that takes as long as some steps; SIGTERM comes while one is written."""
+    keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=1)
+    begin = commit.PendingSave.begin
+
+    def slow(self: Any, state: bytes) -> None:
+        time.sleep(0.3)
+        begin(self, state)
+
+    with mock.patch.object(commit.PendingSave, "begin", slow):
+        result = _rescued(layout, folder, keep)
+    return result | {"running": [thread.name for thread in threading.enumerate() if thread.name == "checkpoint-save"]}
+
+
+def test_sigterm_while_a_save_is_written_in_the_background(tmp_path: Path) -> None:
+    for rank in run(PP2_ASYNC, _rescued_from_the_background, tmp_path):
+        assert rank.pop("running") == []
+        assert rank == {"end": "AgreedStop", "restored": True, "steps": (STOP, 8 - STOP), "losses": True, "same": True}
+    assert {path.name for path in tmp_path.glob("*.ckpt*")} == {"rescue.ckpt", "step=8.ckpt"}
 
 
 class _TerminatedInEvaluation(pl.Callback):

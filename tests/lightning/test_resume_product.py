@@ -24,12 +24,12 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Muon, Optimizer, RMSpr
 
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
-from megatron_lightning.config import CheckpointOptions, LossScaleOptions
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.optim import ChainedOptimizer
-from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
+from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import Losses, precision_options, trainer
 
 STOP, STEPS = 2, 4
 RANKS, PP, REPLICAS = 4, 2, 2
@@ -110,13 +110,6 @@ class Case(NamedTuple):
         """As many as there are stages."""
         return PP * SCHEDULES.get(self.schedule or "", {}).get("virtual_pipeline_model_parallel_size", 1)
 
-    def precise(self) -> dict[str, Any]:
-        """Return the Trainer's options for the precision; on the CPU the string 16-mixed would mean bf16."""
-        if self.precision != "16-mixed":
-            return {"precision": self.precision}
-        scale = LossScaleOptions(initial_scale=2.0**10, growth_interval=STOP + 1)  # the scale grows after the stop
-        return {"plugins": [MegatronMixedPrecision("16-mixed", "cpu", scale)]}
-
 
 class _Module(ToyModule):
     def __init__(self, optimizer: str, num_layers: int) -> None:
@@ -140,8 +133,9 @@ def _fit(case: Case, folder: Path, checkpoint: str | None = None) -> list[list[f
     record = Losses()
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=STOP)
     replicas = 1 if case.schedule is None else REPLICAS
+    precise = precision_options(case.precision, growth_interval=STOP + 1)  # the scale grows after the stop
     options = {"max_steps": STEPS, "gradient_clip_val": None if case.optimizer == "lbfgs" else 0.5}
-    fit = trainer(case.strategy(), callbacks=[record, keep], enable_checkpointing=True, **options, **case.precise())
+    fit = trainer(case.strategy(), callbacks=[record, keep], enable_checkpointing=True, **options, **precise)
     data = ToyData(batch_size=8 // replicas, num_samples=8 * (STEPS + 1), shuffle=True)
     fit.fit(_Module(case.optimizer, case.num_layers), datamodule=data, ckpt_path=checkpoint)
     return [record.losses, record.norms]

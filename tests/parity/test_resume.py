@@ -7,8 +7,10 @@ after the change differ from the uninterrupted run only by the layouts' order of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import pytest
@@ -17,16 +19,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import GradientNormMonitor
-from megatron_lightning.checkpoint import consolidate, read_full
+from megatron_lightning.checkpoint import consolidate, plain_file, read_full
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy, ShardedCheckpointIO
+from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy, ShardedCheckpointIO
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import Losses, precision_options, trainer
 
 STEPS, STOP, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 6, 3, 8, 8, 30
 RTOL = 1e-5
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "plain": (1, None),  # Lightning's own strategy
     "one": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
@@ -49,6 +52,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pp4-ddp2": (8, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "data_parallel": "ddp"}),
 }
+SCALE = MegatronMixedPrecision.__qualname__
+"""Key of the loss scale in a checkpoint."""
+Run = list[list[float]]
+"""The losses of a rank and the gradient norms, equal on all ranks, of the steps taken."""
+Case = TypeVar("Case", bound=Hashable)
 
 
 def _module(tied: bool) -> GPTLightningModule:
@@ -82,27 +90,34 @@ class _SaveAgain(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _fit(layout: str | None, tied: bool, *, checkpoint: str | None = None, folder: str | None = None) -> list[list[float]]:
-    """Return the losses of this rank and the gradient norms, equal on all ranks, of the steps taken."""
-    pl.seed_everything(5)
-    world, options = LAYOUTS.get(layout or "", (1, {}))
+def _fit(
+    layout: str,
+    tied: bool,
+    precision: str,
+    *,
+    checkpoint: str | None = None,
+    again: str | None = None,
+    folder: str | None = None,
+) -> Run:
+    """Train from the beginning or a checkpoint, which is saved once more as ``again``."""
+    pl.seed_everything(5, verbose=False)
+    world, options = LAYOUTS[layout]
     record = Losses()
     callbacks: list[pl.Callback] = [record]
-    if checkpoint is not None:
-        callbacks.append(_SaveAgain(f"{checkpoint}.again"))
+    if again is not None:
+        callbacks.append(_SaveAgain(again))
     if folder is not None:
         callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1))
-    plugins = [ShardedCheckpointIO()] if layout is None else []
-    strategy = "auto" if layout is None else MegatronStrategy(**options)
+    sizes = options or {}
     fit = trainer(
-        strategy,
+        "auto" if options is None else MegatronStrategy(**options),
         max_epochs=1,
         callbacks=callbacks,
         gradient_clip_val=1.0,
-        plugins=plugins,
         enable_checkpointing=folder is not None,
+        **({"plugins": [ShardedCheckpointIO()]} if options is None else precision_options(precision)),
     )
-    replicas = world // math.prod(options.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    replicas = world // math.prod(sizes.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
     fit.fit(_module(tied), _loader(GLOBAL_BATCH // replicas), ckpt_path=checkpoint)
     return [record.losses, record.norms]
 
@@ -110,7 +125,9 @@ def _fit(layout: str | None, tied: bool, *, checkpoint: str | None = None, folde
 def _content(path: Path) -> dict[str, Any]:
     """Return weights, optimizer state and progress of a checkpoint, a directory or a plain file."""
     whole = read_full(path) if path.is_dir() else torch.load(path, weights_only=True)
-    return {key: whole[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+    return {
+        key: whole[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", SCALE) if key in whole
+    }
 
 
 def _assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -124,71 +141,130 @@ def _assert_same(found: Any, expected: Any, where: str = "") -> None:
         for i, pair in enumerate(zip(found, expected, strict=True)):
             _assert_same(*pair, f"{where}[{i}]")
     else:
-        same = torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+        is_tensor = isinstance(expected, torch.Tensor)
+        same = found.dtype == expected.dtype and torch.equal(found, expected) if is_tensor else found == expected
         assert same, f"{where}: {found} and {expected}"
 
 
-def _means(ranks: list[list[list[float]]]) -> list[float]:
+def _means(ranks: list[Run]) -> list[float]:
     """Return the mean of each step's loss over the ranks, each of which has its share of the batch."""
     return [sum(step) / len(step) for step in zip(*(losses for losses, _ in ranks), strict=True)]
 
 
-def _pairs() -> list[Any]:
-    names = [*LAYOUTS, None]
-    spread = {
-        ("one", "tp2-pp2-dp2"),
-        ("tp2-pp2-dp2", "pp2"),
-        ("pp4-ddp2", "tp2"),
-        ("tp2-pp2", None),
-        (None, "tp2-pp2"),
-        ("dp4", "tp2-pp2"),
-        ("tp2", "pp2-vpp2"),
-        ("tp4", "pp2"),
-        ("pp2-vpp2", "pp2-zbv-cut"),
-        ("tp2-fsdp2", "pp2-fsdp2"),
-        ("pp2-fsdp2", "tp2"),
-        ("dp4", "tp2-fsdp2"),
-    }
-    return [
-        pytest.param(a, b, id=f"{a or 'plain'}-to-{b or 'plain'}", marks=() if (a, b) in spread else pytest.mark.slow)
-        for a in names
-        for b in names
-    ]
+def _check(pairs: Sequence[tuple[str, str]], folder: Path, precision: str = "32-true") -> None:
+    """Save once under each layout and go on under the others; ranks are started once for layouts of the same size."""
+    sources = list(dict.fromkeys(saved for saved, _ in pairs))
+    whole: dict[str, list[Run]] = {}
+    for world, names in _by_world(sources, key=str).items():
+        whole |= _over_ranks(names, run_ranks(world, _save_each, names, str(folder), precision, timeout_s=300))
+    for world, batch in _by_world(pairs, key=lambda pair: pair[1]).items():
+        rest = _over_ranks(batch, run_ranks(world, _load_each, batch, str(folder), precision, timeout_s=300))
+        for saved, loaded in batch:
+            path = folder / saved / f"step={STOP}.ckpt"
+            _assert_same(_content(Path(f"{path}.{loaded}")), _content(path), f"{saved} to {loaded}")
+            if precision == "32-true":  # others round sums that layouts take in another order
+                _assert_continued(rest[saved, loaded], _reference(saved, loaded, whole[saved], folder))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), _pairs())
-def test_training_goes_on_in_another_layout(saved: str | None, loaded: str | None, tmp_path: Path) -> None:
-    tied = (len(saved or "") + len(loaded or "")) % 2 == 0  # both kinds of output over the matrix
-    world = {None: 1, **{name: size for name, (size, _) in LAYOUTS.items()}}
-    path = tmp_path / f"step={STOP}.ckpt"
-    whole = run_ranks(world[saved], _save, saved, tied, str(tmp_path), timeout_s=100)
-    rest = run_ranks(world[loaded], _load, loaded, tied, str(path), timeout_s=100)
-    _assert_same(_content(Path(f"{path}.again")), _content(path))
-    if None in (saved, loaded):  # plain Lightning neither keeps nor reads the position in the data: it starts the epoch again
-        run_ranks(1, _save, None, tied, str(tmp_path / "plain"))
-        whole = run_ranks(1, _load, None, tied, str(tmp_path / "plain" / path.name))
-    else:
-        whole = [[numbers[STOP:] for numbers in rank] for rank in whole]
+def _assert_continued(rest: list[Run], whole: list[Run]) -> None:
     assert len(whole[0][1]) == STEPS - STOP
     assert _means(rest) == pytest.approx(_means(whole), rel=RTOL)
     for _, norms in rest:
         assert norms == pytest.approx(whole[0][1], rel=RTOL)
 
 
-def _save(layout: str | None, tied: bool, folder: str) -> list[list[float]]:
-    return _fit(layout, tied, folder=folder)
+def _reference(saved: str, loaded: str, whole: list[Run], folder: Path) -> list[Run]:
+    """Return what the steps after the change should be, by rank of the layout that saved."""
+    if "plain" not in (saved, loaded):
+        return [[numbers[STOP:] for numbers in rank] for rank in whole]
+    # Plain Lightning neither keeps nor reads the position in the data: it starts the epoch again.
+    path = folder / f"restarted-{_is_tied(saved)}"
+    if not path.exists():
+        run_ranks(1, _save, "plain", _is_tied(saved), str(path))
+    return run_ranks(1, _load, "plain", _is_tied(saved), str(path / f"step={STOP}.ckpt"), "again")
 
 
-def _load(layout: str | None, tied: bool, checkpoint: str) -> list[list[float]]:
-    return _fit(layout, tied, checkpoint=checkpoint)
+def _is_tied(saved: str) -> bool:
+    """Whether a layout saves a model whose output layer is its embedding: every second one does."""
+    return list(LAYOUTS).index(saved) % 2 == 0
+
+
+def _by_world(cases: Iterable[Case], key: Callable[[Case], str]) -> dict[int, list[Case]]:
+    found: dict[int, list[Case]] = {}
+    for case in cases:
+        found.setdefault(LAYOUTS[key(case)][0], []).append(case)
+    return found
+
+
+def _over_ranks(cases: Sequence[Case], ranks: Sequence[Sequence[Run]]) -> dict[Case, list[Run]]:
+    """Turn each rank's runs into each case's runs by rank."""
+    return {case: [runs[i] for runs in ranks] for i, case in enumerate(cases)}
+
+
+def _save_each(names: list[str], folder: str, precision: str) -> list[Run]:
+    return [_save(name, _is_tied(name), f"{folder}/{name}", precision) for name in names]
+
+
+def _load_each(pairs: list[tuple[str, str]], folder: str, precision: str) -> list[Run]:
+    paths = [f"{folder}/{saved}/step={STOP}.ckpt" for saved, _ in pairs]
+    return [_load(b, _is_tied(a), path, b, precision) for (a, b), path in zip(pairs, paths, strict=True)]
+
+
+def _save(layout: str, tied: bool, folder: str, precision: str = "32-true") -> Run:
+    return _fit(layout, tied, precision, folder=folder)
+
+
+def _load(layout: str, tied: bool, checkpoint: str, again: str, precision: str = "32-true") -> Run:
+    return _fit(layout, tied, precision, checkpoint=checkpoint, again=f"{checkpoint}.{again}")
+
+
+def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """A spread of the ordered pairs in which every layout saves and every layout loads."""
+    names = list(LAYOUTS)
+    pairs = [(a, b) for i, a in enumerate(names) for j, b in enumerate(names) if (i + j) % 4 == 1]
+    assert len(pairs) >= 40 and {a for a, _ in pairs} == {b for _, b in pairs} == set(names)
+    _check(pairs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "every"),
+    [
+        ("bf16-true", 40),
+        *(
+            pytest.param(precision, 4, marks=pytest.mark.slow)
+            for precision in ("bf16-true", "16-true", "16-mixed", "bf16-mixed")
+        ),
+    ],
+)
+def test_masters_and_the_loss_scale_are_exact_in_another_layout(precision: str, every: int, tmp_path: Path) -> None:
+    names = [name for name in LAYOUTS if name != "plain"]
+    pairs = [pair for i, pair in enumerate(product(names, names)) if i % every == 1 and pair[0] != pair[1]]
+    _check(pairs, tmp_path, precision)
+    for saved, _ in pairs:
+        whole = read_full(tmp_path / saved / f"step={STOP}.ckpt")
+        assert all("master" in state for state in whole["optimizer_states"][0]["state"].values()) == precision.endswith(
+            "16-true"
+        )
+        assert (SCALE in whole) == (precision == "16-mixed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_training_goes_on_in_every_layout(saved: str, tmp_path: Path) -> None:
+    _check([(saved, loaded) for loaded in LAYOUTS], tmp_path)
 
 
 def test_consolidated_checkpoint_loads_into_the_module(tmp_path: Path) -> None:
     run_ranks(4, _save, "tp2-pp2", True, str(tmp_path), timeout_s=100)
-    consolidate(tmp_path / f"step={STOP}.ckpt", tmp_path / "whole.ckpt")
-    module = GPTLightningModule.load_from_checkpoint(tmp_path / "whole.ckpt")
-    assert module.model.output_layer.weight is module.model.embedding.word_embeddings.weight
-    assert not torch.equal(module.model.output_layer.weight, _whole_at_start().model.output_layer.weight)
+    path = tmp_path / f"step={STOP}.ckpt"
+    consolidate(path, tmp_path / "whole.ckpt")
+    with plain_file(path) as file:
+        for source in (tmp_path / "whole.ckpt", file):
+            module = GPTLightningModule.load_from_checkpoint(source)
+            assert module.model.output_layer.weight is module.model.embedding.word_embeddings.weight
+            assert not torch.equal(module.model.output_layer.weight, _whole_at_start().model.output_layer.weight)
+            _assert_same(dict(module.state_dict()), read_full(path)["state_dict"])
 
 
 def _whole_at_start() -> GPTLightningModule:

@@ -1,0 +1,182 @@
+"""The part of a checkpoint that is no tensors, and plain Lightning checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.checkpoint import (
+    TensorShards,
+    consolidate,
+    load_sharded,
+    open_checkpoint,
+    save_sharded,
+)
+from megatron_lightning.checkpoint.naming import join_tensors, name_optimizer_state, number_optimizer_state, split_tensors
+from megatron_lightning.checkpoint.state import dump_state, load_state
+from megatron_lightning.errors import CheckpointError
+from tests.helpers.checkpoints import save_tensors
+
+
+class _Colour(Enum):
+    RED = "red"
+
+
+class _Text(str):
+    pass
+
+
+@dataclass(frozen=True)
+class _Config:
+    width: int
+    path: Path
+
+
+def test_state_becomes_plain() -> None:
+    base = torch.arange(1000.0)
+    state = {
+        "atoms": [None, True, 3, 2.5, 1j, "x", b"y", torch.float16, torch.device("cpu"), torch.Size([2])],
+        "converted": [Path("a/b"), _Colour.RED, np.float64(1.5), np.int32(4), np.arange(3), _Text("t")],
+        "mappings": [
+            SimpleNamespace(a=1),
+            _Config(3, Path("p")),
+            defaultdict(list, {"k": [1]}),
+            OrderedDict(a=1),
+            Counter([5]),
+        ],
+        "rest": [(1, 2), {1, 2}, frozenset([3])],
+        "tensor": nn.Parameter(base[:2]),
+    }
+    data = dump_state(state)
+    assert len(data) < 5000  # the view's 4000-byte storage is not dragged along
+    loaded = load_state(data, "test")
+    assert loaded["atoms"] == state["atoms"]
+    assert loaded["converted"][:4] == ["a/b", "red", 1.5, 4] and torch.equal(loaded["converted"][4], torch.arange(3))
+    assert [type(v) for v in loaded["converted"]] == [str, str, float, int, Tensor, str]
+    assert loaded["mappings"] == [{"a": 1}, {"width": 3, "path": "p"}, {"k": [1]}, OrderedDict(a=1), Counter([5])]
+    assert [type(v) for v in loaded["mappings"]] == [dict, dict, dict, OrderedDict, Counter]
+    assert loaded["rest"] == [(1, 2), {1, 2}, {3}]
+    assert type(loaded["tensor"]) is Tensor and torch.equal(loaded["tensor"], base[:2])
+
+
+@pytest.mark.parametrize("value", [print, object(), int, np.array([object()]), lambda: None, range(3)])
+def test_state_that_needs_code_is_refused_by_place(tmp_path: Path, value: object) -> None:
+    state = {"hyper_parameters": {"loss": [0, value]}}
+    with pytest.raises(CheckpointError, match=r"checkpoint\['hyper_parameters'\]\['loss'\]\[1\] is a .*ignore="):
+        save_tensors(tmp_path / "a", state=state)
+    assert os.listdir(tmp_path) == []
+
+
+class _Module(pl.LightningModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        decay = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() == 1]
+        return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+def _trainer(folder: Path, steps: int) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def _data() -> Any:
+    torch.manual_seed(1)
+    return torch.utils.data.DataLoader(torch.randn(40, 3), batch_size=4)
+
+
+def test_plain_to_sharded_to_plain_and_lightning_reads_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, trainer = _Module(width=6), _trainer(tmp_path, 3)
+    trainer.fit(module, _data())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    optimizer = trainer.optimizers[0]
+    by_id = {id(p): name for name, p in module.named_parameters()}
+    names = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    source = open_checkpoint(tmp_path / "plain.ckpt", optimizer_parameters=[names])
+    infos = source.tensors()
+    assert "state_dict.net.0.weight" in infos and "optimizer_states.0.state.net.0.weight.exp_avg" in infos
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+    load_sharded(source, [TensorShards.whole(name, t) for name, t in tensors.items()])
+    half = torch.zeros(3, 3)
+    load_sharded(source, [TensorShards("state_dict.net.0.weight", (6, 3), torch.float32, [((3, 0), half)])], strict=False)
+    assert torch.equal(half, module.net[0].weight[3:])
+    with pytest.raises(CheckpointError, match="has 6 parameters, and this model's optimizer has 1"):
+        open_checkpoint(tmp_path / "plain.ckpt", optimizer_parameters=[["a"]])
+
+    save_sharded(tmp_path / "dir.ckpt", [TensorShards.whole(name, t) for name, t in tensors.items()], source.state())
+    consolidate(tmp_path / "dir.ckpt", tmp_path / "again.ckpt")
+    original = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert again.keys() == original.keys()
+    torch.testing.assert_close(dict(again["state_dict"]), dict(original["state_dict"]), rtol=0, atol=0)
+    torch.testing.assert_close(again["optimizer_states"], original["optimizer_states"], rtol=0, atol=0)
+    assert again["loops"] == original["loops"] and again["hyper_parameters"] == {"width": 6}
+
+    restored = _Module.load_from_checkpoint(tmp_path / "again.ckpt")
+    assert restored.hparams["width"] == 6 and torch.equal(restored.net[2].weight, module.net[2].weight)
+    finals = []
+    for file in ("plain.ckpt", "again.ckpt"):
+        continued = _Module(width=6)
+        _trainer(tmp_path, 7).fit(continued, _data(), ckpt_path=tmp_path / file)
+        finals.append([p.detach() for p in continued.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
+
+
+def test_names_divide_and_join() -> None:
+    tensor = torch.ones(2)
+    checkpoint = {
+        "epoch": 1,
+        "state_dict": {"a.b": tensor, "extra": "text"},
+        "current_model_state": {"a.b": tensor},
+        "callbacks": {"x": {"best": tensor}},
+        "nothing": {},
+        "optimizer_states": [
+            {"state": {"a.b": {"step": 3, "exp_avg": tensor}}, "param_groups": [{"lr": 0.1, "params": ["a.b"]}]},
+            {"state": {}, "param_groups": [{"lr": 0.2, "params": []}]},
+        ],
+    }
+    tensors, state = split_tensors(checkpoint)
+    assert list(tensors) == ["state_dict.a.b", "current_model_state.a.b", "optimizer_states.0.state.a.b.exp_avg"]
+    assert state["optimizer_states"][0]["state"] == {"a.b": {"step": 3}}
+    assert state["callbacks"] is checkpoint["callbacks"]
+    assert join_tensors(tensors, load_state(dump_state(state), "test"))["optimizer_states"][0]["state"]["a.b"]["step"] == 3
+    assert join_tensors(tensors, state) == checkpoint
+
+
+def test_optimizer_ids_follow_the_parameter_groups() -> None:
+    numbered = {
+        "state": {0: {"m": 1}, 2: {"m": 3}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}],
+    }
+    named = name_optimizer_state(numbered, ["c", "a", "b"])
+    assert named["state"] == {"c": {"m": 1}, "b": {"m": 3}}
+    assert [group["params"] for group in named["param_groups"]] == [["c", "a"], ["b"]]
+    assert number_optimizer_state(named) == numbered
