@@ -139,7 +139,10 @@ def _run(command: str, options: list[str]) -> None:
 
         tool, rest = (options[0], options[1:]) if options and options[0] in COMMANDS else ("", [])
         spelled = [tool, *_spelled_out(rest, COMMANDS[tool])] if tool else options
-        _parse(dict(COMMANDS), command, spelled, as_positional=True)
+        try:
+            _parse(dict(COMMANDS), command, spelled, as_positional=True)
+        except OSError as error:  # a folder that may not be written, a disk that is full
+            raise CheckpointError(str(error)) from error
     else:
         raise ConfigError(f"there is no command {command!r}. `megatron-lightning --help` lists the commands.")
 

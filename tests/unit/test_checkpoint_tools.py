@@ -325,6 +325,21 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 entries" in capsys.readouterr().out and sorted(os.listdir(tmp_path)) == ["b.ckpt", "mean.ckpt"]
 
 
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, folder, file = str(tmp_path / "a.ckpt"), tmp_path / "folder", tmp_path / "file"
+    _save(tmp_path / "a.ckpt")
+    (folder / "inside").mkdir(parents=True)
+    file.write_text("text")
+    for command in (["consolidate", a], ["reshard", a], ["average"]):
+        rest = [a] if command == ["average"] else []
+        for target in (folder, file / "b.ckpt", "/proc/b.ckpt"):  # a directory of other things, below a file, not to be written
+            assert str(target) in _fails([*command, str(target), *rest], capsys)
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "file", "folder"] and file.read_text() == "text"
+    for command in (["verify", str(file)], ["inspect", str(file)], ["consolidate", str(file), a], ["prune", str(file)]):
+        assert str(file) in _fails(command, capsys)
+    assert verify(a) == []
+
+
 def test_wrong_commands_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = str(tmp_path / "a.ckpt")
     _save(tmp_path / "a.ckpt")
@@ -338,4 +353,5 @@ def test_wrong_commands_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         message = _fails([*missing, *command[1:]], capsys)
         assert "/no/such" in message or "/tmp/x" in message
     assert "num_files" in _fails(["reshard", a, a, "--num_files=many"], capsys)
+    assert "pipeline" in _fails(["reshard", a, a, "--pipeline-model-parallel-size", "2"], capsys)
     assert "prune" in _fails(["shrink", a], capsys)
