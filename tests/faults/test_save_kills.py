@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(400)
 FIRST_SEED, NUM_POINTS = 20, 25  # of each of four kinds of saves
-LONG_SEED, NUM_LONG_POINTS = 21, 500
+LONG_SEEDS, NUM_LONG_POINTS = range(21, 26), 100
 Place = Literal["disk", "store"]
 
 Outcome = tuple[int | None, list[int]]
@@ -110,13 +110,12 @@ def test_killed_at_some_points_of_a_save_to_an_object_store(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("place", "method"), KINDS)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_killed_at_many_random_points(tmp_path: Path, place: Place, method: Save, overwrite: bool) -> None:
-    (outcomes,) = run_ranks(
-        1, _kill_at_random, str(tmp_path), place, method, overwrite, NUM_LONG_POINTS, LONG_SEED, timeout_s=3000
-    )
+@pytest.mark.parametrize("seed", LONG_SEEDS)
+def test_killed_at_many_random_points(tmp_path: Path, place: Place, method: Save, overwrite: bool, seed: int) -> None:
+    (outcomes,) = run_ranks(1, _kill_at_random, str(tmp_path), place, method, overwrite, NUM_LONG_POINTS, seed, timeout_s=850)
     _check(outcomes, 1 if overwrite else None, NUM_LONG_POINTS)
 
 
