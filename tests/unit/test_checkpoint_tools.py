@@ -332,8 +332,9 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
     file.write_text("text")
     for command in (["consolidate", a], ["reshard", a], ["average"]):
         rest = [a] if command == ["average"] else []
-        for target in (folder, file / "b.ckpt", "/proc/b.ckpt"):  # a directory of other things, below a file, not to be written
-            assert str(target) in _fails([*command, str(target), *rest], capsys)
+        # A directory of other things, a name below a file, and what nobody may write: the message says what is in the way.
+        for target, named in ((folder, folder), (file / "b.ckpt", file), ("/proc/b.ckpt", "/proc/b.ckpt")):
+            assert str(named) in _fails([*command, str(target), *rest], capsys)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "file", "folder"] and file.read_text() == "text"
     for command in (["verify", str(file)], ["inspect", str(file)], ["consolidate", str(file), a], ["prune", str(file)]):
         assert str(file) in _fails(command, capsys)
