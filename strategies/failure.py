@@ -173,6 +173,7 @@ class FailureWatch:
             self._announce(first, f"rank {self._rank} ends with it")
         elif self._announced.acquire(blocking=False):  # the others may be ended before they can say it
             _print(first.headline)
+            time.sleep(2 * self._poll_s)  # they read it before this process ends, and perhaps the store with it
         return lost and first.rank != self._rank
 
     def abort(self) -> None:

@@ -340,6 +340,7 @@ class WorkerLauncher(_MultiProcessingLauncher):
                 follows = watch.report(error) and not interrupted
                 self._strategy.write_logs()
                 watch.abort()
+                compat.at_end_of_main_thread(gc.freeze)  # as in ScriptLauncher
                 if follows:
                     time.sleep(_LINGER_S)
                     raise PeerFailure(1) from None
