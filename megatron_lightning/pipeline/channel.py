@@ -112,7 +112,7 @@ class Transport:
                 f"the pipeline placement is for {placement.num_coordinates} ranks, and pipeline_model_parallel_size is "
                 f"{context.pp.size}. Make them equal."
             )
-        self.device, self._pp = context.device, context.pp
+        self.device, self.coordinate, self._pp = context.device, context.pp.rank, context.pp
         hops = list(zip(placement.coordinates, placement.coordinates[1:], strict=False))
         edges = {(True, a, b) for a, b in hops if a != b} | {(False, b, a) for a, b in hops if a != b}
         self._edges = sorted(edges)
@@ -128,18 +128,18 @@ class Transport:
         """Process groups created."""
         return len(self._groups)
 
-    def send(self, message: Message, tensor: Tensor) -> dist.Work:
-        """Start to send a contiguous tensor, which must stay alive and unchanged until the work is waited for."""
-        peer = _remote(message)
-        return self._group(message.forward, self._pp.rank < peer).send([_real(tensor)], peer, message.tag)
+    def group(self, forward: bool, source: int, destination: int) -> dist.ProcessGroup:
+        """Return the group of one directed channel.
 
-    def receive(self, message: Message, buffer: Tensor) -> dist.Work:
-        """Start to receive into ``buffer``."""
-        peer = _remote(message)
-        return self._group(message.forward, peer < self._pp.rank).recv([_real(buffer)], peer, message.tag)
+        Args:
+            forward: Direction in the model.
+            source: Coordinate that sends.
+            destination: Coordinate that receives.
 
-    def _group(self, forward: bool, up: bool) -> dist.ProcessGroup:
-        group = self._groups[forward, up]
+        Raises:
+            PipelineError: If this rank is not in the group.
+        """
+        group = self._groups[forward, source < destination]
         if group is None:
             raise PipelineError(
                 "this rank is not in the pipeline group it sends on. Make the context on the rank that uses it."
@@ -154,17 +154,10 @@ class Transport:
         """
         for forward, source, destination in self._edges:
             number = torch.zeros(1, device=self.device)
-            message = Message(forward, 0, 0, destination if self._pp.rank == source else source, 0, 0)
-            if self._pp.rank == source:
-                self.send(message, number).wait()
-            elif self._pp.rank == destination:
-                self.receive(message, number).wait()
-
-
-def _remote(message: Message) -> int:
-    if message.peer is None:
-        raise PipelineError(f"the message for stage {message.stage}, micro-batch {message.microbatch} stays on this rank.")
-    return message.peer
+            if self.coordinate == source:
+                self.group(forward, source, destination).send([number], destination, 0).wait()
+            elif self.coordinate == destination:
+                self.group(forward, source, destination).recv([number], source, 0).wait()
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -187,10 +180,21 @@ class Inbox:
     """Messages that arrive on one directed channel during a step, received in the order of ``expected``.
 
     Receives of up to ``window`` messages are posted ahead, so that data arrives while the stage computes.
+
+    Args:
+        transport: The process groups.
+        forward: Direction in the model.
+        peer: Coordinate that sends.
+        expected: What arrives.
+        book: Knows what the messages consist of.
+        window: Messages to receive ahead.
     """
 
-    def __init__(self, transport: Transport, expected: Iterable[Message], book: BoundaryBook, *, window: int) -> None:
-        self._transport, self._book, self._window = transport, book, window
+    def __init__(
+        self, transport: Transport, forward: bool, peer: int, expected: Iterable[Message], book: BoundaryBook, *, window: int
+    ) -> None:
+        self._group, self._peer = transport.group(forward, peer, transport.coordinate), peer
+        self._device, self._book, self._window = transport.device, book, window
         self._expected = deque(expected)
         self._posted: deque[tuple[tuple[Tensor, ...], list[dist.Work]]] = deque()
 
@@ -208,8 +212,8 @@ class Inbox:
             message = self._expected[0]
             boundary = self._book.expected(message)
             if boundary is None:
-                header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._transport.device)
-                self._transport.receive(message, header).wait()
+                header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+                self._group.recv([header], self._peer, message.tag).wait()
                 boundary = decode_header(header)
                 self._book.learn(message, boundary)
             self._post(boundary)
@@ -219,37 +223,65 @@ class Inbox:
         return buffers
 
     def _post(self, boundary: Boundary) -> None:
-        message, device = self._expected.popleft(), self._transport.device
-        buffers = tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in boundary)
-        self._posted.append((buffers, [self._transport.receive(message, buffer) for buffer in buffers]))
+        tag, buffers, works = self._expected.popleft().tag, [], []
+        for dtype, _, shape in boundary:
+            buffer = torch.empty(shape, dtype=dtype, device=self._device)
+            buffers.append(buffer)
+            works.append(self._group.recv([_real(buffer)], self._peer, tag))
+        self._posted.append((tuple(buffers), works))
+
+
+class _Sent(NamedTuple):
+    """A message under way."""
+
+    position: int
+    """Of the action that takes it, in the receiver's list."""
+    tensors: list[Tensor]
+    works: list[dist.Work]
 
 
 class Outbox:
     """Messages sent to one coordinate during a step, kept alive until they are delivered.
 
     gloo's sends complete only when waited for. A message is therefore also known to be delivered when the receiver has
-    sent something that it did after receiving it: both positions are in the schedule.
+    sent something that it did after receiving it: both positions are in the schedule. Where nothing comes back, as in
+    validation, the oldest ones are waited for when more than :attr:`Message.ahead` are under way.
+
+    Args:
+        transport: The process groups.
+        peer: Coordinate that receives.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._sent: dict[bool, deque[tuple[int, Tensor, dist.Work]]] = {True: deque(), False: deque()}
+    def __init__(self, transport: Transport, peer: int) -> None:
+        self._transport, self._peer = transport, peer
+        self._sent: dict[bool, deque[_Sent]] = {True: deque(), False: deque()}
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
         """Send tensors that make up one message."""
-        queue = self._sent[message.forward]
+        queue, sent = self._sent[message.forward], _Sent(message.peer_position, [], [])
+        _let_go(queue, 0, message.ahead)
+        group = self._transport.group(message.forward, self._transport.coordinate, self._peer)
         for tensor in tensors:
             contiguous = tensor.detach().contiguous()
-            queue.append((message.peer_position, contiguous, self._transport.send(message, contiguous)))
+            sent.tensors.append(contiguous)
+            sent.works.append(group.send([_real(contiguous)], self._peer, message.tag))
+        if sent.works:
+            queue.append(sent)
 
-    def release(self, position: int = 0) -> None:
+    def release(self, position: int) -> None:
         """Let go of what is delivered, given that the receiver has come to ``position`` of its actions."""
         for queue in self._sent.values():
-            while queue and (queue[0][0] < position or queue[0][2].is_completed()):
-                queue.popleft()[2].wait()
+            if queue:
+                _let_go(queue, position, len(queue))
 
     def finish(self) -> None:
         """Wait until everything is delivered."""
         for queue in self._sent.values():
-            while queue:
-                queue.popleft()[2].wait()
+            _let_go(queue, 0, 0)
+
+
+def _let_go(queue: deque[_Sent], position: int, ahead: int) -> None:
+    """Drop what is delivered to a receiver that has come to ``position``, and whatever else is more than ``ahead`` messages."""
+    while queue and (len(queue) > ahead or queue[0].position < position or queue[0].works[-1].is_completed()):
+        for work in queue.popleft().works:
+            work.wait()

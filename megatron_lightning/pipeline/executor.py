@@ -1,8 +1,8 @@
 """Run a schedule's table on this rank. The executor decides nothing: order is the table's, computation the program's.
 
-What it adds is messages and memory. Receives are posted a little ahead and sends never wait; a stage's output is let go
-once it is sent, since its backward needs the graph (through a gradient edge) and not the values; buffers live from the
-message to the backward of one micro-batch, whatever the number of micro-batches.
+What it adds is messages and memory. Receives are posted a little ahead, and sends wait only where more would be under way than
+the schedule foresees. A stage's output is let go once it is sent, since its backward needs the graph (through a gradient edge)
+and not the values; buffers live from the message to the backward of one micro-batch, whatever the number of micro-batches.
 
 A split backward walks the graph once, in its first half (I); layers that can put off the gradients of their weights do so,
 and the second half (W) computes them. What cannot be put off is computed in the first half.
@@ -209,9 +209,10 @@ class _Run:
         self._in_flight: dict[_Place, _InFlight] = {}
         self._local: dict[tuple[bool, int, int], tuple[Tensor, ...]] = {}
         self._inboxes = {
-            channel: Inbox(executor.transport, messages, self, window=_WINDOW) for channel, messages in plan.received.items()
+            channel: Inbox(executor.transport, *channel, messages, self, window=_WINDOW)
+            for channel, messages in plan.received.items()
         }
-        self._outboxes = {peer: Outbox(executor.transport) for peer in plan.peers}
+        self._outboxes = {peer: Outbox(executor.transport, peer) for peer in plan.peers}
 
     def run(self) -> None:
         """Execute this coordinate's actions, then wait until everything sent has arrived."""
@@ -251,14 +252,12 @@ class _Run:
 
     def _forward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
         stage, _, microbatch = planned.action
-        if received is not None and self._backward:
-            for tensor, meta in zip(received, self._boundaries[self._key(stage, microbatch)], strict=True):
-                if meta.requires_grad:
-                    tensor.requires_grad_()
         # Only what can take a gradient is kept; the rest of the input lives as long as the graph needs it.
-        inputs = tuple(tensor for tensor in received or () if tensor.requires_grad)
-        if inputs and received is not None:
-            received = tuple(_enter(tensor) if tensor.requires_grad else tensor for tensor in received)
+        inputs: tuple[Tensor, ...] = ()
+        if received is not None and self._backward:
+            boundary = self._boundaries[self._key(stage, microbatch)]
+            inputs = tuple([t.requires_grad_() for t, meta in zip(received, boundary, strict=True) if meta.requires_grad])
+            received = tuple([_enter(tensor) if tensor.requires_grad else tensor for tensor in received])
         outputs = self._program.forward(stage, microbatch, received)
         flight = self._end(outputs, inputs) if planned.gives is None else self._hand_on(planned.gives, outputs, inputs)
         if self._backward:
@@ -326,10 +325,8 @@ class _Run:
         """Give tensors to the stage that takes them."""
         if message.peer is None:
             self._local[message[:3]] = tuple(tensor.detach() for tensor in tensors)
-            return
-        outbox = self._outboxes[message.peer]
-        outbox.release()
-        outbox.send(message, tensors)
+        else:
+            self._outboxes[message.peer].send(message, tensors)
 
     def _take(self, message: Message) -> tuple[Tensor, ...]:
         """Return a message when it is there, and receive the next ones behind it."""

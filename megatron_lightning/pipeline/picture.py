@@ -183,7 +183,8 @@ def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> I
         stages, y = placement.stages_of(coordinate), rows + coordinate * (_ROW + _GAP)
         chunk_of |= {stage: chunk for chunk, stage in enumerate(stages)}
         yield Text(_MARGIN, y + 8, f"pp rank {coordinate}", 12, "start", _INK)
-        yield Text(_MARGIN, y + 20, f"stage {', '.join(map(str, stages))}", 10, "start", _FAINT)
+        listed = ", ".join(map(str, stages)) if len(stages) < 5 else f"{stages[0]}, {stages[1]} … {stages[-1]}"  # there is room
+        yield Text(_MARGIN, y + 20, f"stage {listed}", 10, "start", _FAINT)
         yield Box(left, y, total * scale, _ROW, "#f4f4f4")
     for action, (start, end) in panel.spans.items():
         y, width = rows + placement.coordinates[action.stage] * (_ROW + _GAP), (end - start) * scale

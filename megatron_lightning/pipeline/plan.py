@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
+from megatron_lightning.pipeline.simulate import simulate
+
+_SLACK = 2  # messages; stages are never as even as on paper
 
 
 class Message(NamedTuple):
@@ -23,6 +27,8 @@ class Message(NamedTuple):
     """Position, in the peer's list, of the action at the other end."""
     tag: int
     """Unlike that of any other message of the same direction in the step."""
+    ahead: int = 0
+    """Where it is sent: how many earlier ones of the same channel may still be under way."""
 
 
 class Planned(NamedTuple):
@@ -64,6 +70,21 @@ def plan_of(schedule: Schedule, coordinate: int) -> Plan:
 
     own = schedule.actions[coordinate]
     last_of_stage = {action.stage: action for action in own if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
+    spans = simulate(schedule).spans
+    taken_at: dict[tuple[bool, int], list[float]] = {}
+
+    def bounded(gives: Message, action: Action) -> Message:
+        """Say how many earlier messages may be under way: as many as on paper, and some more.
+
+        Who waits for one of the others waits for an action that starts before his own on paper, so nobody waits in a circle.
+        """
+        if gives.peer is None:
+            return gives
+        earlier = taken_at.setdefault((gives.forward, gives.peer), [])
+        ahead = len(earlier) - bisect_left(earlier, spans[action][0]) + _SLACK
+        earlier.append(spans[schedule.actions[gives.peer][gives.peer_position]][0])
+        return gives._replace(ahead=ahead)
+
     planned = []
     for action in own:
         stage, kind, microbatch = action
@@ -73,6 +94,7 @@ def plan_of(schedule: Schedule, coordinate: int) -> Plan:
             hop = 1 if forward else -1
             takes = message(forward, stage, stage - hop, microbatch)
             gives = message(forward, stage + hop, stage + hop, microbatch)
+            gives = gives and bounded(gives, action)
         planned.append(Planned(action, takes, gives, last_of_stage.get(stage) == action))
     received: dict[tuple[bool, int], list[Message]] = {}
     for planned_action in planned:

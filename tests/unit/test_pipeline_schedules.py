@@ -274,7 +274,7 @@ def test_a_function_of_ones_own() -> None:
         (["1F0 1B0", ""], r"no action in row 2"),
         (["1F0 1B0", "0F0 1B0"], r"has stage 1 in row 1 and in row 2"),
         (["2F0 2B0", "0F0 0B0"], r"has the stages 0, 2\. Number them"),
-        (["0F0 0B0", "2F0 2B0", "1F0 1B0"], r"has the last stage, 2, in row 2; .* Put it into row 1 \(or row 3: the rows are"),
+        (["0F0 0B0", "2F0 2B0", "1F0 1B0"], r"has the last stage, 2, in row 2, .* Put it into row 1 \(or row 3: the rows are"),
         (["1F0 1B0", "0F0 0b0"], r"schedule table, row 2: '0b0' is not a pipeline action"),
         (["1F0", "0F0"], r"has no backwards"),
         (["1F0 1B0", "0F0"], r"stage 0, micro-batch 0 the actions F"),
