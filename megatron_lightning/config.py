@@ -258,8 +258,8 @@ class DataParallelOptions:
     grad_reduce_in_bf16: bool = False
     """Send gradients as bf16, half the bytes; they are accumulated over micro-batches in fp32 all the same."""
     num_distributed_optimizer_instances: int = 1
-    """Into how many groups of neighbouring ranks the data-parallel ranks are divided: zero1 shards inside a group (a node)
-    and keeps a replica in each of the others (hybrid sharding)."""
+    """Into how many groups of neighbouring ranks the data-parallel ranks are divided: zero1 and fsdp shard inside a group (a
+    node) and keep a replica in each of the others (hybrid sharding)."""
     overlap_param_gather: bool = False
     """Gather the parameters that zero1 has stepped beside the next forward instead of inside the step. Whoever reads weights
     between the two (a callback, the module's own hooks, a step before it calls the layer) sees old ones."""

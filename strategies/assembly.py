@@ -102,6 +102,8 @@ def assemble(
     plan: ShardingPlan | None,
     placement: Placement,
     options: PipelineOptions,
+    *,
+    allocates: bool = True,
 ) -> Assembly:
     """Reduce ``module`` to this rank's part, in place; a module that already is, is only described.
 
@@ -111,6 +113,7 @@ def assemble(
         plan: Tensor-parallel table by module path; None: the ``sharding_plan()`` of the modules that have one.
         placement: Where the pipeline stages live.
         options: How the model is cut into stages.
+        allocates: Whether what is on ``meta`` is given memory and values; else that is left for who divides it further.
 
     Raises:
         ConfigError: If the module has no pipeline units or no table though the layout needs them, or was assembled for
@@ -139,7 +142,8 @@ def assemble(
     if mark is None:
         if context.layout.tp > 1:
             _parallelize(module, context, plan)
-        materialize(module, context.device)
+        if allocates:
+            materialize(module, context.device)
         stages = partition.stages if partition else ()
         module.__dict__["_megatron_mark"] = _Mark(*wanted, stages, names, num_parameters)
     assembly = Assembly(named_shard_specs(module), tied_names(module), names, num_parameters)

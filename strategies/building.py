@@ -6,17 +6,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import module_checks, preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, is_assembled
+from megatron_lightning.strategies.assembly import Assembly, assemble, check_replicas, is_assembled
 from megatron_lightning.strategies.buffers import synchronise_layers
 from megatron_lightning.strategies.counting import MegatronCounts
+from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, shard_units
 from megatron_lightning.strategies.launchers import StartMethod
 
 
@@ -58,6 +61,7 @@ class MegatronModules(MegatronCounts):
         self.recompute = recompute or RecomputeOptions()
         self.pipeline_schedule, self.pipeline_options = schedule, pipeline_options
         self._assembly: Assembly | None = None
+        self._units: ShardedUnits | None = None
         self._example: Any = None  # the module's example_input_array
 
     def _configure_launcher(self) -> None:
@@ -97,8 +101,37 @@ class MegatronModules(MegatronCounts):
             self._check_layers(self.module, self.module.trainer)
         if self._layer_sync is not None and self.module.trainer.state.fn == TrainerFn.FITTING:
             synchronise_layers(self.module, self._layer_sync, self.context.dp)
-        self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options)
+        whole = self.data_parallel != "fsdp" or self.context.dp_cp.size == 1
+        self._assembly = assemble(self.module, self.context, self.sharding_plan, placement, options, allocates=whole)
         apply_recompute(self.module, self.recompute, stages=self._assembly.own_stages)
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether Lightning's own steps do the work: one stage, whole batches; the same for every batch and rank."""
+        return self.num_stages == 1 and self.micro_batch_size is None
+
+    def _place(self) -> None:
+        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
+        module, device = self.module, self.root_device
+        if self._units is not None:
+            self._units.reshard()
+        if self._units is None or not is_sharded(module):
+            check_unsharded(module)
+            self.model, self._units = self.precision_plugin.convert_module(module), None
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+        built = {n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
+        check_replicas(built, self.assembly.specs, self.context)
+        if self.data_parallel == "fsdp" and self._units is None and self.context.dp_cp.size > 1:
+            options, micro_batches = self.data_parallel_options, not self._is_native
+            self._units = shard_units(module, self.assembly, self.context, options, micro_batches=micro_batches)
+        self.model_to_device()
+
+    def _prepare_to_load(self) -> None:
+        """Give the module the memory that a checkpoint is read into: Lightning reads it before it calls ``setup``."""
+        if self._assembly is None:
+            self._assemble()
+        if self.data_parallel == "fsdp":  # parameters may be on ``meta`` still, where nothing can be read to
+            self._place()
 
     @property
     def assembly(self) -> Assembly:
@@ -110,6 +143,17 @@ class MegatronModules(MegatronCounts):
         if self._assembly is None:
             raise ConfigError("the module has not been sharded yet; it is in or after configure_model.")
         return self._assembly
+
+    @property
+    def sharded_units(self) -> ShardedUnits:
+        """What FSDP2 shards.
+
+        Raises:
+            ConfigError: Without ``data_parallel="fsdp"`` over several ranks, and before setup.
+        """
+        if self._units is None:
+            raise ConfigError('units are sharded with data_parallel="fsdp" on several data-parallel ranks, and after setup.')
+        return self._units
 
     def _set_example_aside(self) -> None:
         """Keep summaries and graphs from running this rank's part as if it were the whole, or without the other ranks."""

@@ -160,8 +160,7 @@ class MegatronCheckpoints(MegatronSteps):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             self._checkpoints.progress.take_from(checkpoint)
             return checkpoint
-        if self._assembly is None:
-            self._assemble()
+        self._prepare_to_load()
         self.finish_saving()
         return self._checkpoints.load(self.broadcast(committed_requeue(str(checkpoint_path))))
 

@@ -141,7 +141,8 @@ class CheckpointGlue:
         writes = stands_for(spec, context, replicated_over=replicated)
         if isinstance(tensor, DTensor):
             rows, start = local_rows(tensor)
-            return TensorShards.flat(saved_as, spec, rows, start, writes=writes)
+            replicas = self._strategy.sharded_units.groups.replicas
+            return TensorShards.flat(saved_as, spec, rows, start, writes=writes, replicas=replicas)
         return TensorShards.local(saved_as, spec, tensor, writes=writes, replicas=context.data_group(spec.grid))
 
     def _view(self, optimizer: Any) -> DistributedOptimizer:

@@ -17,6 +17,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import main_dtype
 from megatron_lightning.optim.fully_sharded import ShardedUnits, ShardingPolicy
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.materialize import initial_value, materialize
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
 from megatron_lightning.strategies.assembly import Assembly
@@ -56,8 +57,10 @@ def shard_units(
 ) -> ShardedUnits:
     """Shard the units of this rank's stages over the data-parallel ranks.
 
+    What is on ``meta`` gets memory and values, one whole parameter at a time.
+
     Args:
-        module: The assembled module, in its dtype and on its device.
+        module: The assembled module, in its dtype, on its device or ``meta``.
         assembly: What this rank holds of it.
         context: The groups of this rank.
         options: How much is kept whole.
@@ -72,7 +75,7 @@ def shard_units(
         stages = {0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]}
     else:
         stages = {stage: [prefix + unit for unit in assembly.partition.stages[stage]] for stage in assembly.partition.own}
-    return ShardedUnits(
+    units = ShardedUnits(
         module,
         {stage: [unit for unit in units if _is_module(module, unit)] for stage, units in stages.items()},
         root=path if assembly.partition is None else None,
@@ -81,6 +84,13 @@ def shard_units(
         context=context,
         policy=ShardingPolicy.of(options, micro_batches=micro_batches, compute_dtype=_low_dtype(pipelined)),
     )
+    shards = {name: parameter for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
+    for name in units.unfilled:
+        shard, spec = shards[name], assembly.specs[name]
+        whole = initial_value(module, name, spec.global_shape, shard.dtype, context.device)
+        units.fill(name, shard, whole, spec)
+    materialize(module, context.device)
+    return units
 
 
 def _is_module(module: nn.Module, path: str) -> bool:

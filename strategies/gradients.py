@@ -29,7 +29,8 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm, global_zero_count
 from megatron_lightning.optim.distributed import DistributedOptimizer
-from megatron_lightning.optim.fully_sharded import FullyShardedReducer, ShardedUnits
+from megatron_lightning.optim.fully_sharded import ShardedUnits
+from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.matrices import names_of_matrices
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
@@ -85,13 +86,13 @@ class GradientFlow:
         self._names = dict(self._module.named_parameters())
         trainable = {name: parameter for name, parameter in self._names.items() if parameter.requires_grad}
         specs, context, options = self._specs, self._context, self._options
+        whole = names_of_matrices(self._optimizers, trainable)
         if self._units is None:
-            whole = names_of_matrices(self._optimizers, trainable)
             self.reducer = GradientReducer(
                 trainable, specs, context, sharded=self._sharded, whole=whole, part_of=self._stage_of, options=options
             )
         else:
-            self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, options=options)
+            self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, whole=whole, options=options)
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self.gather = ParameterGather(self.reducer, self._module if self._options.overlap_param_gather else None)
         """Whoever reads weights between the steps waits for it."""
@@ -111,13 +112,12 @@ class GradientFlow:
         trainable = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
         known = self.reducer.parameters
         same = {id(parameter) for parameter in known.values()}  # pruning gives other names, fsdp other objects
-        if self._context.world_size == 1 or all(
-            name in known or id(parameter) in same for name, parameter in trainable.items()
-        ):
+        new = [name for name, parameter in trainable.items() if name not in known and id(parameter) not in same]
+        if self._context.world_size == 1 or not new:
             return
         if self._sharded or self._context.pp.size > 1 or any(view is not None and view.exchanged for view in self._views):
             raise ConfigError(
-                f"{len(trainable)} parameters are trainable, and {len(known)} were when training began. "
+                f"{len(trainable)} parameters are trainable, and {len(known)} were when training began; new is {new[0]}. "
                 'Layers are frozen or unfrozen during fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
                 "optimizer that steps the parameters themselves (fp32, no Muon, default data_parallel_options). "
                 "Set these, or choose what is trained before fit."

@@ -22,7 +22,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.compat import silence_treespec_warning
@@ -41,13 +40,13 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import module_checks, preflight
-from megatron_lightning.strategies.assembly import can_be_cut, check_replicas
+from megatron_lightning.strategies.assembly import can_be_cut
 from megatron_lightning.strategies.buffers import BufferSync
 from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.failure import AgreedStop
-from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, local_size, shard_units
+from megatron_lightning.strategies.fsdp import local_size
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
@@ -246,21 +245,6 @@ class MegatronStrategy(MegatronCheckpoints):
         self.setup_precision_plugin()
         if fitting and not self.data_parallel_options.optimizer_cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _place(self) -> None:
-        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
-        module = self.module
-        if self._units is not None:
-            self._units.reshard()
-        if self._units is None or not is_sharded(module):
-            check_unsharded(module)
-            self.model, self._units = self.precision_plugin.convert_module(module), None
-        self.model_to_device()
-        plain = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
-        check_replicas(plain, self.assembly.specs, self.context)
-        if self.data_parallel == "fsdp" and self._units is None and self.context.dp_cp.size > 1:
-            options, micro_batches = self.data_parallel_options, not self._is_native
-            self._units = shard_units(module, self.assembly, self.context, options, micro_batches=micro_batches)
 
     def _describe_share(self) -> None:
         """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""

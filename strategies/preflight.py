@@ -71,18 +71,16 @@ def check_data_parallel(layout: ParallelLayout, data_parallel: str, options: Dat
     Raises:
         ConfigError: For options that the mode does not have, or that do not divide the ranks.
     """
-    instances, default = options.num_distributed_optimizer_instances, DataParallelOptions()
-    needs_shards = {"num_distributed_optimizer_instances": "divides the shards", "overlap_param_gather": "gathers the shards"}
-    for name, does in needs_shards.items():
-        if data_parallel != "zero1" and getattr(options, name) != getattr(default, name):
-            raise ConfigError(
-                f"{name}={getattr(options, name)} {does} of the zero1 optimizer, and data_parallel is {data_parallel!r}. "
-                f'Set data_parallel="zero1", or {name}={getattr(default, name)}.'
-            )
-    if options.grad_reduce_in_bf16 and data_parallel == "fsdp":
+    instances = options.num_distributed_optimizer_instances
+    if options.overlap_param_gather and data_parallel != "zero1":
         raise ConfigError(
-            "grad_reduce_in_bf16=True keeps sums over micro-batches in fp32 and sends them as bf16, and FSDP2 has one dtype "
-            'for both. Set data_parallel="zero1", or grad_reduce_in_bf16=False.'
+            f"overlap_param_gather=True gathers the shards of the zero1 optimizer, and data_parallel is {data_parallel!r}. "
+            'Set data_parallel="zero1", or overlap_param_gather=False.'
+        )
+    if instances != 1 and data_parallel == "ddp":
+        raise ConfigError(
+            f"num_distributed_optimizer_instances={instances} divides the ranks that share shards, and data_parallel is "
+            '\'ddp\', which has none. Set data_parallel="zero1" or "fsdp", or num_distributed_optimizer_instances=1.'
         )
     if data_parallel != "fsdp" and (options.reshard_after_forward is not None or options.reduce_every_microbatch):
         raise ConfigError(
@@ -95,6 +93,11 @@ def check_data_parallel(layout: ParallelLayout, data_parallel: str, options: Dat
     sizes = {"data x context": grid.size("dp-cp")}
     if layout.ep > 1:
         sizes["expert data"] = grid.size("dp", "expert")
+    if data_parallel == "fsdp" and 1 < instances == sizes["data x context"]:
+        raise ConfigError(
+            f"num_distributed_optimizer_instances={instances} divides the {instances} data x context parallel ranks into "
+            'groups of one, which would shard nothing. Set data_parallel="ddp", or fewer instances.'
+        )
     for name, size in sizes.items():
         if size % instances:
             raise ConfigError(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import check_same_batch
@@ -46,7 +45,6 @@ class MegatronSteps(MegatronModules):
         self._buffers: BufferSync | None = None
         self._explicit: ExplicitStep | None = None
         self._gradients: GradientFlow | None = None
-        self._units: ShardedUnits | None = None
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self._step_skipped = False
         self._held: HeldSchedulers | None = None
@@ -122,7 +120,8 @@ class MegatronSteps(MegatronModules):
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if self._is_native:
             self.share_buffers(newly=batches == 2)  # of the step before: a graph that awaits its backward may hold them
-            output = super().training_step(batch, *args, **kwargs)
+            with self._units_in_order("training_step"):
+                output = super().training_step(batch, *args, **kwargs)
             if self.module.automatic_optimization:
                 gradients.note_native_output(output, trainer.accumulate_grad_batches)
             return output
@@ -160,6 +159,10 @@ class MegatronSteps(MegatronModules):
 
     def _split(self, batch: Any) -> list[Any]:
         return self.runner.split(batch, self.micro_batch_size)
+
+    def _units_in_order(self, hook: str) -> AbstractContextManager[None]:
+        """Around a step that Lightning runs itself: the data-parallel ranks call the same units."""
+        return nullcontext() if self._units is None else self._units.in_order(hook)
 
     def _hook(self, name: str, *indices: Any) -> Callable[[Any], Any]:
         """Return a ``*_step`` of the module as a function of the (micro-)batch."""
@@ -294,7 +297,8 @@ class MegatronSteps(MegatronModules):
                 return self._evaluate(hook, batch, *args, **kwargs)
         self._check_first_batch(batch, hook, *(*args, *kwargs.values())[1:])  # the loader's index, if there are several
         if self._is_native:
-            return getattr(super(), hook)(batch, *args, **kwargs)
+            with self._units_in_order(hook):
+                return getattr(super(), hook)(batch, *args, **kwargs)
 
         def flush(call: Callable[[Any], Any], microbatches: Sequence[Any]) -> Any:
             context = precision_context(self.precision_plugin, hook)
@@ -304,11 +308,6 @@ class MegatronSteps(MegatronModules):
         if self.pipeline_options.explicit_steps:
             return self._explicitly(hook, flush, batch, *indices)
         return flush(self._hook(hook, *indices), self._split(batch))
-
-    @property
-    def _is_native(self) -> bool:
-        """Whether Lightning's own steps do the work: one stage, whole batches; the same for every batch and rank."""
-        return self.num_stages == 1 and self.micro_batch_size is None
 
     @property
     def runner(self) -> StepRunner:

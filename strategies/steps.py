@@ -256,7 +256,7 @@ class _StepProgram:
         if runner.num_stages > 1:
             runner.rng.begin_microbatch(microbatch)
         try:
-            with self._step.context(), self.recorder.installed() if last else self._silenced():
+            with self._step.context(), self.recorder.installed() if last else self._silenced(), self._in_order():
                 output = self._step.call(self._step.microbatches[microbatch])
         except _StageExit as exit_:
             if self._step.watch is not None:
@@ -268,6 +268,11 @@ class _StepProgram:
                 f"({runner.assembly.path or 'the module itself'}). Call it exactly once in every step."
             )
         return self._finish(microbatch, output)
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        """With one stage, the step may call the module as it likes; the data-parallel ranks call the same units."""
+        units = self._runner.units if self._runner.assembly.partition is None else None
+        return nullcontext() if units is None else units.in_order(self._step.hook)
 
     def _silenced(self) -> AbstractContextManager[None]:
         """Drop what is logged before the call on a stage that is not the last; the last stage logs it as well."""
@@ -361,7 +366,8 @@ class _StepProgram:
             if runner.units is None:
                 output = originals[stage](*args, **kwargs)
             else:
-                output = runner.units.call(stage, originals[stage], *args, **kwargs)
+                with runner.units.in_order(self._step.hook, stage):
+                    output = runner.units.call(stage, originals[stage], *args, **kwargs)
         if stage == runner.num_stages - 1:
             return output
         boundary = tuple(output) if isinstance(output, tuple | list) else (output,)

@@ -81,9 +81,11 @@ class TensorShards:
         return cls(name, spec.global_shape, tensor.dtype, spec.pieces(tensor.detach()), writes, replicas)
 
     @classmethod
-    def flat(cls, name: str, spec: ShardSpec, flat: Tensor, start: int, *, writes: bool = True) -> TensorShards:
+    def flat(
+        cls, name: str, spec: ShardSpec, flat: Tensor, start: int, *, writes: bool = True, replicas: AxisGroup = ALONE
+    ) -> TensorShards:
         """Return the shards of elements [start, start + len) of the flattened local tensor (an optimizer shard)."""
-        return cls(name, spec.global_shape, flat.dtype, spec.flat_pieces(flat.detach(), start), writes)
+        return cls(name, spec.global_shape, flat.dtype, spec.flat_pieces(flat.detach(), start), writes, replicas)
 
 
 def parts_of(name: str, offset: Shape, view: Tensor, num_replicas: int) -> Iterator[tuple[int, Piece]]:

@@ -132,20 +132,23 @@ class DistributedOptimizer(OptimizerState):
 
     def _exchange_matrices(self) -> list[MatrixExchange]:
         """Let the matrices that tensor-parallel ranks share, or that consist of several, be stepped whole."""
-        groups = {id(group) for group in matrix_groups(self.optimizer)}
-        shared, split = [], []
-        for entry in self._all_entries():
-            if id(entry.group) not in groups or entry.value is None or entry.name not in self._reducer.parameters:
-                continue
-            require_whole(entry, whole=tuple(entry.value.shape) == entry.spec.local_shape)
-            if "tp" in entry.spec.sharded_over:
-                shared.append(entry)
-            elif entry.spec.fused_rows:
-                split.append(entry)
-        context, device = self._reducer.context, torch.device("cpu") if self._options.optimizer_cpu_offload else None
+        context, groups = self._reducer.context, {id(group) for group in matrix_groups(self.optimizer)}
         alone = AxisGroup("self", (context.rank,), 0, None)
-        both = ((shared, context.tp), (split, alone))
-        return [MatrixExchange(entries, group, device) for entries, group in both if entries]
+        shared: dict[AxisGroup, list[tuple[Entry, ShardSpec]]] = {}
+        for entry in self._all_entries():
+            if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
+                continue
+            rows = self._reducer.rows_of(entry.name)
+            if rows is not None:
+                shared.setdefault(rows[1], []).append((entry, rows[0]))
+            elif entry.value is not None:
+                require_whole(entry, whole=tuple(entry.value.shape) == entry.spec.local_shape)
+                if "tp" in entry.spec.sharded_over:
+                    shared.setdefault(context.tp, []).append((entry, entry.spec))
+                elif entry.spec.fused_rows:
+                    shared.setdefault(alone, []).append((entry, entry.spec))
+        device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
+        return [MatrixExchange(held, group, device) for group, held in shared.items()]
 
     def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
         context = self._reducer.context

@@ -1,8 +1,9 @@
 """Optimizers that need whole matrices (Muon, https://kellerjordan.github.io/posts/muon): one rank owns each matrix.
 
-Over the data-parallel ranks the buckets deal whole parameters out (``buckets.whole_layout``). Over the tensor-parallel ranks
-every matrix that they share has an owner among them: before a step the owner collects the shards of the gradient, after it the
-shards of the result go back, all of a step's matrices in one all-to-all. Fused weights are stepped as the matrices they
+Over the data-parallel ranks the buckets deal whole parameters out (``buckets.whole_layout``), but for those that FSDP2 shards.
+Of these, and of what tensor-parallel ranks share, every matrix has an owner among the ranks that have parts of it: before a
+step the owner collects the shards of the gradient, after it the shards of the result go back, all of a step's matrices in one
+all-to-all. Fused weights are stepped as the matrices they
 consist of (query, key and value; gate and up), so that the update does not depend on how they are stored or sharded.
 """
 
@@ -50,22 +51,23 @@ class MatrixExchange:
     Construction fills in the parts of ``entries``; like the other methods it is a collective of ``group``.
 
     Args:
-        entries: Parameters of which this rank holds a shard; the same ones on all ranks of the group.
-        group: The tensor-parallel ranks that share them; a group of one for parameters that only have to be split.
+        held: Parameters, the same ones on all ranks of the group, and the part of each that this rank has, which may be empty.
+        group: The ranks that share them; a group of one for parameters that only have to be split.
         device: Where the matrices are stepped; None: where the parameters are.
     """
 
-    def __init__(self, entries: Sequence[Entry], group: AxisGroup, device: torch.device | None = None) -> None:
+    def __init__(self, held: Sequence[tuple[Entry, ShardSpec]], group: AxisGroup, device: torch.device | None = None) -> None:
+        entries, own = [entry for entry, _ in held], [spec for _, spec in held]
         self._entries, self._group = entries, group
-        own = [entry.spec for entry in entries]
+        self._nothing = next((entry.value for entry in entries if entry.value is not None), torch.empty(0)).new_empty(0)
         self._specs: list[list[ShardSpec]] = [own]
         if group.process_group is not None:
             self._specs = [own] * group.size
             dist.all_gather_object(self._specs, own, group=group.process_group)
-        self._owner = _deal([_numel(spec) for spec in own], group.size)
+        self._owner = _deal([_numel(spec) for spec in own], [self._holders(index) for index in range(len(own))], group.size)
         whole = self._collect(self._values())
         for index, entry in enumerate(entries):
-            entry.exchanged, entry.parts = True, []
+            entry.exchanged, entry.start, entry.parts = True, 0, []
             for number, matrix in enumerate(_split(whole[index], entry.spec) if index in whole else ()):
                 target = nn.Parameter(matrix.to(device or matrix.device, torch.float32, copy=True).contiguous())
                 entry.parts.append(Part(target, partial(_place, spec=entry.spec, number=number)))
@@ -91,7 +93,7 @@ class MatrixExchange:
                 for part in entry.parts:
                     part.target.grad = None
         for value, shard in zip(self._values(), self._spread(whole), strict=True):
-            value.copy_(shard)
+            value.copy_(shard.view_as(value))
 
     def refresh(self, keep: Iterable[str]) -> None:
         """Make the owners' matrices anew from the parameters, but for those with a global name in ``keep``."""
@@ -103,7 +105,11 @@ class MatrixExchange:
                     part.target.data.copy_(piece)
 
     def _values(self) -> list[Tensor]:
-        return [entry.value for entry in self._entries if entry.value is not None]
+        return [self._nothing if entry.value is None else entry.value for entry in self._entries]
+
+    def _holders(self, index: int) -> list[int]:
+        """Return the ranks that have a part of a matrix; what has none knows nothing of its gradient."""
+        return [rank for rank in range(self._group.size) if _local_numel(self._specs[rank][index])]
 
     def _owned_by(self, rank: int) -> list[int]:
         return [index for index, owner in enumerate(self._owner) if owner == rank]
@@ -165,11 +171,11 @@ def require_whole(entry: Entry, *, whole: bool) -> None:
         )
 
 
-def _deal(weights: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner of each matrix: the largest first, each to the rank with the least."""
+def _deal(weights: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Return the owner of each matrix: the largest first, each to the one of its holders with the least."""
     load, owner = [0] * num_ranks, [0] * len(weights)
     for index in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        owner[index] = load.index(min(load))
+        owner[index] = min(holders[index], key=lambda rank: load[rank])
         load[owner[index]] += weights[index]
     return owner
 

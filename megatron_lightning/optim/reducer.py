@@ -124,6 +124,10 @@ class GradientReducer:
         """Return whether data-parallel ranks step different parts of a parameter."""
         return name in self.bucket_of and self.bucket_of[name].sharded
 
+    def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
+        """Return the part of a matrix that this rank has, and the ranks that have the others, where data-parallel ranks do."""
+        return None
+
     def detach(self) -> None:
         """Let go of the parameters, gradients included; the reducer is not used afterwards."""
         for hook in self._hooks:

@@ -8,8 +8,9 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import ShardSpec, named_shard_specs, tied_names
+from megatron_lightning.parallel.sharding import Shape, ShardSpec, named_shard_specs, tied_names
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -32,16 +33,27 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             continue
         if id(tensor) not in filled:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
-            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            whole = torch.empty(spec.global_shape, dtype=dtype, device=device)
-            owner, name = _initializer(model, ties.get(path, path))
-            with torch.no_grad():
-                owner(name, whole)
-                part = spec.shard(whole).to(tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            filled[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part
+            part = spec.shard(initial_value(model, ties.get(path, path), spec.global_shape, tensor.dtype, device))
+            part = part.to(tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                part = nn.Parameter(part, requires_grad=tensor.requires_grad)
+                GradientHooks(tensor).move(part)
+            filled[id(tensor)] = part
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, filled[id(tensor)])
+
+
+def initial_value(model: nn.Module, path: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return the whole initial value of what ``model`` has at ``path``: of ``shape``, and in fp32 where ``dtype`` is floating.
+
+    Raises:
+        ConfigError: If no module above it has an ``init_weights``.
+    """
+    whole = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device=device)
+    owner, name = _initializer(model, path)
+    with torch.no_grad():
+        owner(name, whole)
+    return whole
 
 
 def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:

@@ -132,6 +132,17 @@ class ShardSpec:
         ends = [[o + n for o, n in zip(r.local_offset, r.shape, strict=True)] for r in self.rectangles]
         return tuple(max(dims) for dims in zip(*ends, strict=True)) if ends else (0,) * len(self.global_shape)
 
+    def rows(self, start: int, count: int) -> ShardSpec:
+        """Return the spec of ``count`` rows (entries of dim 0) of the local tensor from row ``start`` on."""
+        boxes = []
+        for box in self.rectangles:
+            first, top = box.local_offset[0], max(start, box.local_offset[0])
+            length = min(start + count, first + box.shape[0]) - top
+            if length > 0:
+                offset = (box.global_offset[0] + top - first, *box.global_offset[1:])
+                boxes.append(Rectangle(offset, (top - start, *box.local_offset[1:]), (length, *box.shape[1:])))
+        return replace(self, rectangles=tuple(boxes))
+
     def shard(self, full: Tensor) -> Tensor:
         """Cut this rank's part out of the global tensor (a new tensor)."""
         local = full.new_empty(self.local_shape)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError, PipelineError
@@ -22,12 +23,15 @@ from tests.lightning.support import (
     SINGLE,
     Layout,
     assert_close,
+    make_layout,
     mean_over_ranks,
     metrics_of,
     run,
     single,
 )
 
+FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
+PP2_FSDP2 = make_layout("pp2-fsdp2", 4, 2, data_parallel="fsdp", pipeline_model_parallel_size=2, micro_batch_size=2)
 SINGLE_OURS = Layout("single-ours", 1, 1, ())
 OPTIONS = {
     "overlap": DataParallelOptions(overlap_param_gather=True, bucket_size=1),  # a bucket for each parameter
@@ -50,6 +54,10 @@ class _Resting(pl.Callback):
             trainer.save_checkpoint(self._path)
 
 
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
+
+
 def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
     path, record = Path(folder) / f"{layout.name}-{name}", Losses()
     resting = _Resting(path)
@@ -58,11 +66,11 @@ def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
     fit = trainer(layout.strategy(**options), default_root_dir=folder, callbacks=[record, resting], **common)
     module = ToyModule()
     fit.fit(module, datamodule=layout.data_module(num_samples=48))
-    ended = {n: p.detach().clone() for n, p in module.named_parameters() if not n.endswith("in_proj_bias")}
+    ended = {n: _whole(p) for n, p in module.named_parameters() if not n.endswith("in_proj_bias")}
     resumed = trainer(layout.strategy(**options), default_root_dir=folder, **common)
     again = ToyModule()
     resumed.fit(again, datamodule=layout.data_module(num_samples=48), ckpt_path=path)
-    same = all(torch.equal(ended[n], p) for n, p in again.named_parameters() if n in ended)
+    same = all(torch.equal(ended[n], _whole(p)) for n, p in again.named_parameters() if n in ended)
     return {
         "losses": record.losses,
         "norms": record.norms,
@@ -80,6 +88,8 @@ def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
         (DP2, "offload"),
         (DP2, "hybrid"),
         (SINGLE_OURS, "offload"),
+        pytest.param(FSDP2, "offload", marks=pytest.mark.slow),
+        pytest.param(PP2_FSDP2, "offload", marks=pytest.mark.slow),
         pytest.param(PP2_DP2, "overlap", marks=pytest.mark.slow),
         pytest.param(PP2_DP2, "offload", marks=pytest.mark.slow),
     ],

@@ -7,6 +7,7 @@ same; later a weight on the edge between two bf16 or fp16 values may round to th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ TIED = {"share_embeddings_and_output_weights": True}
 RESHARD = DataParallelOptions(reshard_after_forward=True)
 KEEP = DataParallelOptions(reshard_after_forward=False)
 EVERY = DataParallelOptions(reduce_every_microbatch=True)
+HYBRID = DataParallelOptions(num_distributed_optimizer_instances=2)
+HYBRID_EVERY = DataParallelOptions(num_distributed_optimizer_instances=2, reduce_every_microbatch=True)
+HYBRID_RESHARD = DataParallelOptions(num_distributed_optimizer_instances=2, reshard_after_forward=True)
+OFFLOAD = DataParallelOptions(optimizer_cpu_offload=True)
 Case = tuple[str, dict[str, Any], dict[str, Any], int]  # name, model, strategy, flushes of an optimizer step
 CASES: dict[int, list[Case]] = {
     2: [
@@ -45,6 +50,9 @@ CASES: dict[int, list[Case]] = {
         ("interleaved-zero3", {}, {PP: 2, VPP: 2, "micro_batch_size": 1, "data_parallel_options": RESHARD}, 1),
         ("zb-h1", {}, {PP: 2, "micro_batch_size": 1, "pipeline_schedule": "zb-h1"}, 1),
         ("zbv-tied", TIED, {PP: 2, VPP: 2, "micro_batch_size": 1, "pipeline_schedule": "zbv"}, 1),
+        ("hybrid", TIED, {"data_parallel_options": HYBRID}, 1),
+        ("hybrid-zero2", {}, {"micro_batch_size": 1, "data_parallel_options": HYBRID_EVERY}, 2),
+        ("pp2-offload", {}, {PP: 2, "micro_batch_size": 1, "data_parallel_options": OFFLOAD}, 1),
         (
             "zbv-zero3",
             {},
@@ -52,7 +60,12 @@ CASES: dict[int, list[Case]] = {
             1,
         ),
     ],
-    8: [("tp2-pp2", {}, {TP: 2, PP: 2, "micro_batch_size": 1}, 1)],
+    8: [
+        ("tp2-pp2", {}, {TP: 2, PP: 2, "micro_batch_size": 1}, 1),
+        ("tp2-hybrid", {}, {TP: 2, "micro_batch_size": 1, "data_parallel_options": HYBRID_EVERY}, 1),
+        ("pp2-hybrid", TIED, {PP: 2, "micro_batch_size": 1, "data_parallel_options": HYBRID_RESHARD}, 1),
+        ("zb-h1-hybrid", {}, {PP: 2, "micro_batch_size": 1, "pipeline_schedule": "zb-h1", "data_parallel_options": HYBRID}, 1),
+    ],
 }
 
 
@@ -63,8 +76,9 @@ def _train(world: int, case: Case | None, model: dict[str, Any], precision: str 
     precise: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # the string means bf16 on a CPU
         precise = {"plugins": [MegatronMixedPrecision(precision, "cpu", LossScaleOptions(initial_scale=2.0**10))]}
-    if mode != "fsdp":
-        options = {key: value for key, value in options.items() if key != "data_parallel_options"}
+    if mode == "zero1" and "data_parallel_options" in options:
+        kept = {"reshard_after_forward": None, "reduce_every_microbatch": False}
+        options = {**options, "data_parallel_options": replace(options["data_parallel_options"], **kept)}
     record = Losses()
     fit = trainer(
         "auto" if case is None else MegatronStrategy(data_parallel=mode, **options),
@@ -87,9 +101,15 @@ def _singles(models: list[dict[str, Any]]) -> list[list[Any]]:
     return [_train(1, None, model) for model in models]
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_fsdp_equals_one_device(world: int) -> None:
-    cases = CASES[world]
+LONGER = ("hybrid", "pp2-offload")
+
+
+@pytest.mark.parametrize(
+    ("world", "longer"),
+    [(2, False), (4, False), pytest.param(4, True, marks=pytest.mark.slow), pytest.param(8, False, marks=pytest.mark.slow)],
+)
+def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
+    cases = [case for case in CASES[world] if (case[0] in LONGER) == longer]
     expected = run_ranks(1, _singles, [case[1] for case in cases])[0]
     for rank in run_ranks(world, _train_all, world, cases, timeout_s=200):
         for case, (_, norms) in zip(cases, expected, strict=True):
@@ -116,6 +136,29 @@ def test_fsdp_equals_zero1_in_half_precision(precision: str, names: list[str]) -
             # Masters that agree in fp32 may fall on two sides of a rounding boundary, and such weights are 2^-8 apart in bf16.
             assert later == pytest.approx(expected[name][1][1:], rel=2**-8), name
             assert torch.tensor(rank[name][0]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "names", [["micro-batches"], pytest.param(["native", "micro-batches", "zero2"], marks=pytest.mark.slow)], ids=len
+)
+def test_gradients_travel_in_bf16_on_request(names: list[str]) -> None:
+    """As zero1 sends them: the sums over micro-batches are fp32, and only what travels is rounded, so that both round alike."""
+    low = DataParallelOptions(grad_reduce_in_bf16=True)
+    micro = {"micro_batch_size": 1, "data_parallel_options": low}
+    cases: list[Case] = [
+        ("native", {}, {"data_parallel_options": low}, 1),
+        ("micro-batches", {}, micro, 2),
+        ("zero2", {}, {**micro, "data_parallel_options": replace(low, reduce_every_microbatch=True)}, 1),
+        ("fp32", {}, {}, 1),
+    ]
+    cases = [case for case in cases if case[0] in (*names, "fp32")]
+    sharded, zero1 = (run_ranks(2, _train_all, 2, cases, "32-true", mode, timeout_s=100)[0] for mode in ("fsdp", "zero1"))
+    for name in names:
+        if name == "zero2":  # rounded four times a step
+            assert sharded[name][1] == pytest.approx(sharded["fp32"][1], rel=2**-7)
+        else:
+            assert sharded[name][1] == pytest.approx(zero1[name][1], rel=RTOL)
+        assert sharded[name][1] != pytest.approx(sharded["fp32"][1], rel=RTOL)
 
 
 def _resumed(case: Case, precision: str, folder: str, resume: bool) -> tuple[list[Any], dict[str, Any]]:

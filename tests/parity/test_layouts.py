@@ -64,7 +64,7 @@ def _layouts() -> list[Any]:
         for pp in (1, 2, 4)
         for dp in (1, 2, 4)
         for sp in (False, True)
-        for mode in ("ddp", "zero1")
+        for mode in ("ddp", "zero1", "fsdp")
         for micro in (1, 2, 4, 8)
         if tp * pp * dp <= 8 and (tp > 1 or not sp) and (dp > 1 or mode == "ddp") and micro <= GLOBAL_BATCH // dp
     ]
@@ -129,7 +129,7 @@ def _schedules() -> list[Any]:
         for pp in (2, 4)
         for tp in (1, 2)
         for dp in (1, 2)
-        for mode in ("ddp", "zero1")
+        for mode in ("ddp", "zero1", "fsdp")
         for micro in (2, 4, 8)
         for tied in (False, True)
         if tp * pp * dp <= 8 and (dp > 1 or mode == "ddp") and micro <= GLOBAL_BATCH // dp

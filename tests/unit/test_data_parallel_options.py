@@ -31,7 +31,7 @@ def test_moments_have_two_dtypes() -> None:
 
 def test_instances_need_shards_and_divide_the_ranks() -> None:
     options = DataParallelOptions(num_distributed_optimizer_instances=2)
-    with pytest.raises(ConfigError, match=r"instances=2 divides .* data_parallel is 'ddp'. Set data_parallel=\"zero1\""):
+    with pytest.raises(ConfigError, match=r"instances=2 divides .* is 'ddp', .* Set data_parallel=\"zero1\" or \"fsdp\""):
         check_data_parallel(ParallelLayout(), "ddp", options, 4)
     with pytest.raises(ConfigError, match=r"overlap_param_gather=True gathers .* data_parallel is 'ddp'"):
         check_data_parallel(ParallelLayout(), "ddp", DataParallelOptions(overlap_param_gather=True), 4)
@@ -41,8 +41,10 @@ def test_instances_need_shards_and_divide_the_ranks() -> None:
 
 
 def test_options_of_fsdp_are_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"grad_reduce_in_bf16=True .*FSDP2 has one dtype .*or grad_reduce_in_bf16=False"):
-        check_data_parallel(ParallelLayout(), "fsdp", DataParallelOptions(grad_reduce_in_bf16=True), 2)
+    hybrid = DataParallelOptions(num_distributed_optimizer_instances=2)
+    check_data_parallel(ParallelLayout(), "fsdp", hybrid, 4)
+    with pytest.raises(ConfigError, match=r"instances=2 divides the 2 .* shard nothing. Set data_parallel=\"ddp\""):
+        check_data_parallel(ParallelLayout(), "fsdp", hybrid, 2)
     for options in (DataParallelOptions(reshard_after_forward=False), DataParallelOptions(reduce_every_microbatch=True)):
         check_data_parallel(ParallelLayout(), "fsdp", options, 2)
         with pytest.raises(ConfigError, match=r'data_parallel="zero1" keeps whole. Set data_parallel="fsdp"'):

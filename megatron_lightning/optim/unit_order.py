@@ -1,0 +1,92 @@
+"""The order in which data-parallel ranks use the units that FSDP2 shards: the same on all of them, or an error on the spot.
+
+Every use of a unit is a collective of all data-parallel ranks, so a rank that leaves a unit out meets another unit's collective
+in its place: both wait forever or, where the sizes agree, compute with the other's weights. The ranks compare their calls one
+by one the first time that they run a kind of step. That order is the contract from then on, which each rank checks alone,
+before it takes part in the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.context import AxisGroup
+
+_END = -1
+
+
+class UnitOrder:
+    """Watches the calls of one rank's units.
+
+    Args:
+        names: Name of every unit, with some of its parameters, for messages.
+        group: The data-parallel ranks.
+        device: Where they communicate.
+    """
+
+    def __init__(self, names: Sequence[str], group: AxisGroup, device: torch.device) -> None:
+        self._names, self._group, self._device = names, group, device
+        self._known: dict[Hashable, list[int]] = {}
+        self._kind: Hashable = None
+        self._seen: list[int] = []
+
+    def known(self, kind: Hashable) -> Sequence[int]:
+        """Return the units that a kind of forward calls, in order; nothing before it has run."""
+        return self._known.get(kind, ())
+
+    @contextmanager
+    def forward(self, kind: Hashable) -> Generator[None, None, None]:
+        """Around one forward of ``kind``; the first of a kind is a collective.
+
+        Raises:
+            ShardingError: If the ranks, or this forward and earlier ones, do not call the same units in the same order.
+        """
+        self._kind, self._seen = kind, []
+        try:
+            yield
+            self.called(_END)
+        finally:
+            self._kind = None
+
+    def called(self, unit: int) -> None:
+        """Be told that a unit is about to be called. Calls outside of :meth:`forward`, a recomputation say, do not count."""
+        if self._kind is None:
+            return
+        known = self._known.get(self._kind)
+        if known is None:
+            self._compare(unit)
+        elif unit != (known[len(self._seen)] if len(self._seen) < len(known) else _END):
+            self._fail({self._group.ranks[self._group.rank]: unit}, known)
+        if unit != _END:
+            self._seen.append(unit)
+        elif known is None:
+            self._known[self._kind] = self._seen
+
+    def _compare(self, unit: int) -> None:
+        """Compare this call with that of the other ranks; a collective."""
+        if self._group.process_group is None:
+            return
+        units = [torch.zeros((), dtype=torch.int64, device=self._device) for _ in self._group.ranks]
+        dist.all_gather(units, torch.tensor(unit, device=self._device), group=self._group.process_group)
+        calls = {rank: int(other) for rank, other in zip(self._group.ranks, units, strict=True)}
+        if len(set(calls.values())) > 1:
+            self._fail(calls)
+
+    def _fail(self, calls: dict[int, int], known: Sequence[int] | None = None) -> None:
+        found = "; ".join(f"rank {rank} {self._describe(unit)}" for rank, unit in calls.items())
+        if known is not None:
+            expected = known[len(self._seen)] if len(self._seen) < len(known) else _END
+            found += f", and until now every data-parallel rank {self._describe(expected)} there"
+        raise ShardingError(
+            f'{found}. With data_parallel="fsdp" the data-parallel ranks {list(self._group.ranks)} gather each unit together, '
+            "so all of them must call the same units in the same order in every step. Let no branch by the data leave out a "
+            'unit as a whole (a part of one may stay unused), or set data_parallel="zero1".'
+        )
+
+    def _describe(self, unit: int) -> str:
+        return "ends its forward" if unit == _END else f"calls {self._names[unit]}"

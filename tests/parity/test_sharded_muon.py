@@ -1,0 +1,127 @@
+"""Muon under ``data_parallel="fsdp"``: matrices are put together over data- and tensor-parallel ranks, as one device has them.
+
+torch's Muon orthogonalises in bf16, where a gradient that differs in its last fp32 digit may round to another value (2^-8),
+which five iterations amplify by up to 3.4^5 in the directions of small singular values. Here both sides do it in fp64, so that
+what is compared is what the matrices are made of. A matrix that is stepped as rows differs by the size of the update itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim import AdamW, Muon
+from torch.utils.data import DataLoader
+
+from megatron_lightning.checkpoint import read_full
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.optim import ChainedOptimizer
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+from tests.parity.test_layouts import _config, _samples
+
+LR, BATCH, STEPS = 0.02, 12, 2
+RTOL = 1e-5  # as in test_layouts
+# Gradients agree to about 1e-6 of their norm; in a direction of a small singular value five iterations amplify that by up to
+# 3.4^5, about 500. Updates have singular values about 1: a matrix that is stepped in pieces is wrong by LR.
+TOLERANCE = LR * 1e-6 * 500
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+FSDP = {"data_parallel": "fsdp"}
+OPTIONS: dict[str, Any] = {
+    "fsdp3": (3, 3, FSDP),  # rows of matrices that do not divide; the last rank has none of the small ones
+    "tp2-fsdp2": (4, 2, {**FSDP, TP: 2}),
+    "pp2-fsdp2": (4, 2, {**FSDP, PP: 2, "micro_batch_size": 1}),
+    "hybrid-offload": (
+        4,
+        4,
+        {
+            **FSDP,
+            "data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2, optimizer_cpu_offload=True),
+        },
+    ),
+    "tp2-hybrid": (8, 4, {**FSDP, TP: 2, "data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)}),
+}
+
+
+class _WithMuon(GPTLightningModule):
+    def configure_optimizers(self) -> Any:
+        inside = {name for name, p in self.named_parameters() if ".layers." in name and p.dim() == 2}
+        matrices = [p for name, p in self.named_parameters() if name in inside]
+        rest = [p for name, p in self.named_parameters() if name not in inside]
+        return ChainedOptimizer(Muon(matrices, lr=LR, weight_decay=0.1), AdamW(rest, lr=1e-3))
+
+
+def _orthogonalised(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """Newton-Schulz in fp64: x <- a x + (b x x^T + c (x x^T)^2) x, from x = matrix / norm on."""
+    a, b, c = coefficients
+    x = matrix.double() / matrix.double().norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.to(matrix)
+
+
+def _train(options: dict[str, Any], replicas: int, precision: str, steps: int, save: str, load: str | None) -> list[float]:
+    """Train until ``steps`` are taken, those of the checkpoint included, and save."""
+    record = Losses()
+    fit = trainer(MegatronStrategy(**options), max_steps=steps, callbacks=[record], precision=precision)
+    module = _WithMuon(_config(num_layers=2, add_bias_linear=True, normalization="LayerNorm"), learning_rate=1e-3)
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonalised):
+        fit.fit(module, DataLoader(_samples()[: BATCH * 3], batch_size=BATCH // replicas), ckpt_path=load)
+    fit.save_checkpoint(save)
+    return record.norms
+
+
+def _tensors(path: str) -> dict[str, torch.Tensor]:
+    saved = read_full(path)
+    rows = saved["optimizer_states"][0]["state"].items()
+    found = {**saved["state_dict"], **{f"{index}.{key}": value for index, row in rows for key, value in row.items()}}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("tp2-fsdp2", "32-true"),
+        pytest.param("fsdp3", "32-true", marks=pytest.mark.slow),
+        pytest.param("pp2-fsdp2", "32-true", marks=pytest.mark.slow),
+        pytest.param("hybrid-offload", "32-true", marks=pytest.mark.slow),
+        pytest.param("tp2-hybrid", "32-true", marks=pytest.mark.slow),
+        pytest.param("tp2-fsdp2", "bf16-true", marks=pytest.mark.slow),
+    ],
+)
+def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) -> None:
+    world, replicas, options = OPTIONS[layout]
+    one, sharded = str(tmp_path / "one"), str(tmp_path / "sharded")
+    expected = run_ranks(1, _train, {}, 1, precision, STEPS, one, None, timeout_s=100)[0]
+    # In bf16 the gradients of other sums differ by a digit, and so may the weights, which are about 1.
+    rel, rounding = (RTOL, 0.0) if precision == "32-true" else (2**-7, 2**-7)
+    for norms in run_ranks(world, _train, options, replicas, precision, STEPS, sharded, None, timeout_s=100):
+        assert norms == pytest.approx(expected, rel=rel)
+    values, found = _tensors(one), _tensors(sharded)
+    assert found.keys() == values.keys()
+    matrices = [name for name, value in values.items() if ".layers." in name and value.dim() == 2]
+    assert len(matrices) == 8
+    for name in matrices:
+        torch.testing.assert_close(found[name].float(), values[name].float(), rtol=rel, atol=TOLERANCE + rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in OPTIONS if name != "pp2-fsdp2"])
+def test_what_is_saved_is_exact(layout: str, tmp_path: Path) -> None:
+    """Saved by shards, read and saved by one device, and by shards again: the same bits."""
+    world, replicas, options = OPTIONS[layout]
+    shards, one, again = (str(tmp_path / name) for name in ("shards", "one", "again"))
+    run_ranks(world, _train, options, replicas, "32-true", 1, shards, None, timeout_s=100)
+    run_ranks(1, _train, {}, 1, "32-true", 1, one, shards, timeout_s=100)
+    run_ranks(world, _train, options, replicas, "32-true", 1, again, one, timeout_s=100)
+    saved = _tensors(shards)
+    for path in (one, again):
+        read = _tensors(path)
+        assert read.keys() == saved.keys()
+        assert all(torch.equal(read[name], saved[name]) for name in saved)
