@@ -85,16 +85,14 @@ class ParameterGather:
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Gather the parameters of ``buckets``, in this order. A collective."""
-        started, work = [], None
+        started = []
         for bucket in buckets:
             group = bucket.data.shard.process_group
             if bucket.value is None or group is None:
                 continue
             self.wait([bucket])
             self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
-            if work is not None and bucket.value.device.type == "cpu":  # gloo is given one collective of a group at a time
-                work.wait()
-            work = bucket.gathering = all_gather(bucket.value, bucket.value[bucket.shard], group, async_op=True)
+            bucket.gathering = all_gather(bucket.value, bucket.value[bucket.shard], group, async_op=True)
             started.append(bucket)
         if not self._overlapped:
             self.wait(started)

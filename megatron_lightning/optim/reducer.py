@@ -274,7 +274,7 @@ class GradientReducer:
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launched = True
         if self._reductions:
-            self._reductions[-1].make_way()
+            self._reductions[-1].spread()
         self._reductions.append(Reduction(bucket, self._sent_as, self.bytes_communicated))
 
     def _all_reduce(self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

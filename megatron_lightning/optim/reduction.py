@@ -55,16 +55,6 @@ class Reduction:
         self._count("all_reduce", self._sent)
         self._work, self._spread = dist.all_reduce(self._sent, group=group.process_group, async_op=True), True
 
-    def make_way(self) -> None:
-        """Be told that the next reduction is about to start: begin the second phase.
-
-        On CPUs also come to the end, for gloo is given one collective of a group at a time
-        (:mod:`megatron_lightning.parallel.collectives`).
-        """
-        self.spread()
-        if self._own.device.type == "cpu":
-            self._wait()
-
     def finish(self) -> None:
         """Wait until this rank's part of the bucket is the sum over all ranks."""
         self.spread()

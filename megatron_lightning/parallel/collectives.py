@@ -5,10 +5,10 @@ and their sequence-parallel forms (https://arxiv.org/abs/2205.05198).
     reduce_from_axis    all-reduce      / identity           gather       all-gather     / own part
     gather_sequence     all-gather      / reduce-scatter     reduce_scatter  reduce-scatter / all-gather
 
-All go through torch's functional collectives (for large tensors on CPUs, the operators of ``cpu_exchange``, which have
-finished when they return); ``torch.compile`` traces both, and activation checkpointing may save or recompute them. None
-works in place on its argument, and over an axis of one rank each returns its argument. The functions that end in ``_start``
-have no gradient: until :func:`finish`, other work overlaps the communication (on CPUs they have finished already).
+All go through torch's functional collectives, on CPUs those that gather or scatter through the operators of ``cpu_exchange``,
+which have finished when they return; ``torch.compile`` traces both, and activation checkpointing may save or recompute them.
+None works in place on its argument, and over an axis of one rank each returns its argument. The functions that end in
+``_start`` have no gradient: until :func:`finish`, other work overlaps the communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel import cpu_exchange
+from megatron_lightning.parallel import cpu_exchange  # noqa: F401  (registers its operators)
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import part_of
 
@@ -36,27 +36,18 @@ def _name(group: AxisGroup) -> str:
     return group.process_group.group_name
 
 
-def _begun(started: Tensor) -> Tensor:
-    """Return a collective that runs; on CPUs one that is done.
-
-    gloo runs the collectives of a group in two threads, and torch 2.13 was seen to corrupt the heap when both were at work,
-    in a program of torch alone too (docs/LOG.md). With the cores busy, nothing is gained by it either.
-    """
-    waited: Tensor = _ops.wait_tensor(started) if started.device.type == "cpu" else started
-    return waited
-
-
 def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     """Begin to reduce ``x`` over the group; ``op`` is sum or max."""
-    return x if group.size == 1 else _begun(_ops.all_reduce(x.contiguous(), op, _name(group)))
+    return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, _name(group))
 
 
 def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """Begin to concatenate the ranks' ``x`` along ``dim``."""
     if group.size == 1:
         return x
-    gather = torch.ops.megatron_lightning.all_gather if cpu_exchange.pays(x) else _ops.all_gather_into_tensor
-    return _begun(gather(x.movedim(dim, 0).contiguous(), group.size, _name(group)))
+    gather = torch.ops.megatron_lightning.all_gather if x.device.type == "cpu" else _ops.all_gather_into_tensor
+    started: Tensor = gather(x.movedim(dim, 0).contiguous(), group.size, _name(group))
+    return started
 
 
 def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -69,9 +60,12 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     if group.size == 1:
         return x
     x = x.movedim(dim, 0).contiguous()
-    if cpu_exchange.pays(x):
-        return _begun(torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group)))
-    return _begun(_ops.reduce_scatter_tensor(x, "sum", group.size, _name(group)))
+    started: Tensor
+    if x.device.type == "cpu":
+        started = torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group))
+    else:
+        started = _ops.reduce_scatter_tensor(x, "sum", group.size, _name(group))
+    return started
 
 
 def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Direct messages between CPU ranks give what the collectives they stand for give, with gradients and when compiled."""
+"""All-gathers and reduce-scatters of CPU ranks, large and small, are what their names say, with gradients and when compiled."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, cpu_exc
 from megatron_lightning.parallel import collectives as c
 from tests.helpers.ranks import run_ranks
 
-ROWS, COLUMNS = 24, 2**17  # more than the smallest size that is exchanged directly, on four ranks as well
+ROWS = 24
+COLUMNS = {"direct": 2**17, "collective": 3}  # more than the smallest size of direct messages, on four ranks as well, and less
 
 
-def _body(dtype: torch.dtype) -> None:
+def _body(dtype: torch.dtype, kind: str) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     group = ParallelContext(ParallelLayout(tensor_model_parallel_size=size)).tp
-    everyone = torch.randn(size, ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    everyone = torch.randn(size, ROWS, COLUMNS[kind], generator=torch.Generator().manual_seed(1)).to(dtype)
     x = everyone[rank].clone().requires_grad_()
-    assert cpu_exchange.pays(x[: ROWS // size])
+    assert (x[: ROWS // size].nbytes >= cpu_exchange.SMALLEST_DIRECT_BYTES) == (kind == "direct")
     # sums of two numbers are exact in any order; of more, they differ by roundings
     tolerance = {"rtol": 0.0, "atol": 0.0} if size == 2 else {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-1}
 
@@ -41,6 +42,7 @@ def _body(dtype: torch.dtype) -> None:
     assert torch.equal(x.detach(), everyone[rank])
 
 
+@pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=["2-fp32", "4-bf16"])
-def test_direct_messages_equal_the_collectives(size: int, dtype: torch.dtype) -> None:
-    run_ranks(size, _body, dtype)
+def test_exchanges_equal_sums_and_concatenations(size: int, dtype: torch.dtype, kind: str) -> None:
+    run_ranks(size, _body, dtype, kind)
