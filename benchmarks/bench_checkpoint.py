@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.large_manifest import ManifestCost, measure_manifest
-from benchmarks.statistics import TOLERANCE, Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, save_sharded
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
@@ -53,7 +53,7 @@ class Comparison:
     @property
     def met(self) -> bool:
         """Whether the goal lies inside the interval or on its good side, with the tolerance of all our goals."""
-        return self.ratio.meets(self.goal) if self.at_least else self.ratio.low <= self.goal + TOLERANCE
+        return self.ratio.meets(self.goal) if self.at_least else self.ratio.keeps(self.goal)
 
 
 def make_state(num_bytes: int) -> dict[str, Tensor]:

@@ -27,8 +27,12 @@ class Ratio:
         return Ratio(self.value * factor, self.low * factor, self.high * factor)
 
     def meets(self, goal: float) -> bool:
-        """Return whether the goal is met within the tolerance."""
+        """Return whether the whole interval is at least the goal, within the tolerance."""
         return self.low >= goal - TOLERANCE
+
+    def keeps(self, limit: float) -> bool:
+        """Return whether the whole interval is at most the limit, within the tolerance."""
+        return self.high <= limit + TOLERANCE
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"

@@ -21,6 +21,7 @@ from megatron_lightning.errors import ConfigError, MegatronLightningError, Pipel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.failure import PeerFailure
 from megatron_lightning.strategies.launchers import ScriptLauncher
 from megatron_lightning.strategies.preflight import warn_of_few_microbatches
 from tests.helpers.toy import ToyData, ToyModule
@@ -275,7 +276,7 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
         layout.trainer(folder, max_epochs=1).fit(module(), datamodule=layout.data_module())
     except kind as error:
         return str(error)
-    except RuntimeError as error:
+    except (PeerFailure, RuntimeError) as error:
         return f"peer: {error}"
     return None
 
