@@ -31,8 +31,8 @@ class Ratio:
         return self.low >= goal - TOLERANCE
 
     def keeps(self, limit: float) -> bool:
-        """Return whether the whole interval is at most the limit, within the tolerance."""
-        return self.high <= limit + TOLERANCE
+        """Return whether the whole interval is at most the limit."""
+        return self.high <= limit
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"

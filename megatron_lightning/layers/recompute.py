@@ -62,15 +62,14 @@ def apply_recompute(
         ConfigError: If layers are to be recomputed together that no container runs together.
     """
     remove_recompute(module)
-    wrapper = partial(_checkpointed, streams=_streams_of(module))
     if options.recompute_granularity == "selective":
         for path in _outermost(module, options.recompute_modules):
             if _is_cheap(module.get_submodule(path)):
                 _drop_output(module, path)
             else:
-                _replace(module.get_submodule(path), "forward", wrapper)
+                _checkpoint(module.get_submodule(path), "forward")
     elif options.recompute_granularity == "full":
-        _checkpoint_layers(module, options, stages, wrapper)
+        _checkpoint_layers(module, options, stages)
     for path in _outermost(module, options.offload_modules):
         _replace(module.get_submodule(path), "forward", partial(offloaded, min_bytes=options.offload_min_bytes))
 
@@ -151,12 +150,6 @@ def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
             yield path
 
 
-def _streams_of(module: nn.Module) -> RngStreams | None:
-    """Return the named random streams that layers of ``module`` draw from, if any do."""
-    streams = (getattr(child, "streams", None) for child in module.modules())
-    return next((found for found in streams if isinstance(found, RngStreams)), None)
-
-
 def _is_cheap(module: nn.Module) -> bool:
     return isinstance(module, _CHEAP) or type(module).__name__.endswith("Norm")
 
@@ -164,13 +157,20 @@ def _is_cheap(module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------- checkpointed modules
 
 
-def _checkpointed(forward: Forward, /, *args: Any, streams: RngStreams | None, **kwargs: Any) -> Any:
-    """Run ``forward`` and keep its inputs only."""
+def _checkpoint(module: nn.Module, name: str) -> None:
+    """Let a method of ``module`` be recomputed."""
+    drawing = tuple(child for child in module.modules() if isinstance(getattr(child, "streams", None), RngStreams))
+    _replace(module, name, partial(_checkpointed, drawing=drawing))
+
+
+def _checkpointed(forward: Forward, /, *args: Any, drawing: Sequence[Any], **kwargs: Any) -> Any:
+    """Run ``forward`` and keep its inputs only; ``drawing`` are the modules in it that have named random streams."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         forward, args = _with_distinct(forward, args)
-    if streams is None:  # torch.compile knows this form, and takes it into the compiled layer
+    streams = next((child.streams for child in drawing if getattr(child, "active_p", True)), None)
+    if streams is None:  # torch.compile knows this form alone, and takes it into the compiled layer
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_replaying, streams), **kwargs)
 
@@ -198,18 +198,16 @@ def _replaying(streams: RngStreams) -> tuple[AbstractContextManager[None], Abstr
     return nullcontext(), streams.replay()
 
 
-def _checkpoint_layers(
-    module: nn.Module, options: RecomputeOptions, stages: Sequence[Sequence[str]], wrapper: _Wrapper
-) -> None:
+def _checkpoint_layers(module: nn.Module, options: RecomputeOptions, stages: Sequence[Sequence[str]]) -> None:
     layers, count = list(_outermost(module, options.recompute_layers)), options.recompute_num_layers or 1
     if options.recompute_method == "uniform" and count > 1:
         for path in _containers(layers):
-            _checkpoint_together(module.get_submodule(path), count, wrapper)
+            _checkpoint_together(module.get_submodule(path), count)
         return
     if options.recompute_method == "block":
         layers = [path for stage in stages or [layers] for path in [path for path in layers if path in set(stage)][:count]]
     for path in layers:
-        _replace(module.get_submodule(path), "forward", wrapper)
+        _checkpoint(module.get_submodule(path), "forward")
 
 
 def _containers(layers: Sequence[str]) -> Iterator[str]:
@@ -225,12 +223,12 @@ def _check_together(container: nn.Module, count: int | None) -> None:
         )
 
 
-def _checkpoint_together(container: nn.Module, count: int, wrapper: _Wrapper) -> None:
+def _checkpoint_together(container: nn.Module, count: int) -> None:
     """Let the container of layers recompute ``count`` of them at once."""
     _check_together(container, count)
     container.__dict__.setdefault(_OURS, {}).setdefault("layers_at_once", container.layers_at_once)
     container.layers_at_once = count  # type: ignore[assignment]
-    _replace(container, "run_layers", wrapper)
+    _checkpoint(container, "run_layers")
 
 
 # ------------------------------------------------------------------------------------------------------ dropped outputs

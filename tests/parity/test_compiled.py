@@ -104,10 +104,7 @@ SLOW = [
     ("world", "layout", "kinds", "layers"),
     [
         pytest.param(2, ZB_H1, ["selective"], 2, id="short"),
-        *(
-            pytest.param(world, layout, ["none"] if TP in layout else list(OPTIONS), 4, id=name, marks=pytest.mark.slow)
-            for name, world, layout in SLOW
-        ),
+        *(pytest.param(world, layout, list(OPTIONS), 4, id=name, marks=pytest.mark.slow) for name, world, layout in SLOW),
     ],
 )
 def test_compiled_layers_train_as_plain_ones(world: int, layout: dict[str, Any], kinds: list[str], layers: int) -> None:
