@@ -247,6 +247,7 @@ def split_and_compiled() -> None:
     step()  # compiles: the collectives of a second, traced run are no collectives
     runs.append(step())
     assert runs[0][1] == runs[1][1] and runs[0][1]["megatron_lightning::all_gather"] > 0
+    assert not any(name.startswith("_c10d_functional::all_gather") for name in runs[0][1])  # it corrupts the heap on gloo
     for gradients, _ in runs:
         for actual, expected in zip(gradients, whole, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # equal operations; fusion may reassociate
