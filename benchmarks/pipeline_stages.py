@@ -40,6 +40,16 @@ class Case(NamedTuple):
         return SCHEDULES[self.schedule]
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and weights are actions of their own."""
+        return self.schedule.startswith("zb")
+
+    def stage(self, ledger: WeightGradients | None = None) -> nn.Module:
+        """Return one stage; with a ledger for the gradients that our executor puts off."""
+        seconds = self.unit_s / self.chunks
+        return SplitStage(seconds, ledger) if self.splits_backward else Stage(seconds)
+
+    @property
     def ideal_s(self) -> float:
         """What the papers' formulas give for a step, with nothing but compute."""
         work, waits = 3 * self.microbatches * self.unit_s, (self.ranks - 1) * self.unit_s
@@ -97,8 +107,37 @@ class _SplitWeight(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _Work(torch.autograd.Function):
+    """Adds a weight; sleeps forward, and twice as long backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.seconds = seconds
+        _sleep(seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        _sleep(2 * ctx.seconds)
+        return grad, grad.sum().view(1), None
+
+
 class Stage(nn.Module):
-    """Maps [1, n] to [1, n]."""
+    """Maps [1, n] to [1, n], with a backward in one piece."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep."""
+        y: Tensor = _Work.apply(x, self.weight, self.seconds)
+        return y
+
+
+class SplitStage(nn.Module):
+    """Maps [1, n] to [1, n]; the backward comes in two halves, which torch parts by the graph and we by the ledger."""
 
     def __init__(self, seconds: float, ledger: WeightGradients | None = None) -> None:
         super().__init__()
@@ -122,7 +161,7 @@ def _sleep(seconds: float) -> None:
 class _Program:
     """What our executor runs."""
 
-    def __init__(self, stages: dict[int, Stage], num_stages: int, inputs: Tensor) -> None:
+    def __init__(self, stages: dict[int, nn.Module], num_stages: int, inputs: Tensor) -> None:
         self._stages, self._num_stages, self._inputs = stages, num_stages, inputs
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...]:
@@ -146,9 +185,8 @@ def our_step(case: Case, rank: int) -> Callable[[], None]:
     choice = schedules.resolve(case.schedule, num_coordinates=case.ranks, num_chunks=case.chunks)
     executor = PipelineExecutor(context, choice.placement)
     executor.warm_up()
-    ledger = executor.weight_gradients if choice.splits_backward else None
     own = choice.placement.stages_of(rank)
-    stages = {stage: Stage(case.unit_s / case.chunks, ledger) for stage in own}
+    stages = {stage: case.stage(executor.weight_gradients) for stage in own}
     inputs = torch.zeros(case.microbatches if 0 in own else 0, case.numel)
     table, program = choice.table(case.microbatches), _Program(stages, choice.placement.num_stages, inputs)
     return lambda: executor.run(table, program)
@@ -161,7 +199,7 @@ def torch_step(case: Case, rank: int) -> Callable[[], None]:
     example = torch.zeros(1, case.numel)
     stages = [
         pipelining.PipelineStage(
-            Stage(case.unit_s / case.chunks),
+            case.stage(),
             index,
             num_stages,
             torch.device("cpu"),
@@ -188,7 +226,7 @@ def torch_step(case: Case, rank: int) -> Callable[[], None]:
 
 def bare_step(case: Case, rank: int) -> Callable[[], None]:
     """Return a function that runs this rank's stages forward and backward, with no schedule and no messages."""
-    stages = [Stage(case.unit_s / case.chunks) for _ in range(case.chunks)]
+    stages = [case.stage() for _ in range(case.chunks)]
     x, gradient = torch.zeros(1, case.numel, requires_grad=True), torch.zeros(1, case.numel)
 
     def step() -> None:
