@@ -17,8 +17,9 @@ class LocalCopyCheckpoint(ModelCheckpoint):
     """Saves every rank's state to its node's own disk, with a copy on the next node; ``ckpt_path="last"`` finds it.
 
     A small file, ``local.ckpt``, on the shared file system says where the copies are. A run of the same layout goes on from the
-    newest copy of which every rank's part is on some node, so one lost node in two neighbours does no harm; otherwise, from
-    the newest checkpoint beside that file. The two newest copies are kept.
+    newest copy of which every rank's part is on some node, so one lost node in two neighbours does no harm; a run of another
+    layout, from the newest copy that is whole on every node; otherwise, from the newest checkpoint beside that file. The two
+    newest copies are kept.
 
     Args:
         folder: Folder on each node's own disk; ``{node_rank}`` in it stands for the node's number.

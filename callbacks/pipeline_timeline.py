@@ -18,8 +18,7 @@ class PipelineTimeline(pl.Callback):
     """Writes the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
 
     Every line is one action, see :mod:`megatron_lightning.pipeline.trace`. The ranks of a pipeline start their clocks together,
-    right before the step.
-    ``megatron-lightning schedule --trace DIR`` draws the files.
+    right before the step. ``megatron-lightning schedule --trace DIR`` draws the files.
 
     Args:
         dirpath: Folder of the files; None: ``pipeline_timeline`` in the Trainer's ``default_root_dir``.

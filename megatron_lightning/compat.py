@@ -1,4 +1,4 @@
-"""The only file that knows versions: one name for what torch 2.11 to 2.13 call differently."""
+"""The only file that knows versions of torch: one name for what 2.11 to 2.13 call differently or have under private names."""
 
 from __future__ import annotations
 

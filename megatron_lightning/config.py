@@ -1,7 +1,7 @@
-"""The configuration of the transformer models, torch-free, with Megatron-Core's field names where they exist.
+"""What a user sets as one value: sizes of the transformer models, and the strategy's groups of options. No torch here.
 
-Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` attention heads, ``g`` query groups,
-``d`` head dim (``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
+Names are Megatron-Core's where it has them. Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden,
+``n`` attention heads, ``g`` query groups, ``d`` head dim (``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
 """
 
 from __future__ import annotations

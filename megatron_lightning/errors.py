@@ -8,7 +8,7 @@ class MegatronLightningError(Exception):
 
 
 class ConfigError(MegatronLightningError, ValueError):
-    """A setting, or a combination of settings, that cannot work; raised before any process group exists."""
+    """A setting, or a combination of settings, that cannot work; raised before any process group exists if possible."""
 
 
 class DataError(MegatronLightningError, ValueError):

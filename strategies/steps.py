@@ -96,7 +96,7 @@ class StepRunner:
         context: Groups of this rank.
         assembly: What this rank holds of the module.
         executor: Runs the action tables.
-        schedule: Name of the pipeline schedule.
+        schedule: Order of work in the pipeline.
         variable_shapes: Whether every message between stages says its shapes; else equal micro-batches have equal ones.
     """
 

@@ -8,7 +8,7 @@ is whole on every node (one or two nodes have such ones), from whose parts each 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
 A small file on the shared file system, the *pointer*, says where the copies are, so that all ranks know of them, whatever
-their own disks hold. The idea follows NVIDIA Resiliency Extension's local checkpointing; a copy cannot be resharded.
+their own disks hold. The idea follows NVIDIA Resiliency Extension's local checkpointing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Over the data-parallel ranks the buckets deal whole parameters out (``buckets.whole_layout``), but for those that FSDP2 shards.
 Of these, and of what tensor-parallel ranks share, every matrix has an owner among the ranks that have parts of it: before a
 step the owner collects the shards of the gradient, after it the shards of the result go back, all of a step's matrices in one
-all-to-all. Fused weights are stepped as the matrices they
-consist of (query, key and value; gate and up), so that the update does not depend on how they are stored or sharded.
+all-to-all. Fused weights are stepped as the matrices they consist of (query, key and value; gate and up), so that the update
+does not depend on how they are stored or sharded.
 """
 
 from __future__ import annotations

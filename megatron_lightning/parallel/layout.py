@@ -124,8 +124,6 @@ class ParallelLayout:
                 f"Set num_nodes x devices to a multiple of {expert}, or lower one of the sizes."
             )
         data, expert_data = world_size // model, world_size // expert
-        if not self.order.endswith("pp") and self.pp > 1 and data * self.cp * self.tp != expert_data * self.ep * self.etp:
-            raise ConfigError(f"order {self.order!r} gives the dense and expert grids different pipelines. Put pp last.")
         if not self.order.endswith("pp") and self.pp > 1 and data != expert_data:
             raise ConfigError(
                 f"order {self.order!r} with pp > 1 needs equal data-parallel sizes, and the dense grid has {data}, "

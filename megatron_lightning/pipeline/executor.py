@@ -205,7 +205,6 @@ class _Run:
         self._executor, self._plan, self._program, self._backward = executor, plan, program, backward
         self._boundaries, self._shapes, self._timeline = executor.boundaries, shapes, executor.timeline
         self._weight_gradients = executor.weight_gradients
-        self._last_stage = executor.placement.num_stages - 1
         self._in_flight: dict[_Place, _InFlight] = {}
         self._local: dict[tuple[bool, int, int], tuple[Tensor, ...]] = {}
         self._inboxes = {
