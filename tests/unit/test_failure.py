@@ -30,7 +30,9 @@ def _error(message: str) -> ValueError:
 def _lost_connection() -> ValueError:
     """As gloo says it, and as code between it and the launcher may wrap it."""
     error = _error("the checkpoint was not written")
-    error.__cause__ = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:16581.")
+    error.__cause__ = RuntimeError(
+        "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16581."
+    )
     return error
 
 
@@ -88,6 +90,15 @@ def test_a_connection_that_broke_between_ranks_that_are_there_is_the_failure(
     assert re.search(r"rank 0 on \S+ failed: ValueError: the checkpoint was not written", capsys.readouterr().err)
     for watch in watches:
         watch.stop()
+
+
+def test_an_error_that_only_sounds_like_a_lost_connection_is_the_failure(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the other rank nothing is heard, and nobody asks."""
+    watch = FailureWatch(store, rank=0, world_size=2, roll_call_s=0.2)
+    assert not watch.report(RuntimeError("DataLoader timed out after 5 seconds"))
+    assert re.search(r"rank 0 on \S+ failed: RuntimeError: DataLoader timed out", capsys.readouterr().err)
 
 
 def test_a_failure_that_was_survived_does_not_end_the_next_run(store: dist.Store) -> None:
