@@ -230,6 +230,7 @@ def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
     _check(pairs, tmp_path)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("precision", "every"),
     [
