@@ -286,7 +286,8 @@ class MegatronStrategy(MegatronCheckpoints):
         with preflight.explained_empty_optimizers(self.layout, self.context.pp.rank):
             self.setup_optimizers(trainer)
         options, world_size = self.data_parallel_options, self.context.world_size
-        preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, world_size, options)
+        sharded = self.data_parallel != "ddp" and self.context.dp_cp.size > 1
+        preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, world_size, options, sharded=sharded)
         self._gradients = GradientFlow(
             self.module,
             self.assembly.specs,

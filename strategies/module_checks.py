@@ -19,6 +19,7 @@ from megatron_lightning.config import PipelineOptions, RecomputeOptions, Transfo
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
 from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import shared_names
 from megatron_lightning.pipeline.actions import Placement
@@ -178,8 +179,13 @@ def check_trained_layers(
         sharded: Whether FSDP2 shards them.
 
     Raises:
-        ConfigError: For sparse gradients over several replicas, and sharded, compiled layers that should put off gradients.
+        ConfigError: For sparse gradients over several replicas, sharded, compiled layers that should put off gradients, and
+            a table of parameter groups or a schedule of ours that does not fit them.
     """
+    if isinstance(module, GPTLightningModule):
+        check_rows(module, module.param_groups)
+        if not is_overridden("configure_optimizers", module, GPTLightningModule):
+            module.configure_optimizers()  # says itself which rates contradict each other
     if num_replicas > 1:
         _check_dense_gradients(module, num_replicas)
     if sharded and num_replicas > 1 and schedule.splits_backward:

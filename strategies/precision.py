@@ -55,6 +55,7 @@ class MegatronMixedPrecision(MixedPrecision):
         """All ranks, which share one verdict on overflow; set by the strategy."""
         self.read_by: Callable[[Optimizer], list[Tensor]] | None = None
         """Returns the gradients that an optimizer is going to read, also of copies that it steps; set by the strategy."""
+        self._scaled_by = 1.0  # what the losses of the gradients that exist were multiplied by
         self.step_skipped = False
         """Whether the last optimizer step was skipped because of an overflow."""
 
@@ -65,6 +66,7 @@ class MegatronMixedPrecision(MixedPrecision):
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then run the hooks that see it."""
+        self._scaled_by = self.scale
         scaled = tensor if self.loss_scale is None else tensor.float() * self.scale
         return super().pre_backward(scaled, module)
 
@@ -96,7 +98,7 @@ class MegatronMixedPrecision(MixedPrecision):
         """Divide this optimizer's gradients by the scale; return whether any rank found one that is not finite."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = gradients if self.read_by is None else self.read_by(optimizer)
-        found = unscale_(gradients, self.scale, device)
+        found = unscale_(gradients, self._scaled_by, device)  # another optimizer's step may have moved the scale since
         if self.ranks is not None and self.ranks.process_group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.ranks.process_group)
         return bool(found.item())

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from megatron_lightning.config import DataParallelOptions, NonFinite, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
@@ -225,13 +225,23 @@ def check_optimizers(
     micro_batch_size: int | None,
     world_size: int,
     options: DataParallelOptions,
+    *,
+    sharded: bool = False,
 ) -> None:
     """Check what ``configure_optimizers`` returned.
 
     Raises:
         ConfigError: For an optimizer that evaluates the step several times, where it decides by what this rank sees of it, or
-            steps copies of the weights, so that it would see the loss of others than it tries.
+            steps copies of the weights, so that it would see the loss of others than it tries; for an object that is no
+            torch optimizer, where the data-parallel ranks step shards.
     """
+    foreign = next((optimizer for optimizer in optimizers if not isinstance(optimizer, Optimizer)), None)
+    if sharded and foreign is not None:
+        raise ConfigError(
+            f"configure_optimizers returned a {type(foreign).__name__}, which is no torch.optim.Optimizer, and data_parallel "
+            'is "zero1" or "fsdp", which put shards into the param_groups of one. Derive it from torch.optim.Optimizer, or set '
+            'data_parallel="ddp".'
+        )
     searching = [optimizer for optimizer in optimizers if isinstance(optimizer, LBFGS)]
     if searching and (world_size > 1 or micro_batch_size is not None):
         raise ConfigError(

@@ -52,6 +52,7 @@ class MegatronSteps(MegatronModules):
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
         self._watch: FiniteWatch | None = None
         self._non_finite_found = False
+        self._verdict_used = False  # by an optimizer step since
         self._toggling: Toggling | None = None
 
     @property
@@ -207,6 +208,8 @@ class MegatronSteps(MegatronModules):
 
     def _settle(self) -> None:
         if self._watch is not None:
+            self._non_finite_found &= not self._verdict_used
+            self._verdict_used = False
             self._non_finite_found |= self._watch.settle(self.module.trainer.global_step)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -245,7 +248,10 @@ class MegatronSteps(MegatronModules):
             output = super().optimizer_step(optimizer, gradients, model, **kwargs)
         overflowed = self._loss_scaling is not None and self._loss_scaling.step_skipped
         self._step_skipped = self._non_finite_found or overflowed
-        self._non_finite_found = False
+        # Optimizers that a module steps itself may share one backward pass, whose verdict holds for all of them.
+        self._verdict_used = True
+        if self.module.automatic_optimization:
+            self._non_finite_found = False
         self.skipped_steps += self._step_skipped
         if self._step_skipped:
             for scheduler in self._scheduled():

@@ -25,7 +25,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     """Check that ``optimizer`` gives the same result on the flat pieces of a matrix as on the whole.
 
     Raises:
-        ConfigError: If it does not, or cannot be tried.
+        ConfigError: If it does not, or cannot be tried, or steps something else than what its groups hold.
     """
     if type(optimizer) in ELEMENTWISE:
         return
@@ -36,13 +36,18 @@ def require_elementwise(optimizer: Optimizer) -> None:
             whole, pieces = probe(optimizer, group)
         except Exception as error:
             raise ConfigError(
-                f'{name} could not be tried on a small matrix, which data_parallel="zero1" needs for optimizers that it does '
-                f"not know ({type(error).__name__}: {error}). {advice}"
+                f"{name} could not be tried on a small matrix, which sharding needs for optimizers that it does not know "
+                f"({type(error).__name__}: {error}). {advice}"
             ) from error
+        if not whole.any():
+            raise ConfigError(
+                f"{name} did not move a small matrix that stood in its param_groups, where sharding puts pieces of the "
+                f"parameters: it steps something else, such as the groups of an optimizer inside it. {advice}"
+            )
         if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * float(whole.abs().max())):
             raise ConfigError(
                 f"{name} does not treat every element by itself: a matrix stepped whole and as two flat pieces differ by "
-                f'{float((whole - pieces).abs().max()):.2g}. data_parallel="zero1" shards parameters into flat pieces. {advice}'
+                f'{float((whole - pieces).abs().max()):.2g}. "zero1" and "fsdp" shard parameters into flat pieces. {advice}'
             )
 
 
@@ -66,13 +71,16 @@ def _steps(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gr
     """Step copies of ``values`` once per list of gradients; return the results, flattened and joined."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     clone = object.__new__(type(optimizer))
+    clone.state = defaultdict(dict)
+    clone.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters}]
+    # An optimizer inside that shares groups or state with this one shares those of the clone.
+    shared: dict[int, Any] = {id(group): clone.param_groups[0]}
+    shared |= {id(optimizer.param_groups): clone.param_groups, id(optimizer.state): clone.state}
     left_out = ("state", "param_groups", "step")  # "step" is there when a scheduler has wrapped the original's
     for key, value in vars(optimizer).items():
         if key not in left_out:
             # Hooks belong to the original; everything else is copied, so that the trial leaves no trace in it.
-            clone.__dict__[key] = type(value)() if key.endswith("_hooks") else copy.deepcopy(value)
-    clone.state = defaultdict(dict)
-    clone.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters}]
+            clone.__dict__[key] = type(value)() if key.endswith("_hooks") else copy.deepcopy(value, shared)
     rate = clone.param_groups[0].get("lr")
     if rate is not None:  # a warm-up may start at zero, where every optimizer looks element-wise
         clone.param_groups[0]["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1

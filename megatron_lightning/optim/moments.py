@@ -7,28 +7,35 @@ The optimizer computes in fp32: its moments are widened before a step and rounde
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"})
 """States that are averages of gradients; what other optimizers sum up for ever would not survive the rounding."""
 
+_DECAY_RATES = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}  # by the option's name: what it is called
 _SMALLEST_UPDATE = 2.0**-9  # half the distance of neighbouring bf16 numbers, relative to the larger ones
 
 
 def warn_if_lost(optimizer: Optimizer) -> None:
     """Warn if the second moment changes by less in a step than bf16 can tell apart."""
-    slow = {group["betas"][1] for group in optimizer.param_groups if "betas" in group}
-    slow = {beta for beta in slow if 1.0 - float(beta) < _SMALLEST_UPDATE}
-    if slow:
+    rates = {name: [_rate(group, name) for group in optimizer.param_groups if name in group] for name in _DECAY_RATES}
+    slow = {name: max(found) for name, found in rates.items() if found and 1.0 - max(found) < _SMALLEST_UPDATE}
+    for name, rate in slow.items():
+        called = _DECAY_RATES[name]
         warnings.warn(
-            f"moments_dtype='bf16' with beta2={max(slow)}: a second moment that shrinks by {1.0 - max(slow):.2g} of itself a "
-            "step rounds back to what it was, so it never falls. Set beta2 to 0.99 or less, or moments_dtype='fp32'.",
+            f"moments_dtype='bf16' with {called}={rate}: a second moment that shrinks by {1.0 - rate:.2g} of itself a "
+            f"step rounds back to what it was, so it never falls. Set {called} to 0.99 or less, or moments_dtype='fp32'.",
             stacklevel=2,
         )
+
+
+def _rate(group: Mapping[str, Any], name: str) -> float:
+    return float(group[name][1] if name == "betas" else group[name])
 
 
 def widen(optimizer: Optimizer, targets: Iterable[nn.Parameter]) -> None:
@@ -45,6 +52,8 @@ def narrow(optimizer: Optimizer, targets: Iterable[nn.Parameter]) -> None:
 
 def _cast(optimizer: Optimizer, target: nn.Parameter, dtype: torch.dtype) -> None:
     state = optimizer.state.get(target, {})
+    if "grad_avg" in state:  # a variance, the difference of two moments: rounded ones could make it negative
+        return
     for key in MOMENTS.intersection(state):
         value = state[key]
         if isinstance(value, Tensor):  # None: momentum that is switched off

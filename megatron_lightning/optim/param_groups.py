@@ -99,6 +99,24 @@ def make_param_groups(
     return groups
 
 
+def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
+    """Check, on the whole module, that every row takes a parameter.
+
+    Raises:
+        ConfigError: Naming the row that takes none.
+    """
+    _, *groups = make_param_groups(module, table, lr=0.0)
+    for row, group in zip(table, groups, strict=True):
+        if group["params"]:
+            continue
+        fitting = [name for name, p in module.named_parameters() if row.max_dims is None or p.dim() <= row.max_dims]
+        raise ConfigError(
+            f"parameter group {row.name!r} takes no parameter of {type(module).__name__}: params={list(row.params)} match "
+            f"none, or only what rows before it have taken. Parameters are called {' or '.join(map(repr, fitting[:2]))}; "
+            "give such names, in which * stands for a part of a segment and ** for any number of segments, or remove the row."
+        )
+
+
 def _group(row: ParamGroup, lr: float, weight_decay: float) -> dict[str, Any]:
     group: dict[str, Any] = {"params": [], "name": row.name, "lr": lr * row.lr_mult if row.lr is None else row.lr}
     group |= {"weight_decay": weight_decay * row.wd_mult, "wd_mult": row.wd_mult}

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import LossScaleOptions, TransformerConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
+from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import HIDDEN, VOCABULARY, ToyData
 from tests.helpers.trainers import trainer
 from tests.lightning.support import (
@@ -112,6 +115,58 @@ def test_two_optimizers(layout: Layout, toggle: Toggle, tmp_path: Path) -> None:
         for name in expected[key]:
             if not name.endswith("_step") and name != "loss" and name != "judged":
                 assert_close(mean_over_ranks([[rank[key][name]] for rank in ranks]), [expected[key][name]], where=name)
+
+
+class _OneBackward(pl.LightningModule):
+    """Two optimizers that step what one backward pass gives them; one layer each."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.first, self.second, self.factor = nn.Linear(4, 4), nn.Linear(4, 4), factor
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward((self.second(batch) + self.first(batch) * (self.factor if batch_idx == 1 else 1.0)).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in (self.first, self.second)]
+
+
+def _one_backward(factor: float, **options: Any) -> list[float]:
+    """Return how far each layer's bias went in three steps of 1e-2."""
+    strategy = MegatronStrategy(data_parallel="ddp", non_finite=options.pop("non_finite", "ignore"))
+    fitted, module = trainer(strategy, max_steps=6, **options), _OneBackward(factor)
+    before = [layer.bias.detach().clone() for layer in (module.first, module.second)]
+    fitted.fit(module, DataLoader(torch.ones(3, 4), batch_size=1))  # type: ignore[arg-type]
+    moved = zip(before, (module.first, module.second), strict=True)
+    return [float((start - layer.bias).detach().mean()) for start, layer in moved]
+
+
+def test_no_optimizer_steps_what_is_not_finite() -> None:
+    """The verdict on one backward pass holds for every optimizer that steps afterwards, and not for the next pass."""
+    moved = run_ranks(1, _not_finite)[0]
+    assert moved == pytest.approx([0.02, 0.02])
+
+
+def _not_finite() -> list[float]:
+    return _one_backward(float("nan"), non_finite="skip")
+
+
+def test_an_optimizer_unscales_by_what_its_losses_were_scaled_with() -> None:
+    """The first one overflows and halves the scale; the second one's gradients are still of the scale before."""
+    moved = run_ranks(1, _overflowing)[0]
+    assert moved == pytest.approx([0.02, 0.03])
+
+
+def _overflowing() -> list[float]:
+    scale = LossScaleOptions(initial_scale=2.0**10, hysteresis=1)
+    return _one_backward(1e38, plugins=[MegatronMixedPrecision("16-mixed", "cpu", scale)])
 
 
 class _Language(pl.LightningModule):

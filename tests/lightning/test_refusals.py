@@ -16,14 +16,16 @@ from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, Stocha
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.optim import LRSchedule, ParamGroup
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.failure import PeerFailure
 from megatron_lightning.strategies.launchers import ScriptLauncher
-from megatron_lightning.strategies.preflight import warn_of_few_microbatches
+from megatron_lightning.strategies.preflight import check_optimizers, warn_of_few_microbatches
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
@@ -305,6 +307,12 @@ def _language_model() -> GPTLightningModule:
     return GPTLightningModule(TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16))
 
 
+def _with_groups(name: str, **settings: Any) -> Callable[[], pl.LightningModule]:
+    """The same with a table of parameter groups."""
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    return lambda: GPTLightningModule(config, param_groups=[ParamGroup(name="own", params=[name])], **settings)
+
+
 class _Unlaunched(ToyModule):
     """Its model exists from the start, and cannot be cut."""
 
@@ -338,13 +346,25 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             {"recompute": _selective("core_atn")},
             r"'core_atn' of .* Did you mean 'core_attn'\? Its modules",
         ),
+        (
+            _with_groups("**.embeding.**"),
+            [],
+            {"pipeline_model_parallel_size": 2},
+            r"parameter group 'own' takes no parameter of .*embeding.* are called 'model.embedding.*remove the row",
+        ),
+        (
+            _with_groups("**.linear_fc1.*", learning_rate=1e-4, lr_schedule=LRSchedule(lr_decay_steps=9, min_lr=1e-3)),
+            [],
+            {},
+            r"parameter group 0 has min_lr=0.001 above its learning rate 0.0001",
+        ),
         (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
         (ToyModule, [BackboneFinetuning()], {"pipeline_model_parallel_size": 2}, "the 2 pipeline ranks, which hold different"),
         (ToyModule, [_PRUNING], {}, "ModelPruning has use_lottery_ticket_hypothesis=True"),
         (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees, .* pipeline 2"),
     ],
     ids=[
-        *("manual", "backward", "units", "orphan", "table", "compiled", "recompute"),
+        *("manual", "backward", "units", "orphan", "table", "compiled", "recompute", "groups", "rates"),
         *("finetuning", "finetuning-stages", "pruning-shards", "pruning-stages"),
     ],
 )
@@ -360,6 +380,13 @@ def test_modules_are_refused_before_any_process_starts(
     refused = trainer(MegatronStrategy(**options), devices=2, callbacks=callbacks)
     with pytest.raises(ConfigError, match=message):
         refused.fit(module(), datamodule=ToyData())
+
+
+def test_shards_are_not_given_to_what_is_no_torch_optimizer() -> None:
+    """Lightning steps any object that has the methods; what it holds would be whole parameters without gradients."""
+    check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=False)
+    with pytest.raises(ConfigError, match=r'a object, which is no torch.optim.Optimizer.*Derive it .* data_parallel="ddp"'):
+        check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=True)
 
 
 class _Uncut(ToyModule):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
+from torch.optim import Adadelta, Adagrad, Adamax, AdamW, RMSprop
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim import moments
 from megatron_lightning.optim.buckets import flat_layout, whole_layout
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
@@ -27,6 +31,36 @@ def test_counts_are_whole_numbers(value: object) -> None:
 def test_moments_have_two_dtypes() -> None:
     with pytest.raises(ConfigError, match=r"moments_dtype is 'fp8'. Set it to \"fp32\" or \"bf16\""):
         DataParallelOptions(moments_dtype="fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "rounded"),
+    [
+        (AdamW, {"amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (Adamax, {}, {"exp_avg", "exp_inf"}),
+        (RMSprop, {"momentum": 0.9}, {"square_avg", "momentum_buffer"}),
+        (RMSprop, {"centered": True}, set()),
+        (Adadelta, {}, {"square_avg", "acc_delta"}),
+        (Adagrad, {}, set()),
+    ],
+    ids=["adamw", "adamax", "rmsprop", "centered", "adadelta", "adagrad"],
+)
+def test_moments_of_every_optimizer_are_rounded(cls: Any, options: dict[str, Any], rounded: set[str]) -> None:
+    """But for sums, and for the variance of the centered RMSprop."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = cls([parameter], **options)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    moments.narrow(optimizer, [parameter])
+    state = optimizer.state[parameter]
+    assert {key for key, value in state.items() if value.dtype == torch.bfloat16} == rounded
+    moments.widen(optimizer, [parameter])
+    assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def test_averages_that_bf16_cannot_follow_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"alpha=0.999: .* Set alpha to 0.99 or less"):
+        moments.warn_if_lost(RMSprop([torch.nn.Parameter(torch.ones(3))], alpha=0.999))
 
 
 def test_instances_need_shards_and_divide_the_ranks() -> None:

@@ -52,6 +52,28 @@ class Lars(torch.optim.SGD):
                 p.add_(p.grad * p.norm() / p.grad.norm(), alpha=-group["lr"])
 
 
+class Around(torch.optim.Optimizer):
+    """A user's optimizer that lets another one step, in groups that they share or that both have."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, shares: bool) -> None:
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], {"lr": 0.1})
+        self.inner = inner
+        if shares:
+            self.param_groups = inner.param_groups
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_what_steps_something_else_than_its_groups_is_refused() -> None:
+    def made(*, shares: bool) -> Around:
+        return Around(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), shares=shares)
+
+    require_elementwise(made(shares=True))
+    with pytest.raises(ConfigError, match=r'Around did not move a small matrix .* steps something else.*data_parallel="ddp"'):
+        require_elementwise(made(shares=False))
+
+
 @pytest.mark.parametrize("rate", [0.0, 1e-6, 0.1])
 def test_an_unknown_optimizer_is_tried(rate: float) -> None:
     parameter = nn.Parameter(torch.ones(3))
