@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
-from megatron_lightning.checkpoint.agreement import all_gather
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
@@ -189,7 +188,7 @@ class RescueCheckpoint(ModelCheckpoint):
         }
         mine = counts[trainer.state.stage] if trainer.state.stage is not None else 0
         mine = mine if isinstance(mine, list) else [mine]
-        fewest = [min(numbers) for numbers in zip(*all_gather(_all_ranks(), mine), strict=True)]
+        fewest = [min(numbers) for numbers in zip(*_all_ranks().all_gather_object(mine), strict=True)]
         self._num_batches = [0 if math.isinf(number) else int(number) for number in fewest]
 
     def _end_if_told(self, trainer: pl.Trainer) -> None:

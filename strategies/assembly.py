@@ -191,7 +191,7 @@ def _parallelize(module: pl.LightningModule, context: ParallelContext, plan: Sha
 def _equalize(module: nn.Module, world: AxisGroup) -> None:
     """Give all ranks rank 0's weights where they differ (unseeded initialisation), as DistributedDataParallel does."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-    if not tensors or _agree(torch.stack([fingerprint(t) for t in tensors]), world):
+    if not tensors or not disagreeing(torch.stack([fingerprint(t) for t in tensors]), world):
         return
     for tensor in tensors:
         dist.broadcast(tensor.detach(), src=world.ranks[0], group=world.process_group)
@@ -202,10 +202,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     return (padded * (2 * torch.arange(padded.numel(), device=padded.device) + 1)).sum()  # odd factors keep every bit
-
-
-def _agree(fingerprints: Tensor, group: AxisGroup) -> bool:
-    return not disagreeing(fingerprints, group)
 
 
 def disagreeing(fingerprints: Tensor, group: AxisGroup) -> list[int]:

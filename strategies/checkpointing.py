@@ -12,7 +12,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,7 @@ from megatron_lightning.checkpoint import (
     stands_for,
 )
 from megatron_lightning.checkpoint.agreement import ALONE, together
+from megatron_lightning.checkpoint.naming import holds_tensors
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
@@ -32,6 +32,7 @@ from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.strategies.gradients import unwrapped
 from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
 from megatron_lightning.strategies.local_copies import copy_plan, open_copy
 from megatron_lightning.strategies.progress import RunProgress
@@ -112,7 +113,7 @@ class CheckpointGlue:
     def _module_shards(self, rest: dict[str, Any]) -> Iterator[TensorShards]:
         """Take every dict of tensors by module name out of ``rest``."""
         for key, value in list(rest.items()):
-            if key != "state_dict" and not _is_tensor_dict(key, value):
+            if not (isinstance(value, Mapping) and holds_tensors(key, value)):
                 continue
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
             rest[key] = self._merged_over_stages({name: x for name, x in value.items() if not isinstance(x, Tensor)})
@@ -122,11 +123,7 @@ class CheckpointGlue:
 
     def _merged_over_stages(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Return what the pipeline ranks have beside tensors (extra states of their layers), put together."""
-        pipeline = self._strategy.context.pp
-        ranks: list[Any] = [entries]
-        if pipeline.process_group is not None:
-            ranks = [None] * pipeline.size
-            dist.all_gather_object(ranks, entries, group=pipeline.process_group)
+        ranks = self._strategy.context.pp.all_gather_object(entries)
         return {name: value for rank in reversed(ranks) for name, value in rank.items()}
 
     def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
@@ -153,16 +150,11 @@ class CheckpointGlue:
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return what stands for an optimizer's state in the dict that Lightning hands to hooks."""
-        return _OptimizerHandle(getattr(optimizer, "_optimizer", optimizer))
+        return _OptimizerHandle(unwrapped(optimizer))
 
     def _merged_groups(self, optimizers: Sequence[DistributedOptimizer]) -> list[list[dict[str, Any]]]:
         """Return each optimizer's parameter groups with the names of all pipeline ranks, in the whole model's order."""
-        context = self._strategy.context
-        mine = [optimizer.param_groups() for optimizer in optimizers]
-        ranks: list[Any] = [mine]
-        if context.pp.process_group is not None:
-            ranks = [None] * context.pp.size
-            dist.all_gather_object(ranks, mine, group=context.pp.process_group)
+        ranks = self._strategy.context.pp.all_gather_object([optimizer.param_groups() for optimizer in optimizers])
         place = {name: position for position, name in enumerate(self._strategy.assembly.names)}
         return [merge_groups([rank[index] for rank in ranks], place) for index in range(len(optimizers))]
 
@@ -300,15 +292,6 @@ class _OptimizerHandle(dict[str, Any]):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.state_dict())
         self.optimizer = optimizer
-
-
-def _is_tensor_dict(key: str, value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and "." not in key
-        and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
-    )
 
 
 def _check_optimizers(views: Sequence[DistributedOptimizer], saved: Sequence[Mapping[str, Any]]) -> None:

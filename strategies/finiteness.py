@@ -114,9 +114,7 @@ class FiniteWatch:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=world.process_group)
         if not found.item():
             return []
-        ranks: list[_Finding | None] = [None] * world.size
-        dist.all_gather_object(ranks, mine, group=world.process_group)
-        return [finding for finding in ranks if finding is not None]
+        return [finding for finding in world.all_gather_object(mine) if finding is not None]
 
     def _message(self, first: _Finding, ranks: set[int], step: int) -> str:
         grid = self._context.grid

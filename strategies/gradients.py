@@ -38,6 +38,11 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardSpec
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the user's optimizer, which Lightning hands out in a wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
 class GradientFlow:
     """Accumulates, reduces, exposes and clips the gradients of one fit.
 
@@ -265,7 +270,7 @@ class GradientFlow:
         mine, others = set[str](), set[str]()
         for view in self._views:
             if view is not None:
-                is_it = view.optimizer is getattr(optimizer, "_optimizer", optimizer)
+                is_it = view.optimizer is unwrapped(optimizer)
                 (mine if is_it else others).update(view.names)
         return others - mine
 
@@ -301,8 +306,8 @@ class GradientFlow:
 
     def group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the global norm of every parameter group by its name, or its number from 0 on; a collective."""
-        carriers, targets = self._carriers_of_groups(optimizer), self.reducer.targets()
-        mine = {str(group.get("name", index)): ids for index, (group, ids) in enumerate(carriers)}
+        targets, groups = self.reducer.targets(), zip(optimizer.param_groups, self._carriers(optimizer), strict=True)
+        mine = {str(group.get("name", index)): ids for index, (group, ids) in enumerate(groups)}
         norms = {}
         for name in self._agreed(tuple(mine)):
             ids = mine.get(name, set())
@@ -310,11 +315,12 @@ class GradientFlow:
             norms[name] = global_grad_norm(self.reducer.counted(chosen), self._context, sharded=self.reducer.sharded)
         return norms
 
-    def _carriers_of_groups(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], set[int]]]:
+    def _carriers(self, optimizer: Optimizer) -> list[set[int]]:
+        """Return which tensors carry the gradients that each parameter group reads; not always what it steps."""
         for view in self._views:
-            if view is not None and view.exchanged and view.optimizer is getattr(optimizer, "_optimizer", optimizer):
-                return list(zip(optimizer.param_groups, view.carriers_of_groups(), strict=True))
-        return [(group, {id(parameter) for parameter in group["params"]}) for group in optimizer.param_groups]
+            if view is not None and view.exchanged and view.optimizer is unwrapped(optimizer):
+                return view.carriers_of_groups()
+        return [{id(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
 
     def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of all pipeline ranks, which may have other groups; exchanged when this rank's change."""
@@ -322,8 +328,7 @@ class GradientFlow:
         if pipeline.process_group is None:
             return names
         if names not in self._group_names:
-            ranks: list[tuple[str, ...]] = [()] * pipeline.size
-            dist.all_gather_object(ranks, names, group=pipeline.process_group)
+            ranks = pipeline.all_gather_object(names)
             self._group_names[names] = tuple(dict.fromkeys(name for rank in ranks for name in rank))
         return self._group_names[names]
 
@@ -331,16 +336,9 @@ class GradientFlow:
         """Return the gradients by name, without those that ``optimizer`` does not step."""
         if optimizer is None:
             return self.by_name()
-        stepped = self._carriers(optimizer)
+        stepped = set().union(*self._carriers(optimizer))
         targets = self.reducer.targets()
         return {name: gradient for name, gradient in self.by_name().items() if id(targets[name]) in stepped}
-
-    def _carriers(self, optimizer: Optimizer) -> set[int]:
-        """Return which tensors carry the gradients that ``optimizer`` reads; not always what it steps."""
-        for view in self._views:
-            if view is not None and view.exchanged and view.optimizer is getattr(optimizer, "_optimizer", optimizer):
-                return view.carriers()
-        return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def read_by(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the gradients that ``optimizer`` is going to read, where they can still be changed."""

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from megatron_lightning.checkpoint.agreement import all_gather
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -63,7 +62,7 @@ def merge_metric_states(module: nn.Module, replicas: AxisGroup) -> MergedStates:
     states = list(_persistent(module))
     if replicas.size == 1 or not states:
         return MergedStates({}, {})
-    ranks = all_gather(replicas, [tree_map_only(Tensor, lambda t: t.detach().cpu(), state.value) for state in states])
+    ranks = replicas.all_gather_object([tree_map_only(Tensor, lambda t: t.detach().cpu(), state.value) for state in states])
     result = MergedStates({}, {})
     for state, *values in zip(states, *ranks, strict=True):
         if state.is_list:

@@ -47,9 +47,8 @@ class MetricSync:
         if context.pp.rank == 0 and context.dp_cp.size > 1:
             states = gather_all_tensors(state, context.dp_cp.process_group)
         if context.pp.size > 1 and not self.in_step:
-            box = [[s.cpu() for s in states] if context.pp.rank == 0 else None]
-            dist.broadcast_object_list(box, src=context.pp.ranks[0], group=context.pp.process_group)
-            states = [s.to(state.device) for s in box[0] or []]
+            gathered = [s.cpu() for s in states] if context.pp.rank == 0 else []
+            states = [s.to(state.device) for s in context.pp.broadcast_object(gathered)]
         return states
 
     def counts(self) -> dict[str, list[int]]:

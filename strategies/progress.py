@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from megatron_lightning.checkpoint.agreement import gather
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
@@ -50,17 +50,12 @@ class RunProgress:
         strategy = self._strategy
         context = strategy.context
         fit_loop = rest.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        ranks: list[Any] = [None] * context.world_size
         mine: dict[str, Any] = {}
         if context.tp.rank == context.pp.rank == context.cp.rank == 0:
             mine["data"] = (context.dp.rank, strategy.runner.rng.state(), fit_loop.get("combined_loader"))
         if context.dp.rank == 0:
             mine["layers"] = (f"tp{context.tp.rank}-pp{context.pp.rank}", context.rng.state_dict())
-        if dist.is_initialized() and context.world_size > 1:
-            dist.gather_object(mine, ranks if context.rank == 0 else None, dst=0)
-        else:
-            ranks = [mine]
-        ranks = [rank for rank in ranks if rank]
+        ranks = gather(context.axis("world"), mine)
         data = [rank["data"] for rank in ranks if "data" in rank]
         return {
             "consumed_samples": strategy.consumed_samples,

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
@@ -49,11 +48,7 @@ class _SharedOrder:
         states = {"default": torch.get_rng_state()}
         if self._own_generator() is not None:
             states["sampler"] = self._own_generator().get_state()
-        if self._group.process_group is not None:
-            box: list[Any] = [states if self._group.rank == 0 else None]
-            dist.broadcast_object_list(box, src=self._group.ranks[0], group=self._group.process_group)
-            states = box[0]
-        return states
+        return self._group.broadcast_object(states)
 
     def indices(self, states: dict[str, Tensor]) -> Sequence[int]:
         """Draw the order from ``states``; a rank whose generator stood elsewhere keeps its own state."""

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.fully_sharded import ShardedUnits
@@ -229,10 +230,7 @@ class StepRunner:
 
     def _broadcast_objects(self, value: Any) -> Any:
         """Send tensors with dims as well: predictions, on the CPU."""
-        box = [torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cpu(), value)]
-        pipeline = self.context.pp
-        torch.distributed.broadcast_object_list(box, src=pipeline.ranks[0], group=pipeline.process_group)
-        return box[0]
+        return self.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))
 
 
 class _StepProgram:
@@ -279,7 +277,7 @@ class _StepProgram:
         return LogRecorder(self._runner.module, self.sizes).installed()
 
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:
-        self.outputs[microbatch] = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, output)
+        self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         counted = isinstance(output, Mapping) and "num_items" in output
         if counted:
             items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._runner.context.device)

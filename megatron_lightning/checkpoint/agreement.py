@@ -15,15 +15,6 @@ T = TypeVar("T")
 ALONE = AxisGroup("alone", (0,), 0, None)
 
 
-def all_gather(group: AxisGroup, value: T) -> list[T]:
-    """Return the value of every rank of the group, by coordinate."""
-    if group.process_group is None:
-        return [value]
-    values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.process_group)
-    return values
-
-
 def gather(group: AxisGroup, value: T) -> list[T]:
     """Return the value of every rank on the group's first rank, and nothing on the others."""
     if group.process_group is None:
@@ -45,10 +36,7 @@ def on_first_rank(group: AxisGroup, step: Callable[[], T]) -> T:
             outcome[0] = step()
         except Exception as error:
             outcome[1:] = _describe(error), error
-    if group.process_group is not None:
-        sent = outcome[:2]  # the error itself need not be picklable
-        dist.broadcast_object_list(sent, src=group.ranks[0], group=group.process_group)
-        outcome[:2] = sent
+    outcome[:2] = group.broadcast_object(outcome[:2])  # the error itself need not be picklable
     if outcome[1] is not None:
         raise CheckpointError(outcome[1]) from outcome[2]
     result: T = outcome[0]
@@ -72,7 +60,7 @@ def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
         result.append(step())
     except Exception as error:
         failure = error
-    errors = all_gather(group, _describe(failure) if failure else None)
+    errors = group.all_gather_object(_describe(failure) if failure else None)
     failed = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, errors, strict=True) if text]
     if failed:
         more = f"; and {len(failed) - 8} more ranks" if len(failed) > 8 else ""

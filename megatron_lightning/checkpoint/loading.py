@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.checkpoint.agreement import ALONE, all_gather, together
+from megatron_lightning.checkpoint.agreement import ALONE, together
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.sharded import PART_BYTES, TensorShards, parts_of
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo
@@ -54,7 +54,7 @@ def load_sharded(
     stored = source.tensors()
     request = together(group, "loading the checkpoint", lambda: _request(tensors, stored))
     # One bit a tensor: thousands of ranks exchange what they ask for.
-    replies = all_gather(group, request._replace(wanted=[]))
+    replies = group.all_gather_object(request._replace(wanted=[]))
     missing = sorted({name for reply in replies for name in reply.missing})
     misfits = sorted({text for reply in replies for text in reply.misfits})
     asked = reduce(or_, (reply.asked for reply in replies))

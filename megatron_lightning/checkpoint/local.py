@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_lightning.checkpoint.agreement import all_gather, on_first_rank, together
+from megatron_lightning.checkpoint.agreement import on_first_rank, together
 from megatron_lightning.checkpoint.commit import is_committed, new_identifier
 from megatron_lightning.checkpoint.manifest import Shape, dtype_of
 from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
@@ -142,7 +142,7 @@ class LocalCopies:
             CheckpointError: On every rank, if a part is damaged, or cannot be brought to its node.
         """
         group, wanted = self._group, set(range(num_ranks))
-        held = all_gather(group, self._held())
+        held = group.all_gather_object(self._held())
         places = [set().union(*held)] if same_layout else held
         complete = [
             name
@@ -157,7 +157,7 @@ class LocalCopies:
         first = range(group.rank, num_ranks, group.size)
         opened = together(group, "opening a local copy", lambda: [_open_part(self._part(name, rank)) for rank in first])
         shapes: dict[str, TensorInfo] = {}
-        for described in all_gather(group, [part.tensors for part in opened]):
+        for described in group.all_gather_object([part.tensors for part in opened]):
             for tensors in described:
                 shapes.update(tensors)
         state = on_first_rank(group, lambda: opened[0].state)

@@ -37,7 +37,7 @@ def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
     for key, value in checkpoint.items():
         if key == _OPTIMIZERS:
             state[key] = [_split_optimizer(entry, f"{key}.{i}.state.", tensors) for i, entry in enumerate(value)]
-        elif isinstance(value, Mapping) and _holds_tensors(key, value):
+        elif isinstance(value, Mapping) and holds_tensors(key, value):
             tensors.update({f"{key}.{name}": tensor for name, tensor in value.items() if isinstance(tensor, Tensor)})
             state[key] = {name: other for name, other in value.items() if not isinstance(other, Tensor)}
         else:
@@ -120,7 +120,8 @@ def _split_optimizer(entry: Mapping[str, Any], prefix: str, tensors: dict[str, T
     return {**entry, "state": {fqn: values for fqn, values in rest.items() if values}}
 
 
-def _holds_tensors(key: str, value: Mapping[Any, Any]) -> bool:
+def holds_tensors(key: str, value: Mapping[Any, Any]) -> bool:
+    """Return whether the entry ``key`` of a checkpoint is a dict of tensors by name, as the table at the top has them."""
     if key == "state_dict":
         return True
     return "." not in key and bool(value) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())

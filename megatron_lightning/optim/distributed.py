@@ -91,12 +91,8 @@ class DistributedOptimizer(OptimizerState):
         """Names of the parameters that the optimizer was made for, on this rank or not."""
         return {entry.name for entry in self._all_entries()}
 
-    def carriers(self) -> set[int]:
-        """Return the ids of the tensors that carry the reduced gradients which the optimizer reads here."""
-        return {id(entry.carrier) for entry in self._all_entries() if entry.carrier is not None}
-
     def carriers_of_groups(self) -> list[set[int]]:
-        """Return the same for each parameter group."""
+        """Return, for each parameter group, the ids of the tensors that carry the reduced gradients which it reads here."""
         return [{id(entry.carrier) for entry in entries if entry.carrier is not None} for entries in self._entries]
 
     def _targets(self) -> Iterator[nn.Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from megatron_lightning.parallel.rng import RngStreams
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 # Creation order is fixed: features such as SHARP bind to the group created first (contracts of Megatron-Core).
 _DENSE_GROUPS = ("dp-cp", "dp", "cp", "tp", "pp", "tp-pp", "tp-cp", "tp-dp-cp")
@@ -43,6 +45,22 @@ class AxisGroup:
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every rank's picklable ``value``, by coordinate; a collective."""
+        if self.process_group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def broadcast_object(self, value: T) -> T:
+        """Return the first rank's picklable ``value``; a collective, to which the others may give anything."""
+        if self.process_group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.process_group)
+        return box[0]
 
     def __deepcopy__(self, memo: object) -> AxisGroup:
         return self  # modules that hold a group are copied by callbacks (weight averaging); the communicator is not
