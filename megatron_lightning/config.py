@@ -31,6 +31,18 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def _check_counts(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
     """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults.
@@ -130,14 +142,9 @@ class TransformerConfig:
     """Seed of the initial weights, which depend on it and on the parameter's name only, not on the layout."""
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+        _check_counts(self, *_COUNTS)
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}.")
+            _check_choice(name, getattr(self, name), choices)
         for name in ("layernorm_epsilon", "init_method_std"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more.")
@@ -239,9 +246,7 @@ class CheckpointOptions:
     ones are zeros, with a warning. False: another size is an error."""
 
     def __post_init__(self) -> None:
-        if self.on_save_error not in get_args(SaveErrorAction):
-            choices = ", ".join(get_args(SaveErrorAction))
-            raise ConfigError(f"on_save_error is {self.on_save_error!r}, which is unknown. Set it to one of {choices}.")
+        _check_choice("on_save_error", self.on_save_error, get_args(SaveErrorAction))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,12 +279,8 @@ class DataParallelOptions:
     """fsdp: reduce-scatter gradients after every micro-batch, so that they are never kept whole, instead of once a step."""
 
     def __post_init__(self) -> None:
-        for name in ("bucket_size", "num_distributed_optimizer_instances"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
-        if self.moments_dtype not in get_args(MomentsDtype):
-            raise ConfigError(f'moments_dtype is {self.moments_dtype!r}. Set it to "fp32" or "bf16".')
+        _check_counts(self, "bucket_size", "num_distributed_optimizer_instances")
+        _check_choice("moments_dtype", self.moments_dtype, get_args(MomentsDtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,13 +312,12 @@ class PipelineOptions:
     instead of being run once for each."""
 
     def __post_init__(self) -> None:
-        counts = (
-            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "microbatch_group_size_per_vp_stage"
-        )  # fmt: skip
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+        _check_counts(
+            self,
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "microbatch_group_size_per_vp_stage",
+        )
         ways = {
             "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout is not None,
             "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage is not None,
@@ -374,8 +374,7 @@ class RecomputeOptions:
                 f"recompute_method={method} and recompute_num_layers={count} choose whole layers, and recompute_granularity is "
                 f"{granularity}. Set it to full, or leave both out."
             )
-        if count is not None and count < 1:
-            raise ConfigError(f"recompute_num_layers is {count}; it counts layers. Set it to 1 or more.")
+        _check_counts(self, "recompute_num_layers")
         if granularity == "selective" and not self.recompute_modules:
             raise ConfigError("recompute_modules is empty, and recompute_granularity is selective. Name a module.")
         for name in ("recompute_modules", "recompute_layers", "offload_modules"):

@@ -6,7 +6,7 @@ ranks, replace layers by their parallel counterparts, allocate and initialise wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -180,12 +180,9 @@ def _summed_over_stages(name: str, spec: ShardSpec, assembly: Assembly) -> Shard
 
 
 def _parallelize(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None) -> None:
-    if plan is not None:
-        parallelize(module, context, plan)
-        return
-    for child in find_tables(module, context.layout.tp):
-        make_plan: Callable[[], ShardingPlan] = getattr(child, "sharding_plan")  # noqa: B009 (no attribute of nn.Module)
-        parallelize(child, context, make_plan())
+    plans = find_tables(module, context.layout.tp) if plan is None else {"": plan}
+    for path, table in plans.items():
+        parallelize(module.get_submodule(path), context, table)
 
 
 def _equalize(module: nn.Module, world: AxisGroup) -> None:

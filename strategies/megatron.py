@@ -236,8 +236,8 @@ class MegatronStrategy(MegatronCheckpoints):
             executor=self._executor,
             schedule=self.pipeline_schedule,
             variable_shapes=self.pipeline_options.variable_seq_lengths,
+            units=self._units,
         )
-        self._runner.units = self._units
         self._buffers = BufferSync(module, self.assembly, self.context)
         self.barrier()
         if fitting:

@@ -21,7 +21,7 @@ from megatron_lightning.layers.recompute import check_patterns
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import shared_names
+from megatron_lightning.parallel.sharding import ShardingPlan, sharding_plans, shared_names
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
 from megatron_lightning.pipeline.partition import unit_names
@@ -212,13 +212,13 @@ def _check_uncompiled(module: pl.LightningModule, schedule: ScheduleChoice) -> N
         )
 
 
-def find_tables(module: pl.LightningModule, tensor_size: int) -> list[nn.Module]:
-    """Return the modules that have a tensor-parallel table.
+def find_tables(module: pl.LightningModule, tensor_size: int) -> dict[str, ShardingPlan]:
+    """Return the tensor-parallel tables of the modules that have one, by their paths.
 
     Raises:
         ConfigError: If there is none.
     """
-    found = [child for child in module.modules() if callable(getattr(child, "sharding_plan", None))]
+    found = sharding_plans(module)
     if not found:
         raise ConfigError(
             f"tensor_model_parallel_size is {tensor_size}, and no module of {type(module).__name__} says how it is split "

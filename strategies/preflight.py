@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 
-from megatron_lightning.config import DataParallelOptions, NonFinite, TransformerConfig
+from megatron_lightning.config import DataParallel, DataParallelOptions, NonFinite, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import main_dtype
@@ -48,7 +48,7 @@ def check_options(
             f"micro_batch_size is {micro_batch_size!r}; it counts samples. Set it to a whole number of 1 or more, or leave it "
             "unset for whole batches."
         )
-    if data_parallel not in ("ddp", "zero1", "fsdp"):
+    if data_parallel not in get_args(DataParallel):
         raise ConfigError(f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or "fsdp".')
     check_non_finite(non_finite)
     if start_method not in ("popen", "spawn", "fork"):

@@ -99,6 +99,7 @@ class StepRunner:
         executor: Runs the action tables.
         schedule: Order of work in the pipeline.
         variable_shapes: Whether every message between stages says its shapes; else equal micro-batches have equal ones.
+        units: What FSDP2 shards of the stages; None without it.
     """
 
     def __init__(
@@ -110,15 +111,14 @@ class StepRunner:
         executor: PipelineExecutor,
         schedule: ScheduleChoice,
         variable_shapes: bool = False,
+        units: ShardedUnits | None = None,
     ) -> None:
-        self.module, self.context, self.assembly = module, context, assembly
+        self.module, self.context, self.assembly, self.units = module, context, assembly, units
         self.rng, self.metrics = ReplicaRng(context.device), MetricSync(module, context)
         self.num_stages = context.layout.num_stages
         self.variable_shapes = variable_shapes
         self._choice, self._schedules = schedule, dict[tuple[int, bool], Schedule]()
         self._executor = executor
-        self.units: ShardedUnits | None = None
-        """What FSDP2 shards of the stages."""
         self._executor.forget_boundaries()
         self._epoch = 0
         self._broadcast, self._lists = StageBroadcast(context.pp, context.device), StepLists(module, context.device)

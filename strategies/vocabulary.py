@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.layers.styles import VocabParallel
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, Style, compile_pattern
+from megatron_lightning.parallel.sharding import ShardingPlan, sharding_plans
 
 
 class ResizedVocabulary:
@@ -86,23 +85,14 @@ def vocabulary_parameters(module: nn.Module, plan: ShardingPlan | None, names: I
         plan: The table of the whole module; None: the ``sharding_plan()`` of the modules that have one.
         names: Names of parameters.
     """
-    plans = {"": plan} if plan is not None else {}
-    if plan is None:
-        for path, child in module.named_modules():
-            make_plan: Callable[[], ShardingPlan] | None = getattr(child, "sharding_plan", None)
-            if callable(make_plan):
-                plans[f"{path}." if path else ""] = make_plan()
-    tables = {
-        prefix: [(compile_pattern(pattern), style) for pattern, style in found.modules.items()]
-        for prefix, found in plans.items()
-    }
-    return [name for name in names if any(_is_vocabulary(name, prefix, table) for prefix, table in tables.items())]
+    plans = sharding_plans(module) if plan is None else {"": plan}
+    tables = [(f"{path}." if path else "", table) for path, table in plans.items()]
+    return [name for name in names if any(_is_vocabulary(name, prefix, table) for prefix, table in tables)]
 
 
-def _is_vocabulary(name: str, prefix: str, table: Sequence[tuple[re.Pattern[str], Style]]) -> bool:
+def _is_vocabulary(name: str, prefix: str, table: ShardingPlan) -> bool:
     path = name.removeprefix(prefix).rpartition(".")[0]
-    style = next((style for pattern, style in table if pattern.fullmatch(path)), None)
-    return name.startswith(prefix) and isinstance(style, VocabParallel)
+    return name.startswith(prefix) and isinstance(table.style_of(path), VocabParallel)
 
 
 def _parameter_of(full: str) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
@@ -172,7 +174,7 @@ class ShardSpec:
                 high = tuple(min(o + n, p + m) for o, n, p, m in zip(offset, shape, box.local_offset, box.shape, strict=True))
                 if any(a >= b for a, b in zip(low, high, strict=True)):
                     continue
-                view = flat[position : position + _numel(shape)].view(shape)
+                view = flat[position : position + prod(shape)].view(shape)
                 view = view[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
                 at = tuple(g + a - p for g, a, p in zip(box.global_offset, low, box.local_offset, strict=True))
                 pieces.append((at, view))
@@ -202,13 +204,6 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
         module.fused_rows = source.fused_rows
 
 
-def _numel(shape: Shape) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
 _NOTED_TIES = "_megatron_ties"
 
 
@@ -232,8 +227,8 @@ def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape
             count = min(shape[dim - 1] - index[dim - 1], (stop - start) // inner)
             extent = (*(1,) * (dim - 1), count, *shape[dim:])
         yield tuple(index), extent, position
-        start += _numel(extent)
-        position += _numel(extent)
+        start += prod(extent)
+        position += prod(extent)
 
 
 def note_ties(model: nn.Module) -> None:
@@ -319,6 +314,20 @@ class ShardingPlan:
     attributes: Mapping[str, Callable[[int, ParallelContext], int]] = field(default_factory=dict)
     """Attribute path pattern -> function of (value, context) for sizes that become local, such as a head count."""
 
+    def style_of(self, path: str) -> Style | None:
+        """Return what is done to the module at ``path``; None: it stays as it is."""
+        return next((style for pattern, style in self._styles if pattern.fullmatch(path)), None)
+
+    @cached_property
+    def _styles(self) -> list[tuple[re.Pattern[str], Style]]:
+        return [(compile_pattern(pattern), style) for pattern, style in self.modules.items()]
+
+
+def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
+    """Return the tables of the modules in ``module`` that have a ``sharding_plan()``, by their paths."""
+    found = ((path, getattr(child, "sharding_plan", None)) for path, child in module.named_modules())
+    return {path: make_plan() for path, make_plan in found if callable(make_plan)}
+
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Turn a dotted pattern into a regular expression."""
@@ -343,10 +352,9 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
     Raises:
         ShardingError: If a size does not divide over the ranks, or the same module is reached under two names.
     """
-    styles = [(compile_pattern(pattern), style) for pattern, style in plan.modules.items()]
     tied = shared_names(model)
     for path, module in list(model.named_modules()):
-        style = next((style for pattern, style in styles if pattern.fullmatch(path)), None)
+        style = plan.style_of(path)
         if style is None:
             continue
         try:

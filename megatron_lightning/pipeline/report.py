@@ -12,7 +12,7 @@ from megatron_lightning.pipeline.formulas import expected
 from megatron_lightning.pipeline.picture import Panel, chrome_trace, draw, svg, write_png
 from megatron_lightning.pipeline.schedules import SCHEDULES, make_schedule, resolve
 from megatron_lightning.pipeline.simulate import Costs, PerStage, Simulation, simulate
-from megatron_lightning.pipeline.trace import Timeline, read_timeline
+from megatron_lightning.pipeline.trace import Trace, read_trace
 
 
 def describe_schedule(
@@ -55,7 +55,7 @@ def describe_schedule(
         DataError: If the trace cannot be read.
     """
     if trace is not None:
-        return _executed(read_timeline(trace), trace, Path(output))
+        return _executed(read_trace(trace), trace, Path(output))
     if ranks is None or microbatches is None:
         raise ConfigError(
             f"ranks is {ranks} and microbatches is {microbatches}; a schedule is for numbers of both. Set --ranks and "
@@ -153,28 +153,28 @@ def _compared(tables: Sequence[Schedule], costs: Sequence[Costs], group_size: in
     return "\n".join([head, "", *_aligned(rows), "", written])
 
 
-def _executed(timeline: Timeline, source: str, output: Path) -> str:
+def _executed(trace: Trace, source: str, output: Path) -> str:
     """Lay an executed step beside the simulation of its table with the times that its actions took on average."""
-    schedule, costs = timeline.schedule, timeline.costs()
+    schedule, costs = trace.schedule, trace.costs()
     simulation = simulate(schedule, costs)
-    step_times = (max(end for _, end in timeline.spans.values()), simulation.step_time)
-    both = (timeline.spans, simulation.spans)
+    step_times = (max(end for _, end in trace.spans.values()), simulation.step_time)
+    both = (trace.spans, simulation.spans)
 
     def idle(row: Iterable[Action], count: int = 1) -> list[str]:
         actions = tuple(row)
         work = [sum(spans[action][1] - spans[action][0] for action in actions) for spans in both]
         return [_percent(1 - busy / (total * count)) for busy, total in zip(work, step_times, strict=True)]
 
-    bubbles = idle(timeline.spans, len(schedule.actions))
+    bubbles = idle(trace.spans, len(schedule.actions))
     rows = [
         ["", "executed", "simulated"],
         ["step time, ms", *(_number(1e3 * time) for time in step_times)],
         ["bubble", *bubbles],
     ]
     for coordinate, row in enumerate(schedule.actions):
-        rows.append([f"idle time of pp rank {coordinate} (rank {timeline.ranks[coordinate]})", *idle(row)])
+        rows.append([f"idle time of pp rank {coordinate} (rank {trace.ranks[coordinate]})", *idle(row)])
     durations = costs.durations(schedule.placement.num_stages)
-    kinds = [kind for kind in Kind if any(action.kind is kind for action in timeline.spans)]
+    kinds = [kind for kind in Kind if any(action.kind is kind for action in trace.spans)]
     means = [["mean ms of", *(kind.value for kind in kinds)]]
     for stage in range(schedule.placement.num_stages):
         means.append([f"stage {stage}", *(_number(1e3 * durations[kind][stage]) for kind in kinds)])

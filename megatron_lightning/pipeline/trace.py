@@ -33,7 +33,7 @@ class Executed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Trace:
     """What the ranks of one pipeline did in one step."""
 
     schedule: Schedule
@@ -81,7 +81,7 @@ def trace_lines(executed: Iterable[Executed]) -> str:
     )
 
 
-def read_timeline(directory: str) -> Timeline:
+def read_trace(directory: str) -> Trace:
     """Return the last recorded step of the first of a run's pipelines.
 
     Where several ranks have the same stages (tensor- and data-parallel ones), the lowest stands for them.
@@ -104,10 +104,10 @@ def read_timeline(directory: str) -> Timeline:
     first_of: dict[frozenset[int], int] = {}
     for rank in sorted(rows):
         first_of.setdefault(frozenset(line.action.stage for line in rows[rank]), rank)
-    return _timeline(directory, {rank: rows[rank] for rank in sorted(first_of.values())})
+    return _trace(directory, {rank: rows[rank] for rank in sorted(first_of.values())})
 
 
-def _timeline(directory: str, rows: Mapping[int, list[Executed]]) -> Timeline:
+def _trace(directory: str, rows: Mapping[int, list[Executed]]) -> Trace:
     ordered = [sorted(row, key=lambda line: line.start_s) for row in rows.values()]
     holders = {line.action.stage: coordinate for coordinate, row in enumerate(ordered) for line in row}
     if sorted(holders) != list(range(len(holders))):
@@ -121,7 +121,7 @@ def _timeline(directory: str, rows: Mapping[int, list[Executed]]) -> Timeline:
     spans = {line.action: (line.start_s - begin, line.end_s - begin) for row in ordered for line in row}
     num_microbatches = 1 + max(action.microbatch for action in spans)
     actions = tuple(tuple(line.action for line in row) for row in ordered)
-    return Timeline(Schedule("executed", placement, num_microbatches, actions), spans, tuple(rows))
+    return Trace(Schedule("executed", placement, num_microbatches, actions), spans, tuple(rows))
 
 
 def _read_file(path: Path) -> Iterable[Executed]:

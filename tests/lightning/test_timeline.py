@@ -10,7 +10,7 @@ from megatron_lightning.callbacks import PipelineTimeline
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.report import describe_schedule
 from megatron_lightning.pipeline.schedules import zbv
-from megatron_lightning.pipeline.trace import read_timeline
+from megatron_lightning.pipeline.trace import read_trace
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule
@@ -27,7 +27,7 @@ def _train(folder: str) -> None:
 def test_the_executed_step_is_the_schedule(tmp_path: Path) -> None:
     run_ranks(4, _train, str(tmp_path))  # two pipelines
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank}.jsonl" for rank in range(4)]
-    timeline = read_timeline(str(tmp_path))
+    timeline = read_trace(str(tmp_path))
     assert timeline.schedule.actions == zbv(2, 4).actions and timeline.ranks == (0, 2)
     assert all(0 <= start < end for start, end in timeline.spans.values())
     text = describe_schedule(trace=str(tmp_path), output=str(tmp_path / "out"))

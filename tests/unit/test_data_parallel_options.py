@@ -29,7 +29,7 @@ def test_counts_are_whole_numbers(value: object) -> None:
 
 
 def test_moments_have_two_dtypes() -> None:
-    with pytest.raises(ConfigError, match=r"moments_dtype is 'fp8'. Set it to \"fp32\" or \"bf16\""):
+    with pytest.raises(ConfigError, match=r"moments_dtype is 'fp8', which is unknown. Set it to one of fp32, bf16"):
         DataParallelOptions(moments_dtype="fp8")  # type: ignore[arg-type]
 
 

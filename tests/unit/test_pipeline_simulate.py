@@ -20,7 +20,7 @@ from megatron_lightning.pipeline.formulas import expected
 from megatron_lightning.pipeline.picture import Box, Panel, Text, chrome_trace, draw, svg, write_png
 from megatron_lightning.pipeline.report import describe_schedule
 from megatron_lightning.pipeline.simulate import Costs, simulate, validate
-from megatron_lightning.pipeline.trace import Executed, read_timeline, trace_lines
+from megatron_lightning.pipeline.trace import Executed, read_trace, trace_lines
 
 ONE_CHUNK = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
@@ -219,7 +219,7 @@ def _length(span: tuple[float, float]) -> float:
 def test_an_executed_step_is_laid_beside_the_simulated(tmp_path: Path) -> None:
     schedule = schedules.interleaved(2, 4, 2)
     _write_traces(tmp_path, schedule, 1.1, {0: 0, 1: 0, 4: 1, 5: 1})
-    timeline = read_timeline(str(tmp_path))
+    timeline = read_trace(str(tmp_path))
     assert timeline.schedule.actions == schedule.actions and timeline.ranks == (0, 4)
     assert timeline.schedule.placement == Placement.loop(2, 2) and timeline.costs().forward == pytest.approx((0.001,) * 4)
     simulation = simulate(schedule, Costs(forward=1, input_gradient=2, weight_gradient=1))
@@ -233,16 +233,16 @@ def test_an_executed_step_is_laid_beside_the_simulated(tmp_path: Path) -> None:
 def test_wrong_traces(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="are empty"):
-        read_timeline(str(tmp_path))
+        read_trace(str(tmp_path))
     good = trace_lines([Executed(0, Action(1, Kind.FORWARD, 0), 0.0, 1.0)])
     (tmp_path / "a.jsonl").write_text(good + '{"rank": 0}\n')
     with pytest.raises(DataError, match=r"a.jsonl, line 2, is no executed action \(KeyError\('stage'\)\)"):
-        read_timeline(str(tmp_path))
+        read_trace(str(tmp_path))
     (tmp_path / "a.jsonl").write_text(good)
     with pytest.raises(DataError, match=r"of the stages 1 only. Copy the files of all ranks"):
-        read_timeline(str(tmp_path))
+        read_trace(str(tmp_path))
     (tmp_path / "b.jsonl").write_text(trace_lines([Executed(1, Action(0, Kind.FORWARD, 0), 0.0, 1.0)]))
-    read_timeline(str(tmp_path))
+    read_trace(str(tmp_path))
     (tmp_path / "c.jsonl").write_text(trace_lines([Executed(2, Action(2, Kind.FORWARD, 0), 0.0, 1.0)]))
     with pytest.raises(DataError, match="not of one pipeline: placement"):
-        read_timeline(str(tmp_path))
+        read_trace(str(tmp_path))
