@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"})
 """States that are averages of gradients; what other optimizers sum up for ever would not survive the rounding."""
 
-_DECAY_RATES = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}  # by the option's name: what it is called
+_DECAY_RATES: Mapping[str, str] = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}  # by the option's name: what it is called
 _SMALLEST_UPDATE = 2.0**-9  # half the distance of neighbouring bf16 numbers, relative to the larger ones
 
 
