@@ -54,11 +54,11 @@ class FiniteWatch:
         self._seen: list[tuple[_Finding, Tensor]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def attach(self, parameters: Mapping[str, Tensor]) -> None:
-        """Look at every gradient that these parameters receive."""
+    def attach(self, parameters: Mapping[str, Tensor], when: Callable[[], bool]) -> None:
+        """Look at every gradient that these parameters receive while ``when()`` holds."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and parameter.numel():
-                hook = parameter.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
+                hook = parameter.register_hook(partial(self._gradient, name, when))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def detach(self) -> None:
@@ -77,7 +77,9 @@ class FiniteWatch:
                 finding = _Finding(microbatch, False, stage, len(self._seen), self._context.rank, stage, what)
                 self._seen.append((finding, _largest(tensor)))
 
-    def _gradient(self, name: str, gradient: Tensor) -> None:
+    def _gradient(self, name: str, when: Callable[[], bool], gradient: Tensor) -> None:
+        if not when():
+            return
         stage, microbatch = self._place()
         depth, rank = self._num_stages - stage, self._context.rank
         finding = _Finding(microbatch, True, depth, len(self._seen), rank, stage, f"the gradient of {name}")

@@ -84,6 +84,7 @@ class MegatronMixedPrecision(MixedPrecision):
             raise ConfigError(
                 "LBFGS evaluates the loss several times a step, and 16-mixed scales it once. Set another precision."
             )
+        self.step_skipped = False
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None: there are no gradients
             self._after_closure(model, optimizer)

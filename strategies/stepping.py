@@ -259,17 +259,19 @@ class MegatronSteps(MegatronModules):
         return output
 
     def _watch_for_non_finite(self) -> None:
-        """Begin to look for infinities and NaN, if that is wanted; with a loss scale not in gradients, which may overflow."""
+        """Begin to look for infinities and NaN, if that is wanted; in gradients unless a loss scale may let them overflow."""
         if self._watch is not None:
             self._watch.detach()
         self._watch = None
         preflight.check_non_finite(self.non_finite)
         if self.non_finite == "ignore":
             return
+        scale = None if self._loss_scaling is None else self._loss_scaling.loss_scale
         self._watch = FiniteWatch(self.context, self.num_stages, policy=self.non_finite, place=self.runner.place)
-        if self._loss_scaling is None:
-            parameters: dict[str, Tensor] = dict(self.module.named_parameters())
-            self._watch.attach(parameters if self._units is None else {**parameters, **self._units.whole_parameters()})
+        parameters: dict[str, Tensor] = dict(self.module.named_parameters())
+        if self._units is not None:
+            parameters |= self._units.whole_parameters()
+        self._watch.attach(parameters, lambda: scale is None or scale.is_lowest)
 
     def _release_methods(self) -> None:
         """Give the module's own methods back to it."""

@@ -32,6 +32,11 @@ class DynamicLossScale:
         self._clean_steps = 0
         self._overflows_left = self.options.hysteresis
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether the scale cannot fall any further, so that what is not finite is not its fault."""
+        return self.scale <= self.options.min_scale
+
     def update(self, overflowed: bool) -> None:
         """Take note of one step: whether any gradient on any rank was infinite or NaN."""
         options = self.options

@@ -73,10 +73,10 @@ def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
 
 
 def train(
-    name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.dtype, options: DataParallelOptions
+    name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.dtype, options: DataParallelOptions, cp: int = 1
 ) -> dict[str, Any]:
     """Train on this rank's part of every batch; with one rank and fp32 this is ordinary training."""
-    context = ParallelContext(ParallelLayout())
+    context = ParallelContext(ParallelLayout(context_parallel_size=cp))
     model, group = make(dtype), context.dp_cp
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     specs = named_shard_specs(model)
@@ -175,11 +175,11 @@ def test_equals_one_process(name: str, sharded: bool, ranks: int, micro: int, fl
     check(results, reference(name), 1e-6)
 
 
-@pytest.mark.parametrize("instances", [2, 4])
-def test_hybrid_shards_equal_one_process(instances: int) -> None:
-    """Sharded among 4 / ``instances`` neighbours and replicated over the rest: the same training, the same norm."""
+@pytest.mark.parametrize(("instances", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_hybrid_shards_equal_one_process(instances: int, cp: int) -> None:
+    """Sharded among 4 / ``instances`` neighbours, of both axes, and replicated over the rest: the same training and norm."""
     options = DataParallelOptions(bucket_size=100, num_distributed_optimizer_instances=instances)
-    results = run_ranks(4, train, "adamw", True, 2, 1, torch.float32, options)
+    results = run_ranks(4, train, "adamw", True, 2, 1, torch.float32, options, cp)
     check(results, reference("adamw"), 1e-6)
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.errors import ConfigError, NonFiniteError
-from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import DP2, MICRO, PP2, PP2_DDP2, PP2_DP2, Layout, layouts, run
 
@@ -86,11 +87,13 @@ def _local(parameter: Any) -> Tensor:
 
 
 def _train(layout: Layout, folder: str, where: str, policy: str, more: dict[str, Any]) -> dict[str, Any]:
-    strategy, weights, module = layout.strategy(non_finite=policy, **more), _Weights(), _Poisoned(where)
+    ours = {key: value for key, value in more.items() if key != "plugins"}
+    strategy, weights, module = layout.strategy(non_finite=policy, **ours), _Weights(), _Poisoned(where)
     data = layout.data_module(num_samples=8 * STEPS)
     loader = data.train_dataloader()
     loader.dataset[8 * BAD_STEP + BAD_SAMPLE]["ids"] = torch.full_like(loader.dataset[0]["ids"], -1)
     options = {"max_steps": STEPS, "callbacks": [weights], "limit_val_batches": 0, "gradient_clip_val": 1.0}
+    options["plugins"] = more.get("plugins")
     message = ""
     try:
         _trainer(strategy, folder, options).fit(module, loader)
@@ -122,6 +125,7 @@ WHAT = {
 }
 FSDP = {"data_parallel": "fsdp"}
 ZB = {"pipeline_schedule": "zb-h1"}
+LOWEST = {"plugins": MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=1.0))}  # it cannot fall
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,7 @@ ZB = {"pipeline_schedule": "zb-h1"}
         pytest.param(PP2_DP2, "output", {}, id="pp2-dp2-output"),
         pytest.param(PP2_DP2, "gradient", {**FSDP, **ZB}, id="pp2-fsdp2-zb-gradient"),
         pytest.param(DP2, "loss", {}, id="dp2-loss"),
+        pytest.param(MICRO, "gradient", LOWEST, id="micro-lowest-scale-gradient"),
         pytest.param(DP2, "gradient", FSDP, id="fsdp2-gradient", marks=pytest.mark.slow),
         pytest.param(MICRO, "gradient", {}, id="micro-gradient", marks=pytest.mark.slow),
         pytest.param(PP2, "loss", {}, id="pp2-loss", marks=pytest.mark.slow),
