@@ -12,7 +12,6 @@ Memory is the most of this process beyond what it held before, as Linux counts i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -35,7 +34,6 @@ from megatron_lightning.checkpoint import TensorShards, load_sharded, open_check
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 
-RESULTS = Path(__file__).parent / "results"
 COLUMNS = 4096
 NUM_TENSORS = 16
 MIB = 1 << 20
@@ -185,17 +183,12 @@ def measure_round(bench: Bench, number: int) -> dict[str, float]:
 @contextmanager
 def peak_of(result: dict[str, float], name: str) -> Iterator[None]:
     """Note under ``name`` how many bytes this process took at most, beyond what it held before the block."""
-    before = _status_bytes("VmRSS")
+    before = machine.status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far (man 5 proc)
     try:
         yield
     finally:
-        result[name] = _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+        result[name] = machine.status_bytes("VmHWM") - before
 
 
 def measure_memory(bench: Bench) -> dict[str, float]:
@@ -244,13 +237,11 @@ def markdown(
     manifest: ManifestCost,
 ) -> str:
     """Return the result as a page."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     size = facts["state_bytes"]
     lines = [
         f"# Checkpoints, {facts['date'][:10]}",
         "",
-        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
-        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end.",
+        f"{machine.headline(facts)}.",
         "",
         f"{size / MIB:.0f} MiB in {NUM_TENSORS} fp32 matrices, one process, {len(rounds)} rounds in turns; checksums on, files "
         "flushed, page cache emptied before reading.",
@@ -311,10 +302,7 @@ def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ran
     page = markdown(facts, rounds, comparisons, peaks, manifest)
     kept = {"facts": facts, "rounds": rounds, "peaks": peaks, "manifest": asdict(manifest)}
     kept["comparisons"] = [{**asdict(entry), "met": entry.met} for entry in comparisons]
-    results.mkdir(parents=True, exist_ok=True)
-    stem = results / f"checkpoint_cpu_{facts['date'].replace(':', '').replace('+0000', '')}"
-    stem.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page)
+    machine.keep(results, "checkpoint_cpu", facts, page, kept)
     return page
 
 
@@ -325,7 +313,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state; more than a disk's own cache holds")
     parser.add_argument("--rounds", type=int, default=15, help="fewer than 15 prove nothing")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
     options = parser.parse_args()
     mib, rounds, ranks = (16, 2, 256) if options.quick else (options.mib, options.rounds, 16384)
     print(run(mib * MIB, rounds, options.folder, options.results, num_ranks=ranks))

@@ -11,7 +11,6 @@ Step times are taken in turns (``benchmarks.teams``): medians, ratios with a boo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.bench_step import DEEP, QUICK, RESULTS, SHALLOW, TINY, Steps, largest_loss_difference, wall_seconds
+from benchmarks.bench_step import DEEP, QUICK, SHALLOW, TINY, Steps, largest_loss_difference, wall_seconds
 from benchmarks.data_parallel_counts import Count, count
 from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import measure
@@ -57,13 +56,11 @@ def layer_seconds(shallow: Steps, deep: Steps, name: str) -> list[float]:
 def markdown(result: Result, shape: Shape) -> str:
     """Return the result as a page."""
     facts = result.facts
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines = [
         f"# Data parallelism, {facts['date'][:10]}",
         "",
-        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
-        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end. {facts['rounds']} rounds in "
-        f"turns; losses of all variants agree to {facts['loss_difference']:.1e}.",
+        f"{machine.headline(facts)}. {facts['rounds']} rounds in turns; losses of all variants agree to "
+        f"{facts['loss_difference']:.1e}.",
         "",
         "Counted in one step of 3 micro-batches, bf16 parameters, AdamW:",
         "",
@@ -122,11 +119,8 @@ def run(shape: Shape, num_rounds: int, folder: Path, ranks: Sequence[int] = (1, 
         speed={name: {peer: ratio_of_medians(walls[peer], walls[name]) for peer in PEERS} for name in OURS},
     )
     page = markdown(result, shape)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"data_parallel_cpu_{facts['date'].replace(':', '').replace('+0000', '')}"
     kept = {**asdict(result), "shape": asdict(shape), "wall_seconds": walls, "layer_host_seconds": layers}
-    stem.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page)
+    machine.keep(folder, "data_parallel_cpu", facts, page, kept)
     return page
 
 
@@ -135,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
     parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
     options = parser.parse_args()
     print(run(QUICK if options.quick else Shape(), 2 if options.quick else options.rounds, options.results))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import multiprocessing as mp
 import os
 import statistics
@@ -34,7 +33,6 @@ from benchmarks import machine
 from benchmarks.pipeline_stages import ENGINES, SCHEDULES, Case, bare_step
 from benchmarks.statistics import ratio_of_medians
 
-RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 600.0
 SMALL, LARGE = 256, 2**20  # elements of a message
 GOALS: Mapping[str, float] = {"1f1b": 1.05, "interleaved": 1.05, "zb-h1": 1.08, "zbv": 1.08}
@@ -68,16 +66,11 @@ def _measure_memory(case: Case, engine: str) -> float:
     """Return by how many MiB the resident memory of this rank grows at most during its first three steps."""
     step = ENGINES[engine](case, dist.get_rank())
     dist.barrier()
-    before = _status_mib("VmRSS")
+    before = machine.status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     for _ in range(3):
         step()
-    return _status_mib("VmHWM") - before
-
-
-def _status_mib(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+    return (machine.status_bytes("VmHWM") - before) / 2**20
 
 
 def _rank_main(body: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, args: tuple[Any, ...]) -> None:
@@ -184,7 +177,6 @@ def rows(result: Mapping[str, Any]) -> list[str]:
 
 def markdown(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     """Return the result as a page."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     header = (
         "ranks x micro-batches", "schedule", "formula ms", "ours ms", "torch ms", "ours / formula", "goal", "torch / ours",
         "messages alone ms, ours / torch", "host µs an action, ours / torch", "peak MiB, ours / torch",
@@ -192,8 +184,7 @@ def markdown(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> 
     lines = [
         f"# Pipeline schedules, {facts['date'][:10]}",
         "",
-        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
-        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end.",
+        f"{machine.headline(facts)}.",
         "",
         f"Stages sleep {results[0]['unit_s'] * 1e3:.0f} ms for a forward, an input gradient and a weight gradient; "
         f"{facts['rounds']} rounds in turns; medians of the slowest rank, 95 % bootstrap intervals.",
@@ -211,10 +202,7 @@ def run(sizes: Sequence[int], unit_s: float, rounds: int, folder: Path) -> str:
     results = [measure(ranks, 2 * ranks, unit_s, rounds) for ranks in sizes]
     facts |= {"rounds": rounds, "load_average_at_end": machine.describe()["load_average"]}
     page = markdown(facts, results)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"pipeline_cpu_{facts['date'].replace(':', '').replace('+0000', '')}"
-    stem.with_suffix(".json").write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page)
+    machine.keep(folder, "pipeline_cpu", facts, page, {"facts": facts, "results": results})
     return page
 
 
@@ -225,7 +213,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--unit-ms", type=float, default=20.0, help="what a forward of a whole rank takes")
     parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
     options = parser.parse_args()
     sizes, unit_ms, rounds = ([2], 5.0, 2) if options.quick else (options.ranks, options.unit_ms, options.rounds)
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")  # so that freed activations leave the resident memory

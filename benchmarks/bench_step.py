@@ -12,7 +12,6 @@ shallow model of tiny width, divided by the layers and micro-batches of rank 0.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,6 @@ from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import StepTime, measure
 from benchmarks.variants import GOALS, VARIANTS, Goal, Shape, Variant
 
-RESULTS = Path(__file__).parent / "results"
 TINY = Shape(hidden_size=32, num_heads=8, num_groups=4, ffn_size=64, vocab_size=64, sequence=16)
 QUICK = replace(TINY, num_layers=2)
 SHALLOW, DEEP = 2, 10
@@ -103,13 +101,10 @@ def rows(steps: Steps, shape: Shape, host: tuple[Steps, Steps] | None) -> list[R
 
 def markdown(facts: Mapping[str, Any], shape: Shape, table: Sequence[Row], comparisons: Sequence[Comparison]) -> str:
     """Return the result as a page."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines = [
         f"# Training step, {facts['date'][:10]}",
         "",
-        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
-        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end (the benchmark itself adds "
-        "up to 4).",
+        f"{machine.headline(facts)} (the benchmark itself adds up to 4).",
         "",
         f"{shape.num_layers} layers x {shape.hidden_size}, {shape.num_heads} heads, {shape.num_groups} query groups, ffn "
         f"{shape.ffn_size}, vocabulary {shape.vocab_size}, sequence {shape.sequence}, batch {shape.batch}, fp32, AdamW, clip "
@@ -170,14 +165,11 @@ def run(names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool,
             str(layers): {name: cpu_seconds(rounds) for name, rounds in times.items()}
             for layers, times in zip((SHALLOW, DEEP), host, strict=True)
         }
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"step_cpu_{facts['date'].replace(':', '').replace('+0000', '')}"
-    stem.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page)
+    file = machine.keep(folder, "step_cpu", facts, page, kept)
     if facts["loss_difference"] > LOSS_TOLERANCE:
         raise RuntimeError(
             f"the losses of the variants differ by {facts['loss_difference']:.1e}, more than {LOSS_TOLERANCE}: they did not do "
-            f"the same work, and {stem}.md compares nothing."
+            f"the same work, and {file} compares nothing."
         )
     return page
 
@@ -188,7 +180,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
     parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
     options = parser.parse_args()
     shape, rounds = (QUICK, 2) if options.quick else (Shape(), options.rounds)
     print(run(options.variants, shape, rounds, with_host=not options.quick, folder=options.results))

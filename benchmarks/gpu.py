@@ -23,7 +23,6 @@ import torch
 from benchmarks import machine
 from benchmarks.gpu_cases import CASES, HEADLINE, Item
 
-RESULTS = Path(__file__).parent / "results"
 BUDGET_S = 7.5 * 60
 """Of the 8 minutes, so that the last measurement may take somewhat longer than expected."""
 TESTS_S = 200.0
@@ -137,7 +136,7 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", help=f"one longer case of {', '.join(CASES)}; without it, tests and headline benchmarks")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} finds no CUDA device here, so there is nothing to test or measure.")

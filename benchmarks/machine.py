@@ -1,10 +1,12 @@
-"""What a result must say of where it was measured."""
+"""What a result must say of where it was measured, and the files that keep it."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
 
 
 def describe() -> dict[str, Any]:
@@ -27,6 +30,33 @@ def describe() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("torch", "lightning", "numpy")}},
         "commit": _commit(),
     }
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """Return the sentence on machine, versions and load that a page of results begins with."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return (
+        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
+        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end"
+    )
+
+
+def keep(folder: Path, name: str, facts: Mapping[str, Any], page: str, numbers: Mapping[str, Any]) -> Path:
+    """Write a page of results and its numbers into ``folder``; return the page's file, named by ``name`` and the date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{name}_{facts['date'].replace(':', '').replace('+0000', '')}"
+    stem.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(page)
+    return stem.with_suffix(".md")
+
+
+def status_bytes(field: str) -> int:
+    """Return a size of this process as Linux counts it, such as ``VmHWM``; 0 where nobody does."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def _processor() -> str:

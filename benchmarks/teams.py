@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks import machine
 from benchmarks.variants import VARIANTS, Shape, Variant
 
 TIMEOUT_S = 120.0
@@ -85,15 +85,7 @@ class _Turns(pl.Callback):
     def _peak_bytes(self) -> int:
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated()
-        return max(0, _resident("VmHWM") - self._imported)
-
-
-def _resident(field: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+        return max(0, machine.status_bytes("VmHWM") - self._imported)
 
 
 def batches(shape: Shape, variant: Variant, rank: int, num_steps: int) -> DataLoader[Any]:
@@ -108,7 +100,7 @@ def batches(shape: Shape, variant: Variant, rank: int, num_steps: int) -> DataLo
 
 def train(pipe: Connection, variant: Variant, shape: Shape, rank: int, num_steps: int) -> None:
     """Train for ``num_steps`` steps, each in its turn."""
-    imported = _resident("VmRSS")
+    imported = machine.status_bytes("VmRSS")
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
         accelerator=shape.accelerator,
