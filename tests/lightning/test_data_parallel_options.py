@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config import DataParallelOptions
@@ -140,3 +141,51 @@ def test_options_are_checked_before_any_process() -> None:
     options = DataParallelOptions(num_distributed_optimizer_instances=3)
     with pytest.raises(ConfigError, match=r"instances=3 does not divide the 4 data x context"):
         trainer(MegatronStrategy(data_parallel_options=options), devices=4)
+
+
+class _ByHand(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Uncut(ToyModule):
+    """Exists before the groups do, and has no ``pipeline_units()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4)  # type: ignore[assignment]
+
+    configure_model = pl.LightningModule.configure_model
+
+
+def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
+    messages = []
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3)
+    for module, callbacks in (
+        (_Uncut(), []),
+        (_ByHand(), []),
+        (ToyModule(), [averaging]),
+        (ToyModule(), [BackboneFinetuning()]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1, callbacks=callbacks).fit(module, layout.data_module())
+        messages.append(str(caught.value))
+    module = ToyModule()
+    trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1).fit(module, layout.data_module())
+    with pytest.raises(ConfigError) as caught:
+        trainer(MegatronStrategy(), max_steps=1).fit(module, layout.data_module())
+    return [*messages, str(caught.value)]
+
+
+def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
+    expected = [
+        r"\"fsdp\" shards the units .* _Uncut does not have exactly one submodule with that method",
+        r"_ByHand optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
+        r"StochasticWeightAveraging copies whole modules, and data_parallel=\"fsdp\" .* 2 parts. Set data_parallel=\"zero1\"",
+        r"BackboneFinetuning adds parameters .* 2 data-parallel ranks with data_parallel=\"fsdp\"",
+        r"ToyModule was sharded by an earlier Trainer with data_parallel=\"fsdp\" .* Create a new module",
+    ]
+    for rank in run(DP2, _refused_fsdp, tmp_path):
+        for message, pattern in zip(rank, expected, strict=True):
+            assert re.search(pattern, message), message

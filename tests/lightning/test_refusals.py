@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
@@ -387,45 +387,3 @@ def test_shards_are_not_given_to_what_is_no_torch_optimizer() -> None:
     check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=False)
     with pytest.raises(ConfigError, match=r'a object, which is no torch.optim.Optimizer.*Derive it .* data_parallel="ddp"'):
         check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=True)
-
-
-class _Uncut(ToyModule):
-    """Exists before the groups do, and has no ``pipeline_units()``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(4, 4)  # type: ignore[assignment]
-
-    configure_model = pl.LightningModule.configure_model
-
-
-def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
-    messages = []
-    averaging = StochasticWeightAveraging(swa_lrs=1e-3)
-    for module, callbacks in (
-        (_Uncut(), []),
-        (_Manual(), []),
-        (ToyModule(), [averaging]),
-        (ToyModule(), [BackboneFinetuning()]),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1, callbacks=callbacks).fit(module, layout.data_module())
-        messages.append(str(caught.value))
-    module = ToyModule()
-    trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1).fit(module, layout.data_module())
-    with pytest.raises(ConfigError) as caught:
-        trainer(MegatronStrategy(), max_steps=1).fit(module, layout.data_module())
-    return [*messages, str(caught.value)]
-
-
-def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
-    expected = [
-        r"\"fsdp\" shards the units .* _Uncut does not have exactly one submodule with that method",
-        r"_Manual optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
-        r"StochasticWeightAveraging copies whole modules, and data_parallel=\"fsdp\" .* 2 parts. Set data_parallel=\"zero1\"",
-        r"BackboneFinetuning adds parameters .* 2 data-parallel ranks with data_parallel=\"fsdp\"",
-        r"ToyModule was sharded by an earlier Trainer with data_parallel=\"fsdp\" .* Create a new module",
-    ]
-    for rank in run(DP2, _refused_fsdp, tmp_path):
-        for message, pattern in zip(rank, expected, strict=True):
-            assert re.search(pattern, message), message

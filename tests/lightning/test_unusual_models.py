@@ -9,14 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from megatron_lightning.checkpoint import read_full
-from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError, PipelineError, ShardingError
-from megatron_lightning.strategies import MegatronStrategy, run_pipeline
+from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.trainers import Losses, trainer
 from tests.lightning.support import (
     DDP2,
@@ -33,11 +31,7 @@ from tests.lightning.support import (
     run,
     single,
 )
-
-
-class _Net(nn.Sequential):
-    def pipeline_units(self) -> list[str]:
-        return list(self._modules)
+from tests.lightning.vectors import Net, VectorModule, loader, vectors
 
 
 class _Tied(nn.Module):
@@ -59,46 +53,17 @@ class _Tied(nn.Module):
         return x
 
 
-class _Module(pl.LightningModule):
-    """Classifies vectors."""
-
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = net or _Net(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def _vectors(num: int = 32, seed: int = 0) -> TensorDataset:
-    x = torch.randn(num, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, (x.sum(dim=1) > 0).long() + (x[:, 0] > 0).long())
-
-
-def _loader(layout: Layout, data: Any = None) -> DataLoader[Any]:
-    return DataLoader(data or _vectors(), batch_size=8 // layout.data)
-
-
 def _tied(layout: Layout, folder: str) -> dict[str, Any]:
     ids = torch.randint(0, 11, (32,), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(ids, ids * 3 % 11)
     torch.manual_seed(0)
-    module, record = _Module(_Tied()), Losses()
+    module, record = VectorModule(_Tied()), Losses()
     first = layout.trainer(folder, max_epochs=1, callbacks=[record])
-    first.fit(module, _loader(layout, data))
+    first.fit(module, loader(layout, data))
     first.save_checkpoint(path := f"{folder}/tied.ckpt")
     torch.manual_seed(1)
     again = layout.trainer(folder, max_epochs=2, callbacks=[record])
-    again.fit(_Module(_Tied()), _loader(layout, data), ckpt_path=path)
+    again.fit(VectorModule(_Tied()), loader(layout, data), ckpt_path=path)
     saved = read_full(path)["state_dict"] if os.path.isdir(path) else torch.load(path, weights_only=True)["state_dict"]
     return {"norms": record.norms, "metrics": metrics_of(again), "names": sorted(saved), "head": saved["net.head.weight"]}
 
@@ -109,7 +74,7 @@ def test_weights_tied_by_hand(layout: Layout, tmp_path: Path) -> None:
         assert_close(rank, single(_tied))
 
 
-class _Shared(_Module):
+class _Shared(VectorModule):
     """Uses one layer in two places of the pipeline."""
 
     def __init__(self) -> None:
@@ -118,7 +83,7 @@ class _Shared(_Module):
 
     def _build(self) -> None:
         layer = nn.Linear(8, 8)
-        self.net = _Net(nn.Linear(8, 8), layer, nn.Linear(8, 8), layer, nn.Linear(8, 4))
+        self.net = Net(nn.Linear(8, 8), layer, nn.Linear(8, 8), layer, nn.Linear(8, 4))
 
 
 class _SharedLater(_Shared):
@@ -138,25 +103,25 @@ _SHARED = (
 
 def _shared(layout: Layout, folder: str) -> None:
     with pytest.raises(ConfigError, match=_SHARED):
-        layout.trainer(folder, max_epochs=1).fit(_SharedLater(), _loader(layout))
+        layout.trainer(folder, max_epochs=1).fit(_SharedLater(), loader(layout))
 
 
 def test_ties_between_other_stages_are_refused(tmp_path: Path) -> None:
     options = {"pipeline_model_parallel_size": 4, "micro_batch_size": 2}
     with pytest.raises(ConfigError, match=_SHARED):
-        trainer(MegatronStrategy(**options), devices=4, max_epochs=1).fit(_Shared(), _loader(PP2))
+        trainer(MegatronStrategy(**options), devices=4, max_epochs=1).fit(_Shared(), loader(PP2))
     run(make_layout("pp4", 4, 1, **options), _shared, tmp_path)
 
 
-class _Normalised(_Module):
+class _Normalised(VectorModule):
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__(_Net(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)))
+        super().__init__(Net(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)))
 
 
 def _share(num: int, seed: int) -> DataLoader[Any]:
     """Lightning's DDP would shuffle what it shares out itself."""
-    data = _vectors(num, seed)
+    data = vectors(num, seed)
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
 
 
@@ -181,7 +146,7 @@ def test_running_statistics_are_the_first_replicas(layout: Layout, tmp_path: Pat
         assert_close(rank, expected)
 
 
-class _Smoothed(_Module):
+class _Smoothed(VectorModule):
     """Has a buffer outside of the model that is cut, which only the last stage reaches."""
 
     def __init__(self) -> None:
@@ -204,7 +169,7 @@ class _Smooth(pl.Callback):
 
 def _smoothed(layout: Layout, folder: str) -> list[float]:
     record = _Smooth()
-    layout.trainer(folder, max_epochs=2, callbacks=[record]).fit(_Smoothed(), _loader(layout))
+    layout.trainer(folder, max_epochs=2, callbacks=[record]).fit(_Smoothed(), loader(layout))
     return record.seen
 
 
@@ -220,24 +185,24 @@ def test_batch_norm_over_replicas_needs_gpus() -> None:
     trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=2, sync_batchnorm=True)  # one replica
 
 
-class _OwnShares(_Module):
+class _OwnShares(VectorModule):
     """Shares its validation data out among all ranks, as one does under DDP."""
 
     def val_dataloader(self) -> DataLoader[Any]:
-        trainer, data = self.trainer, _vectors(16, 1)
+        trainer, data = self.trainer, vectors(16, 1)
         return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, trainer.world_size, trainer.global_rank))
 
 
 def _own_shares(layout: Layout, folder: str) -> None:
     with pytest.raises(ShardingError, match=r"read different first batches.* trainer\.distributed_sampler_kwargs"):
-        layout.trainer(folder, max_epochs=1).fit(_OwnShares(), _loader(layout))
+        layout.trainer(folder, max_epochs=1).fit(_OwnShares(), loader(layout))
 
 
 def test_stages_that_validate_on_different_samples_are_told(tmp_path: Path) -> None:
     run(PP2, _own_shares, tmp_path)
 
 
-class _LogsVectors(_Module):
+class _LogsVectors(VectorModule):
     value: Any = None
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -252,116 +217,36 @@ def test_what_cannot_be_logged_is_told_at_once(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"self.log\('odd'\) was {message}|self.log\('odd'\) was given a tensor of {message}"
         ):
-            trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(module, _loader(MICRO))
+            trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(module, loader(MICRO))
 
 
-class _Iterates(_Module):
+class _Iterates(VectorModule):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         """Takes what it likes."""
 
 
 def test_steps_that_take_the_iterator_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"_Iterates.training_step takes the iterator .* Take batch and batch_idx"):
-        trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(_Iterates(), _loader(MICRO))
+        trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(_Iterates(), loader(MICRO))
 
 
-class _Explicit(_Module):
-    """Says itself what is run for every micro-batch; all else runs once, on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def _losses(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.log("inner", loss, sync_dist=True)
-        return {"loss": loss, "size": out.square().mean()}
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        shifted = [batch[0] + batch[0].mean(), batch[1]]  # a mean over the whole batch: no function of a micro-batch
-        outputs = run_pipeline(self, self._losses, shifted)
-        self.sizes.append(len(batch[0]))
-        self.log("outer", outputs["loss"] + outputs["size"], sync_dist=True)
-        return outputs
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        before, after = run_pipeline(self, self._losses, batch), run_pipeline(self, self._losses, [-batch[0], batch[1]])
-        self.log("flipped", after["loss"] - before["loss"], sync_dist=True)
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return run_pipeline(self, self.net, batch[0]) * 2
-
-
-EXPLICIT = PipelineOptions(explicit_steps=True)
-PP2_EXPLICIT = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_options=EXPLICIT)
-MICRO_EXPLICIT = make_layout("micro", 1, 1, micro_batch_size=2, pipeline_options=EXPLICIT)
-ZB_EXPLICIT = make_layout(
-    "zb", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule="zb-h1", pipeline_options=EXPLICIT
-)
-
-
-def _explicit(layout: Layout, folder: str) -> dict[str, Any]:
-    module, record = _Explicit(), Losses()
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    chosen = layout.trainer(folder, max_epochs=2, callbacks=[record], **options)
-    chosen.fit(module, _loader(layout), _loader(layout, _vectors(16, 1)))
-    metrics = metrics_of(chosen)
-    predicted = chosen.predict(module, _loader(layout, _vectors(16, 2)))
-    return {"losses": record.losses, "norms": record.norms, "metrics": metrics, "predicted": predicted, "sizes": module.sizes}
-
-
-@layouts(PP2_EXPLICIT, slow=[ONE, MICRO_EXPLICIT, ZB_EXPLICIT])
-def test_steps_that_run_the_pipeline_themselves(layout: Layout, tmp_path: Path) -> None:
-    expected = single(_explicit)
-    for rank in run(layout, _explicit, tmp_path):
-        assert_close(rank, expected)
-
-
-class _Twice(_Explicit):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-        return super().training_step(batch, batch_idx)
-
-
-class _Penalised(_Explicit):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        penalty = sum(parameter.square().sum() for parameter in self.parameters())
-        return super().training_step(batch, batch_idx)["loss"] + penalty
-
-
-@pytest.mark.parametrize(
-    ("module", "options", "error", "message"),
-    [
-        (_Twice, EXPLICIT, PipelineError, "training_step called run_pipeline twice"),
-        (_Penalised, EXPLICIT, PipelineError, "a graph of its own; backward runs inside run_pipeline"),
-        (_Module, EXPLICIT, PipelineError, r"did not call run_pipeline\(self, fn, batch\)"),
-        (_Explicit, None, ConfigError, r"set pipeline_options=PipelineOptions\(explicit_steps=True\)"),
-    ],
-)
-def test_wrong_uses_of_run_pipeline(module: Any, options: PipelineOptions | None, error: Any, message: str) -> None:
-    strategy = MegatronStrategy(micro_batch_size=4, pipeline_options=options)
-    with pytest.raises(error, match=message):
-        trainer(strategy, devices=1, max_epochs=1).fit(module(), _loader(MICRO))
-
-
-class _Samples(_Module):
+class _Samples(VectorModule):
     def on_train_epoch_end(self) -> None:
         self.net(torch.ones(2, 8))
 
 
 def _sampling(layout: Layout, folder: str) -> None:
     with pytest.raises(
-        PipelineError, match=r"_Net was called outside of a .* step, and this rank holds only part of its layers"
+        PipelineError, match=r"Net was called outside of a .* step, and this rank holds only part of its layers"
     ):
-        layout.trainer(folder, max_epochs=1).fit(_Samples(), _loader(layout))
+        layout.trainer(folder, max_epochs=1).fit(_Samples(), loader(layout))
 
 
 def test_part_of_a_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     run(PP2, _sampling, tmp_path)
 
 
-class _Exemplary(_Module):
+class _Exemplary(VectorModule):
     def __init__(self) -> None:
         super().__init__()
         self.example_input_array = torch.ones(2, 8)
@@ -373,7 +258,7 @@ class _Exemplary(_Module):
 def _summarised(layout: Layout, folder: str) -> dict[str, Any]:
     module, logger = _Exemplary(), pl.loggers.TensorBoardLogger(folder, log_graph=True)
     chosen = layout.trainer(folder, max_epochs=1, enable_model_summary=True, logger=logger)
-    chosen.fit(module, _loader(layout))
+    chosen.fit(module, loader(layout))
     return {"metrics": metrics_of(chosen), "example": module.example_input_array}
 
 
@@ -383,7 +268,7 @@ def test_an_example_input_is_left_alone(layout: Layout, tmp_path: Path) -> None:
         assert_close(rank, single(_summarised))
 
 
-class _Collects(_Module):
+class _Collects(VectorModule):
     """Collects in its steps what it puts together at the end of the epoch, as Lightning's guides show."""
 
     def __init__(self) -> None:
@@ -417,7 +302,7 @@ class _Collects(_Module):
 
 def _collected(layout: Layout, folder: str) -> dict[str, float]:
     chosen = layout.trainer(folder, max_epochs=2)
-    chosen.fit(_Collects(), _loader(layout), [_loader(layout, _vectors(16, 1)), _loader(layout, _vectors(8, 2))])
+    chosen.fit(_Collects(), loader(layout), [loader(layout, vectors(16, 1)), loader(layout, vectors(8, 2))])
     return metrics_of(chosen)
 
 

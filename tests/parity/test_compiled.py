@@ -11,21 +11,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.language_model import RECOMPUTE, losses_of, small_gpt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
-STEPS, BATCH, SEQUENCE, VOCABULARY = 2, 4, 8, 30
 OPTIONS: dict[str, RecomputeOptions | None] = {
-    "none": None,
-    "uniform": RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    **RECOMPUTE,
     "uniform-1": RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "block": RecomputeOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "selective": RecomputeOptions(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]),
 }
 PP, TP, VPP = (f"{axis}_model_parallel_size" for axis in ("pipeline", "tensor", "virtual_pipeline"))
 MICRO = {"micro_batch_size": 1}
@@ -57,25 +52,10 @@ def _train(
     layout: dict[str, Any], kind: str, backend: str | None, dropout: float, layers: int
 ) -> tuple[tuple[list[float], list[float], float], tuple[int, dict[str, int]]]:
     pl.seed_everything(3, verbose=False)
-    config = TransformerConfig(
-        num_layers=layers, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
-        init_method_std=0.1, hidden_dropout=dropout, attention_dropout=dropout, add_bias_linear=True,
-    )  # fmt: skip
-    text = torch.randint(0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
-    rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
-    record, graphs = Losses(), _Graphs()
-    fit = trainer(
-        MegatronStrategy(recompute=OPTIONS[kind], **layout) if layout else "auto",
-        max_steps=STEPS,
-        callbacks=[record, graphs],
-        gradient_clip_val=1.0,
-        limit_val_batches=1,
-        val_check_interval=1,
-    )
-    module = _Module(config, learning_rate=1e-2)
+    module, graphs = _Module(small_gpt(layers, dropout, add_bias_linear=True), learning_rate=1e-2), _Graphs()
     module.backend = backend
-    fit.fit(module, DataLoader(rows, batch_size=BATCH), DataLoader(rows, batch_size=BATCH))
-    return (record.losses, record.norms, float(fit.callback_metrics["val_loss"])), (graphs.count, graphs.breaks)
+    strategy = MegatronStrategy(recompute=OPTIONS[kind], **layout) if layout else "auto"
+    return losses_of(module, strategy, [graphs]), (graphs.count, graphs.breaks)
 
 
 def _compare(layout: dict[str, Any], kinds: list[str], backend: str, dropout: float, layers: int) -> list[Any]:

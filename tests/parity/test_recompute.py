@@ -7,22 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.language_model import RECOMPUTE, losses_of, small_gpt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
-STEPS, BATCH, SEQUENCE, VOCABULARY = 2, 4, 8, 30
-OPTIONS: dict[str, RecomputeOptions | None] = {
-    "none": None,
-    "uniform": RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-    "block": RecomputeOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "selective": RecomputeOptions(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]),
-    "offload": RecomputeOptions(offload_modules=["mlp"], offload_min_bytes=0),
-}
+OPTIONS = {**RECOMPUTE, "offload": RecomputeOptions(offload_modules=["mlp"], offload_min_bytes=0)}
 
 
 class _Calls(pl.Callback):
@@ -42,24 +34,9 @@ class _Calls(pl.Callback):
 
 def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[float], list[float], float, int]:
     pl.seed_everything(3)
-    config = TransformerConfig(
-        num_layers=6, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
-        init_method_std=0.1, hidden_dropout=dropout, attention_dropout=dropout,
-    )  # fmt: skip
-    text = torch.randint(0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
-    rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
-    record, calls = Losses(), _Calls()
-    fit = trainer(
-        MegatronStrategy(recompute=OPTIONS[kind], **layout),
-        max_steps=STEPS,
-        callbacks=[record, calls],
-        gradient_clip_val=1.0,
-        limit_val_batches=1,
-        val_check_interval=1,
-    )
-    module = GPTLightningModule(config, learning_rate=1e-2)
-    fit.fit(module, DataLoader(rows, batch_size=BATCH), DataLoader(rows, batch_size=BATCH))
-    return record.losses, record.norms, float(fit.callback_metrics["val_loss"]), calls.count
+    module, calls = GPTLightningModule(small_gpt(6, dropout), learning_rate=1e-2), _Calls()
+    numbers = losses_of(module, MegatronStrategy(recompute=OPTIONS[kind], **layout), [calls])
+    return *numbers, calls.count
 
 
 def _compare(layout: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
