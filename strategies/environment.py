@@ -258,11 +258,18 @@ class MegatronEnvironment(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value)."""
+        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value).
+
+        The mean of whole numbers is not a whole number: rounded, it would shift what is logged with a ``batch_size``.
+        """
         if not isinstance(tensor, Tensor) or self._context is None:
             return tensor
         group = group if group is not None else self.context.dp.process_group
-        return tensor if group is None else _sync_ddp(tensor, group, reduce_op)
+        if group is None:
+            return tensor
+        if reduce_op in ("mean", "avg", dist.ReduceOp.AVG) and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.float()
+        return _sync_ddp(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data-parallel ranks."""

@@ -114,8 +114,8 @@ class _Weighted(pl.LightningModule):
 
 def _ragged_samples() -> list[dict[str, Tensor]]:
     ragged = samples(32, 1)
-    for index, sample in enumerate(ragged):  # 1 to 8 valid tokens, unequal between samples, micro-batches, ranks and flushes
-        valid = 1 + (index * index) % 8
+    for index, sample in enumerate(ragged):  # 1 to 5 valid tokens, 95 in all, unequal everywhere
+        valid = 1 + (index * index) % 7
         sample["tgt"] = sample["tgt"].clone()
         sample["tgt"][valid:] = -100
     return ragged
@@ -129,7 +129,8 @@ def _weighted(layout: Layout, folder: str, flushes: int) -> dict[str, Any]:
     loader = DataLoader(_ragged_samples(), batch_size=16 // layout.data // flushes)
     module = _Weighted()
     trainer.fit(module, loader)
-    return {"norms": record.norms, "state": {name: p.detach() for name, p in module.named_parameters()}}
+    logged = float(trainer.callback_metrics["loss"])
+    return {"norms": record.norms, "logged": logged, "state": {name: p.detach() for name, p in module.named_parameters()}}
 
 
 @pytest.mark.parametrize("flushes", [1, 2])
@@ -138,6 +139,7 @@ def test_num_items_is_exact(layout: Layout, flushes: int, tmp_path: Path) -> Non
     """However the tokens are spread over micro-batches, ranks and flushes: gradients of the mean over all valid tokens."""
     expected = single(_weighted, 1)
     for rank in run(layout, _weighted, tmp_path, flushes):
+        assert rank["logged"] == pytest.approx(expected["logged"], rel=1e-5)
         assert_close(rank["norms"], expected["norms"])
         for name, parameter in rank["state"].items():
             assert_close(parameter, expected["state"][name], where=name)
