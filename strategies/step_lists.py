@@ -20,7 +20,7 @@ Path = tuple[Any, ...]
 
 
 class StepLists:
-    """Follows the lists among a module's attributes, in dicts and lists too, through one step after the other.
+    """Follows the lists among a module's and its class's attributes, in dicts and lists too, through one step after the other.
 
     Args:
         module: The LightningModule.
@@ -30,6 +30,8 @@ class StepLists:
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
         self._module, self._device = module, device
         self._foreign = vars(pl.LightningModule()).keys()  # torch's and Lightning's own
+        own = [base for base in reversed(type(module).__mro__) if not issubclass(pl.LightningModule, base)]
+        self._of_class = {k: v for base in own for k, v in vars(base).items() if isinstance(v, list | Mapping)}
         self._lengths: dict[Path, int] = {}
 
     def begin(self) -> None:
@@ -60,7 +62,7 @@ class StepLists:
                 found[self._lengths.get(path, 0) :] = items
 
     def _lists(self) -> Iterator[tuple[Path, list[Any]]]:
-        for name, value in vars(self._module).items():
+        for name, value in {**self._of_class, **vars(self._module)}.items():
             if name not in self._foreign:
                 yield from _lists_in(value, (name,))
 

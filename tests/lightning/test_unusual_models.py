@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -271,6 +271,8 @@ def test_an_example_input_is_left_alone(layout: Layout, tmp_path: Path) -> None:
 class _Collects(VectorModule):
     """Collects in its steps what it puts together at the end of the epoch, as Lightning's guides show."""
 
+    indices: ClassVar[list[int]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[Tensor] = []
@@ -292,9 +294,12 @@ class _Collects(VectorModule):
         self.answers.setdefault("out", []).append(out)
         self.answers.setdefault("text", []).extend(map(str, batch[1].tolist()))
         self._by_loader[dataloader_idx].append(out.sum())
+        self.indices.append(batch_idx + dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
         self.log("out", torch.cat(self.answers.pop("out")).square().sum())
+        self.log("index", sum(self.indices) / len(self.indices))
+        self.indices.clear()
         self.log("ones", float(self.answers.pop("text").count("1")))
         self.log_dict({f"loader_{index}": torch.stack(sums).sum() for index, sums in enumerate(self._by_loader)})
         self._by_loader = [[], []]
