@@ -154,6 +154,10 @@ def _schedule(given: LRSchedule | None, min_lr: float, warmup_steps: int, decay_
                 f"decay_steps={decay_steps}, which it replaces. Put them into lr_schedule."
             )
         return given
+    if min_lr and decay_steps is None:
+        raise ConfigError(
+            f"min_learning_rate={min_lr} is where the decay ends, and decay_steps is not set. Set it, or leave out the minimum."
+        )
     if not warmup_steps and decay_steps is None:
         return None
     style: DecayStyle = "constant" if decay_steps is None else "cosine"

@@ -224,6 +224,8 @@ def test_the_schedule() -> None:
         module(warmup_steps=5, decay_steps=3)
     with pytest.raises(ConfigError, match=r"min_learning_rate=1\.0"):
         module(min_learning_rate=1.0)
+    with pytest.raises(ConfigError, match=r"min_learning_rate=0\.0001 is where the decay ends, and decay_steps is not set"):
+        module(min_learning_rate=1e-4)
     with pytest.raises(ConfigError, match=r"lr_schedule is given beside min_learning_rate=0\.0, warmup_steps=5"):
         module(warmup_steps=5, lr_schedule=samples)
 
