@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lightning.config import DataParallelOptions, TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
-from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, cpu_exchange
 from megatron_lightning.parallel.sharding import named_shard_specs
 
 NUM_MICROBATCHES = 3
@@ -120,6 +121,7 @@ def _padded(numels: Iterable[int], num_shards: int) -> int:
 def _main(mode: str, rank: int, size: int, config: TransformerConfig, store: str, pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    cpu_exchange.SMALLEST_DIRECT_BYTES = sys.maxsize  # collectives, as on GPUs
     if size > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     pipe.send(_step(mode, config))

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import allow_any_grad_dtype
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.cpu_exchange import Messages
 from megatron_lightning.parallel.grid import GridName
 from megatron_lightning.parallel.sharding import ShardSpec
 
@@ -108,7 +109,7 @@ class Bucket:
     ready: set[int] = field(init=False, default_factory=set)
     """Which parameters have received their last gradient of this window."""
     launched: bool = field(init=False, default=False)
-    gathering: dist.Work | None = field(init=False, default=None)
+    gathering: Messages | dist.Work | None = field(init=False, default=None)
     """The gather of the parameters that is under way; until it ends, those of other ranks' shards are old."""
 
     def __post_init__(self) -> None:

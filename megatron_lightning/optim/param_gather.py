@@ -5,7 +5,8 @@ parameters when it is called. Parameters are also read without a call of the mod
 reads the weight of its ``out_proj``. What is called is seen in the first training step, whose gathers complete at once; for
 the parameters of other modules the innermost module around them that is called waits, and where there is none (the
 LightningModule and the pipelined module are entered without a call) the start of the step does. Whoever else reads a weight
-between the step and the next forward calls :meth:`ParameterGather.wait` first.
+between the step and the next forward calls :meth:`ParameterGather.wait` first. A step that reads a weight before that is
+refused by autograd if backward needs the value.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
-from megatron_lightning.compat import all_gather
 from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.parallel.cpu_exchange import gather_parts
 
 
 @dataclass(eq=False)
@@ -92,7 +94,7 @@ class ParameterGather:
                 continue
             self.wait([bucket])
             self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
-            bucket.gathering = all_gather(bucket.value, bucket.value[bucket.shard], group, async_op=True)
+            bucket.gathering = gather_parts(bucket.value, group)
             started.append(bucket)
         if not self._overlapped:
             self.wait(started)
@@ -110,6 +112,7 @@ class ParameterGather:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
+                increment_version(bucket.parameters)  # autograd refuses what has kept an old value for its backward
 
     def detach(self) -> None:
         """Let go of the modules; nothing is waited for, since the other ranks may have failed."""

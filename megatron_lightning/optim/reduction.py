@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.compat import reduce_scatter
 from megatron_lightning.optim.buckets import Bucket
+from megatron_lightning.parallel.cpu_exchange import Messages, reduce_parts
 
 
 class Reduction:
@@ -32,7 +32,8 @@ class Reduction:
     def __init__(self, bucket: Bucket, dtype: torch.dtype | None, bytes_communicated: Counter[str]) -> None:
         self._bucket, self._bytes = bucket, bytes_communicated
         self._own = bucket.gradient[bucket.shard]
-        self._sent, self._work, self._spread = self._own, None, False
+        self._sent, self._spread = self._own, False
+        self._work: Messages | dist.Work | None = None
         group = bucket.data.shard if bucket.sharded else bucket.data.all
         if group.process_group is None:
             return
@@ -41,7 +42,7 @@ class Reduction:
         self._sent = buffer[bucket.shard]
         if bucket.sharded:
             self._count("reduce_scatter", buffer)
-            self._work = reduce_scatter(self._sent, buffer, group.process_group, async_op=True)
+            self._work = reduce_parts(buffer, group.process_group)
         else:
             self._count("all_reduce", buffer)
             self._work = dist.all_reduce(buffer, group=group.process_group, async_op=True)

@@ -199,7 +199,10 @@ class ParallelContext:
         return self._axis_group(f"{group.name}-part", inner), self._axis_group(f"{group.name}-replicas", outer)
 
     def device_mesh(self) -> DeviceMesh:
-        """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")`` over the same groups."""
+        """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")`` over the same groups.
+
+        All ranks call this alike: axes of one rank share a communicator, which is made here.
+        """
         from torch.distributed.device_mesh import DeviceMesh
 
         names = ("pp", "dp", "cp", "tp")
@@ -210,4 +213,6 @@ class ParallelContext:
             for axis, size in zip(names, sizes, strict=True):
                 flat = flat * size + self.grid.coordinate(rank, axis)
             mesh[flat] = rank
-        return DeviceMesh(self.device.type, mesh.reshape(sizes), mesh_dim_names=names)
+        alone = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone")
+        groups = [self.axis(name).process_group or alone for name in names]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=mesh.reshape(sizes), mesh_dim_names=names)

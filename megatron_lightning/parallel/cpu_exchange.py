@@ -1,5 +1,7 @@
-"""All-gather and reduce-scatter of CPU tensors, complete when they return; operators that ``torch.compile`` traces and that
-activation checkpointing may save or recompute.
+"""All-gather and reduce-scatter of CPU tensors.
+
+Of activations they are complete when they return: operators that ``torch.compile`` traces and that activation checkpointing
+may save or recompute. Of flat buffers (gradients, parameters) they are in place, on GPUs too, and under way until waited for.
 
 torch's gloo backend gathers through a flat copy and reduces-scatters by an all-reduce of everything. Of large tensors each
 rank therefore sends every other one what that rank needs, out of and into the tensors themselves: (n - 1) / n of the data, and
@@ -13,6 +15,7 @@ the other writes into it: trainings aborted in ``malloc`` (docs/LOG.md). The nam
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,12 +33,13 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """Return the contiguous ``x`` of all ``size`` ranks of the group, one after the other along dim 0."""
     process_group = _group(group)
     gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    if x.nbytes < SMALLEST_DIRECT_BYTES:
+    if not _is_direct(x):
         compat.all_gather(gathered, x, process_group)
         return gathered
     own, parts = dist.get_rank(process_group), gathered.chunk(size)
-    _exchange(process_group, {rank: (x, parts[rank]) for rank in range(size) if rank != own})
+    messages = Messages(process_group, {rank: (x, parts[rank]) for rank in range(size) if rank != own})
     parts[own].copy_(x)
+    messages.wait()
     return gathered
 
 
@@ -45,13 +49,13 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """Return the sum of all ranks' contiguous ``x``, of which each of ``size`` ranks keeps its part along dim 0."""
     process_group = _group(group)
-    if x.nbytes < SMALLEST_DIRECT_BYTES:
+    if not _is_direct(x):
         total = x.new_empty((x.shape[0] // size, *x.shape[1:]))
         compat.reduce_scatter(total, x, process_group)
         return total
     own, parts = dist.get_rank(process_group), x.chunk(size)
     received = {rank: torch.empty_like(parts[own]) for rank in range(size) if rank != own}
-    _exchange(process_group, {rank: (parts[rank], buffer) for rank, buffer in received.items()})
+    Messages(process_group, {rank: (parts[rank], buffer) for rank, buffer in received.items()}).wait()
     total, *others = received.values()
     total += parts[own]
     for other in others:
@@ -75,10 +79,53 @@ def _group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _exchange(group: dist.ProcessGroup, messages: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Send the first tensor to and receive the second from every rank of ``messages``, all at once."""
-    works = [dist.irecv(buffer, group=group, group_src=rank) for rank, (_, buffer) in messages.items()]
-    works += [dist.isend(tensor, group=group, group_dst=rank) for rank, (tensor, _) in messages.items()]
-    for work in works:
-        if work is not None:
+def gather_parts(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
+    """Begin to fill each of the equal parts of the 1-D ``buffer`` with what the rank has there to which it belongs."""
+    parts, own = buffer.chunk(group.size()), group.rank()
+    if not _is_direct(parts[own]):
+        return compat.all_gather(buffer, parts[own], group, async_op=True)
+    return Messages(group, {rank: (parts[own], part) for rank, part in enumerate(parts) if rank != own})
+
+
+def reduce_parts(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
+    """Begin to sum the 1-D ``buffer`` over the group into this rank's part of it; the other parts are of no use afterwards."""
+    parts, own = buffer.chunk(group.size()), group.rank()
+    if not _is_direct(buffer):
+        return compat.reduce_scatter(parts[own], buffer, group, async_op=True)
+    messages = {rank: (part, torch.empty_like(part)) for rank, part in enumerate(parts) if rank != own}
+
+    def add() -> None:
+        for _, received in messages.values():
+            parts[own].add_(received)
+
+    return Messages(group, messages, add)
+
+
+class Messages:
+    """Messages between this rank and others, under way until :meth:`wait` has returned.
+
+    Args:
+        group: The communicator of all of them.
+        messages: Rank of the group -> what it is sent, and what is to receive its message.
+        then: What is done when they have arrived.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        messages: Mapping[int, tuple[Tensor, Tensor]],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        works = [dist.irecv(buffer, group=group, group_src=rank) for rank, (_, buffer) in messages.items()]
+        works += [dist.isend(tensor, group=group, group_dst=rank) for rank, (tensor, _) in messages.items()]
+        self._works, self._then = [work for work in works if work is not None], then
+
+    def wait(self) -> None:
+        """Return when everything has arrived and was sent."""
+        for work in self._works:
             work.wait()
+        self._then()
+
+
+def _is_direct(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.nbytes >= SMALLEST_DIRECT_BYTES

@@ -16,7 +16,10 @@ def _groups() -> dict[str, int]:
         sums[name] = int(value)
         assert sums[name] == sum(first.axis(name).ranks)
     assert second.pp.ranks == (0, 1, 2, 3) and second.tp.process_group is None
-    assert first.device_mesh()["pp"].get_local_rank() == first.pp.rank
+    mesh = first.device_mesh()
+    assert mesh["pp"].get_local_rank() == first.pp.rank
+    assert mesh.get_group("pp") is first.pp.process_group and mesh.get_group("tp") is first.tp.process_group
+    assert mesh.get_group("cp").size() == 1
     return sums
 
 

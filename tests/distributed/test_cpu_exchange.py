@@ -41,6 +41,19 @@ def _body(dtype: torch.dtype, kind: str) -> None:
         assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), scattered)
     assert torch.equal(x.detach(), everyone[rank])
 
+    buffer = everyone[rank].flatten().clone()  # as gradients and parameters are exchanged: in place
+    work = cpu_exchange.reduce_parts(buffer, dist.group.WORLD)
+    assert isinstance(work, cpu_exchange.Messages) == (kind == "direct")
+    work.wait()
+    own = buffer.chunk(size)[rank]
+    torch.testing.assert_close(own, everyone.sum(0).flatten().chunk(size)[rank], **tolerance)
+    reduced = own.clone()
+    work = cpu_exchange.gather_parts(buffer, dist.group.WORLD)
+    assert isinstance(work, cpu_exchange.Messages) == (kind == "direct")
+    work.wait()
+    torch.testing.assert_close(buffer, everyone.sum(0).flatten(), **tolerance)
+    assert torch.equal(own, reduced)
+
 
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=["2-fp32", "4-bf16"])

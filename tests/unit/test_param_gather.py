@@ -150,3 +150,18 @@ def test_without_a_known_reader_nothing_is_left_on_its_way() -> None:
         _start(gather, buckets)
         gather.begin_step()
         assert F.linear(torch.randn(2, 4), root.layer.weight).isfinite().all()
+
+
+def test_a_weight_that_was_read_too_early_is_no_silent_mistake() -> None:
+    root = nn.Module()
+    root.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gather, buckets = _gather(root)
+    for step in range(3):
+        _start(gather, buckets)
+        gather.begin_step()
+        penalty = root.model[1].weight.square().sum()
+        loss = root.model(torch.randn(2, 4)).sum() + penalty
+        if step < 2:
+            loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
