@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -33,12 +34,15 @@ __all__ = [
     "backward_pass",
     "default_store",
     "finish_fsdp_backward",
+    "keep_freed_memory",
     "never_drop",
     "reduce_scatter",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "silence_treespec_warning",
 ]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
@@ -64,6 +68,18 @@ def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async
 def silence_treespec_warning() -> None:
     """Leave out a warning of torch 2.13 to Lightning's loops, which every rank prints and no user can act on."""
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory that a step frees, up to 2 GiB at the heap's end, for the next one.
+
+    Else it may return it to the kernel every time, which then hands out every page anew. ``MALLOC_TRIM_THRESHOLD_`` in the
+    environment goes first; other C libraries are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # where glibc's own ends that grows with use, and would not any more
 
 
 def allow_any_grad_dtype(parameter: torch.nn.Parameter) -> None:

@@ -188,6 +188,8 @@ class MegatronEnvironment(ParallelStrategy):
     def setup_environment(self) -> None:
         """Create the process groups."""
         super().setup_environment()
+        if self.root_device.type == "cpu":
+            compat.keep_freed_memory()
         self.set_world_ranks()
         if self._planned_world_size > 1 and self.cluster_environment is not None:
             default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
