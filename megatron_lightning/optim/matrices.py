@@ -60,10 +60,7 @@ class MatrixExchange:
         entries, own = [entry for entry, _ in held], [spec for _, spec in held]
         self._entries, self._group = entries, group
         self._nothing = next((entry.value for entry in entries if entry.value is not None), torch.empty(0)).new_empty(0)
-        self._specs: list[list[ShardSpec]] = [own]
-        if group.process_group is not None:
-            self._specs = [own] * group.size
-            dist.all_gather_object(self._specs, own, group=group.process_group)
+        self._specs = group.all_gather_object(own)
         self._owner = _deal([_numel(spec) for spec in own], [self._holders(index) for index in range(len(own))], group.size)
         whole = self._collect(self._values())
         for index, entry in enumerate(entries):

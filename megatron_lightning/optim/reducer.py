@@ -319,9 +319,7 @@ def _tied_names(
     if context.pp.size == 1:
         return frozenset()
     mine = {name: specs[name].tied_to or name for name in parameters}
-    copied: list[set[str]] = [set()] * context.pp.size
-    own = {owner for name, owner in mine.items() if specs[name].tied_to is not None}
-    dist.all_gather_object(copied, own, group=context.pp.process_group)
+    copied = context.pp.all_gather_object({owner for name, owner in mine.items() if specs[name].tied_to is not None})
     tied = frozenset(name for name, owner in mine.items() if owner in set().union(*copied))
     if tied and context.axis("embedding").rank < 0:
         raise ShardingError(

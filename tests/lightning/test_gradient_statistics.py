@@ -14,6 +14,7 @@ from megatron_lightning.callbacks import GradientNormMonitor
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.strategies import MegatronMixedPrecision
 from tests.helpers.toy import ToyModule
+from tests.helpers.trainers import trainer
 from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, run, single
 
 STEPS = 3
@@ -47,10 +48,9 @@ class _Record(pl.Callback):
 def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
     record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
     strategy = layout.strategy(**more)
-    from tests.helpers.trainers import trainer
-
     options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
     trainer(strategy, default_root_dir=folder, **options).fit(_Groups(), datamodule=layout.data_module())
+    assert float(strategy.last_grad_norm) == pytest.approx(record.seen[-1]["grad_norm"])
     return record.seen
 
 
@@ -74,8 +74,6 @@ def _statistics_of_one_device(layout: Layout, folder: str) -> list[dict[str, flo
 
 
 def _plain(folder: str) -> list[dict[str, float]]:
-    from tests.helpers.trainers import trainer
-
     record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
     options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
     data = Layout("single", 1, 1, None).data_module()
