@@ -1,4 +1,4 @@
-"""CRC-32 of blocks, by the fastest means at hand: ISA-L's carry-less multiplication where ``isal`` is installed, else zlib.
+"""CRC-32 of blocks, by the fastest means at hand: ISA-L's carry-less multiplication, or zlib where ``isal`` has no build.
 
 CRC-32 finds every change of up to 32 neighbouring bits, and misses any other damage of a block once in 2^32. Both libraries
 give the same numbers and work without the interpreter's lock, beside the disk; zlib takes about four times the processor time.

@@ -2,13 +2,14 @@
 
 A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype, shape, data_offsets) and
 the data. Any safetensors reader opens the files; we read through the manifest alone, whose ranges are checked. Checksums
-are computed in a thread while the bytes before are written, and while other bytes are read.
+are computed in a thread while the bytes before are written, and compared in one while those behind are read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint.checksums import BlockChecksums, bad_blocks
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Shape, Shard, dtype_name
-from megatron_lightning.checkpoint.storage import Folder, RangeReader, read_range
+from megatron_lightning.checkpoint.storage import Folder, RangeReader
 from megatron_lightning.errors import CheckpointError
 
 _CHUNK_BYTES = 8 * BLOCK_BYTES
@@ -161,6 +162,17 @@ class BoxRead(NamedTuple):
         """Return the end of the last block that is read, inside the shard."""
         return min(-(-self.stop // BLOCK_BYTES) * BLOCK_BYTES, prod(self.shard.shape) * self.dtype.itemsize)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return how many bytes are read."""
+        return self.end - self.begin
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether what is read is what the target holds: whole blocks, in CPU memory, in one piece."""
+        whole = (self.begin, self.end) == (self.start, self.stop) and self.strides == (1,)
+        return whole and self.target.is_cpu and self.target.dtype == self.dtype
+
 
 def plan_box(shard: Shard, low: Shape, target: Tensor, dtype: torch.dtype) -> Iterator[BoxRead]:
     """Divide the copy of a box of a shard into an existing tensor into reads of about 8 MiB.
@@ -193,35 +205,53 @@ def plan_box(shard: Shard, low: Shape, target: Tensor, dtype: torch.dtype) -> It
         yield BoxRead(shard, start, stop, target, strides, dtype)
 
 
-def read_box(reader: RangeReader, read: BoxRead, file: str) -> None:
-    """Carry out one read, verifying every block that it touches.
-
-    Whole blocks go straight into a target in CPU memory; others through a buffer.
+class RangeReads:
+    """Reads of one file, in its order, which the storage serves best; one thread reads while another verifies.
 
     Args:
-        reader: The shard's file.
-        read: What to read.
+        reader: The shards' file.
+        reads: What to read, by rising position.
         file: The file's full name, for messages.
-
-    Raises:
-        CheckpointError: If a block's checksum differs, naming file and bytes.
     """
-    begin, end, target = read.begin, read.end, read.target
-    direct = (begin, end) == (read.start, read.stop) and read.strides == (1,) and target.is_cpu and target.dtype == read.dtype
-    if direct:
-        buffer = target.detach().view(torch.uint8).numpy().data
-        reader.read_into(read.shard.start + begin, buffer)
-    else:
-        buffer = memoryview(read_range(reader, read.shard.start + begin, end - begin))
-    _verify(file, read.shard, begin, buffer)
-    if not direct:
-        values = torch.frombuffer(buffer, dtype=torch.uint8)[read.start - begin : read.stop - begin].view(read.dtype)
-        target.detach().copy_(values.as_strided(tuple(target.shape), read.strides))
+
+    def __init__(self, reader: RangeReader, reads: Iterable[BoxRead], file: str) -> None:
+        self._reader, self._reads, self._file = reader, iter(reads), file
+        self._turn = threading.Lock()
+
+    def work(self) -> None:
+        """Carry out reads until none is left, verifying every block that they touch; any number of threads may do so.
+
+        Whole blocks go straight into a target in CPU memory; others through a buffer.
+
+        Raises:
+            CheckpointError: If a block's checksum differs, naming file and bytes.
+        """
+        buffer = torch.empty(0, dtype=torch.uint8)  # kept: memory fresh from the system costs more than reading into it
+        while True:
+            with self._turn:
+                read = next(self._reads, None)
+                if read is None:
+                    return
+                if read.is_direct:
+                    data = read.target.detach().view(torch.uint8)
+                else:
+                    buffer = buffer if len(buffer) >= read.num_bytes else torch.empty(read.num_bytes, dtype=torch.uint8)
+                    data = buffer[: read.num_bytes]
+                self._reader.read_into(read.shard.start + read.begin, data.numpy().data)
+            _verify(self._file, read, data.numpy().data)
+            if not read.is_direct:
+                values = data[read.start - read.begin : read.stop - read.begin].view(read.dtype)
+                read.target.detach().copy_(values.as_strided(tuple(read.target.shape), read.strides))
+
+    def stop(self) -> None:
+        """Let the threads end after the read that they are at."""
+        with self._turn:
+            self._reads = iter(())
 
 
-def _verify(file: str, shard: Shard, begin: int, buffer: memoryview) -> None:
-    for first, stop in bad_blocks(buffer, shard.checksums[begin // BLOCK_BYTES :]):
-        at = shard.start + begin
+def _verify(file: str, read: BoxRead, data: memoryview) -> None:
+    for first, stop in bad_blocks(data, read.shard.checksums[read.begin // BLOCK_BYTES :]):
+        at = read.shard.start + read.begin
         raise CheckpointError(
             f"{file} is damaged: bytes {at + first} to {at + stop} do not match their checksum. Restore the file or "
             "resume from another checkpoint."

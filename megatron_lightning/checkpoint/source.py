@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from megatron_lightning.checkpoint.agreement import ALONE, on_first_rank, togeth
 from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.manifest import Manifest, Shape
 from megatron_lightning.checkpoint.naming import name_optimizer_state, split_tensors
-from megatron_lightning.checkpoint.shard_file import BoxRead, Piece, plan_box, read_box
+from megatron_lightning.checkpoint.shard_file import BoxRead, Piece, RangeReads, plan_box
 from megatron_lightning.checkpoint.state import load_plain_file, load_state
 from megatron_lightning.checkpoint.storage import (
     Folder,
@@ -111,20 +111,23 @@ class DirectorySource:
                 self._read_files({file: by_file[file] for file in files[first : first + _OPEN_FILES]}, threads)
 
     def _read_files(self, reads: Mapping[str, Sequence[BoxRead]], threads: ThreadPoolExecutor) -> None:
-        """Read from several files at once: a thread verifies while another waits for the disk."""
+        """Read from several files at once; two threads share a file if there are fewer files than threads."""
         with ExitStack() as stack:
-            pending: list[Future[None]] = []
+            streams: list[RangeReads] = []
             for file, boxes in reads.items():
                 reader = stack.enter_context(opened(self.folder, file, self.manifest.files[file]))
-                for read in sorted(boxes, key=lambda read: read.shard.start + read.start):
-                    pending.append(threads.submit(read_box, reader, read, f"{self.folder}/{file}"))
+                ordered = sorted(boxes, key=lambda read: read.shard.start + read.start)
+                parts = (ordered[first :: reader.num_streams] for first in range(reader.num_streams))
+                streams += [RangeReads(reader, part, f"{self.folder}/{file}") for part in parts]
+            pending = [threads.submit(stream.work) for _ in range(2) for stream in streams]
             try:
-                for future in pending:
-                    future.result()
+                wait(pending, return_when=FIRST_EXCEPTION)
             finally:  # before the files are closed
-                for future in pending:
-                    future.cancel()
+                for stream in streams:
+                    stream.stop()
                 wait(pending)
+            for future in pending:
+                future.result()
 
 
 class PlainSource:

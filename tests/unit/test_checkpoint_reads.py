@@ -1,0 +1,66 @@
+"""How bytes are read: in the order of the file, one range at a time, each verified, into the tensors or through a buffer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.checkpoint.checksums import BlockChecksums
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Shard
+from megatron_lightning.checkpoint.shard_file import RangeReads, plan_box
+from megatron_lightning.errors import CheckpointError
+
+ROWS = 20
+VALUES = torch.arange(ROWS * BLOCK_BYTES // 4, dtype=torch.int32).view(ROWS, -1)  # a block is a row
+START = 24
+
+
+class _Reader:
+    """Serves a shard from memory, and notes which bytes were asked for and whether anybody else was reading."""
+
+    num_streams = 1
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.positions, self.alone = data, list[int](), True
+        self._busy = threading.Lock()
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        self.alone &= self._busy.acquire(blocking=False)
+        time.sleep(0.001)
+        self.positions.append(start)
+        view[:] = self.data[start - START : start - START + len(view)]
+        self._busy.release()
+
+    def close(self) -> None: ...
+
+
+def _read(target: Tensor, reader: _Reader) -> None:
+    checksums = BlockChecksums()
+    checksums.update(VALUES.view(torch.uint8).numpy().data.cast("B"))
+    shard = Shard("file", START, (0, 0), tuple(VALUES.shape), checksums.finish())
+    reads = RangeReads(reader, plan_box(shard, (0, 0), target, VALUES.dtype), "file")
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(reads.work) for _ in range(4)]:
+            future.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])  # straight into the tensor, and through a buffer
+def test_threads_read_in_the_order_of_the_file(dtype: torch.dtype) -> None:
+    reader, target = _Reader(VALUES.numpy().tobytes()), torch.zeros(VALUES.shape, dtype=dtype)
+    _read(target, reader)
+    assert reader.alone and len(reader.positions) > 2 and reader.positions == sorted(reader.positions)
+    assert torch.equal(target, VALUES.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_bad_block_is_named(dtype: torch.dtype) -> None:
+    data = bytearray(VALUES.numpy().tobytes())
+    data[-5] ^= 1
+    first = START + (ROWS - 1) * BLOCK_BYTES
+    with pytest.raises(CheckpointError, match=f"bytes {first} to {first + BLOCK_BYTES} do not match"):
+        _read(torch.zeros(VALUES.shape, dtype=dtype), _Reader(bytes(data)))
