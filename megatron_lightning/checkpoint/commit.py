@@ -194,7 +194,7 @@ class _LocalSave(PendingSave):
                 name for name in present if (alone or name in replaced) and name not in manifest.files
             )
         finally:
-            os.close(directory)
+            _release(directory)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _discard(self) -> None:
@@ -203,7 +203,7 @@ class _LocalSave(PendingSave):
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            _release(self._lock)
             self._lock = None
 
 
@@ -280,7 +280,7 @@ def remove_abandoned(folder: Path) -> None:
             if _try_lock(descriptor, fcntl.LOCK_EX):
                 shutil.rmtree(entry, ignore_errors=True)
         finally:
-            os.close(descriptor)
+            _release(descriptor)
 
 
 def _files_of(manifest: Path) -> frozenset[str]:
@@ -337,3 +337,10 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _release(descriptor: int) -> None:
+    """Unlock and close: workers of a data loader, forked in the meantime, have the descriptor too, and with it the lock."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

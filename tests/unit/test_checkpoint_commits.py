@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,29 @@ def test_overwriting_keeps_the_name_and_other_files(tmp_path: Path) -> None:
     assert_equal(load_tensors(tmp_path / "a"), new)
     assert open_checkpoint(tmp_path / "a").state() == {"epoch": 2}
     assert len(os.listdir(tmp_path / "a")) == 4 and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a data loader that are forked during a save have its files too, and may live as long as the training."""
+    inherited: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", _noting_duplicates(inherited, fcntl.flock))
+    for value in (1.0, 2.0, 3.0):  # the second and the third replace what is there, for which they wait for a lock
+        save_tensors(tmp_path / "a", {"t": torch.full((3,), value)})
+        descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+    assert len(inherited) > 3
+    for duplicate in inherited:
+        os.close(duplicate)
+
+
+def _noting_duplicates(found: list[int], lock: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def locked(descriptor: int, kind: int) -> None:
+        if kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
+            found.append(os.dup(descriptor))  # what a fork does
+        lock(descriptor, kind)
+
+    return locked
 
 
 def test_files_and_links_of_that_name_step_aside(tmp_path: Path) -> None:
