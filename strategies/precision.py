@@ -113,6 +113,12 @@ class MegatronMixedPrecision(MixedPrecision):
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state_dict)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the loss scale that a plain Trainer saved under the name of its own plugin."""
+        theirs = checkpoint.get(MixedPrecision.__qualname__)
+        if theirs and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(theirs)
+
 
 class MegatronHalfPrecision(HalfPrecision):
     """bf16 or fp16 weights; the batch is cast to them but for what must stay exact.

@@ -47,7 +47,7 @@ class DynamicLossScale:
                 self.scale = max(self.scale * options.backoff_factor, options.min_scale)
             return
         self._clean_steps += 1
-        if self._clean_steps == options.growth_interval:
+        if self._clean_steps >= options.growth_interval:  # more: it was longer in the run that this one goes on from
             self._clean_steps, self._overflows_left = 0, options.hysteresis
             self.scale *= options.growth_factor
 
@@ -56,9 +56,10 @@ class DynamicLossScale:
         return {"scale": self.scale, "growth_tracker": self._clean_steps, "hysteresis_tracker": self._overflows_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that returned ``state`` would have."""
+        """Go on as the run that returned ``state`` would have; it may be a ``torch.amp.GradScaler``'s."""
         self.scale = float(state["scale"])
-        self._clean_steps, self._overflows_left = int(state["growth_tracker"]), int(state["hysteresis_tracker"])
+        self._clean_steps = int(state["growth_tracker"] if "growth_tracker" in state else state["_growth_tracker"])
+        self._overflows_left = int(state.get("hysteresis_tracker", self.options.hysteresis))
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronHalfPrecision, MegatronMixedPrecision, MegatronStrategy
-from tests.helpers.toy import ToyModule
+from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import Losses
 from tests.helpers.trainers import trainer as make_trainer
 from tests.lightning.support import (
@@ -247,3 +247,21 @@ def test_layouts_without_ranks_scale_too(tmp_path: Path) -> None:
     (rank,) = run(ONE, _scripted, tmp_path)
     assert [seen[0] for seen in rank["seen"]] == SCALES
     assert rank["moved"] == [mark == "." for mark in SCRIPT]
+
+
+def test_a_plain_trainers_loss_scale_is_taken_over(tmp_path: Path) -> None:
+    """Two steps in a plain Trainer with torch's GradScaler, the third with the strategy, which would begin at 2^10."""
+    theirs = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    make_trainer(
+        "auto",
+        max_steps=2,
+        plugins=[theirs],
+        callbacks=[ModelCheckpoint(tmp_path, "at", every_n_train_steps=2)],
+        enable_checkpointing=True,
+    ).fit(ToyModule(), datamodule=ToyData())
+    ours = MegatronMixedPrecision("16-mixed", "cpu", OPTIONS)
+    fit = make_trainer(MegatronStrategy(), max_steps=3, plugins=[ours])
+    fit.fit(ToyModule(), datamodule=ToyData(), ckpt_path=str(tmp_path / "at.ckpt"))
+    assert fit.global_step == 3 and ours.loss_scale is not None
+    # Three clean steps in a row, two of them theirs, raise the scale.
+    assert ours.loss_scale.state_dict() == {"scale": 128.0, "growth_tracker": 0, "hysteresis_tracker": 2}

@@ -37,6 +37,12 @@ def test_scale_goes_on_where_it_stopped(stop: int) -> None:
     assert _run(second, SCRIPT[stop:]) == SCALES[stop:]
 
 
+def test_a_shorter_interval_than_the_run_before_had_ends_at_once() -> None:
+    scale = DynamicLossScale(LossScaleOptions(initial_scale=64, growth_interval=3))
+    scale.load_state_dict({"scale": 8.0, "_growth_tracker": 1500})  # of torch's GradScaler, which counts to 2000
+    assert _run(scale, "....") == [16, 16, 16, 32]
+
+
 def test_defaults_are_megatrons() -> None:
     scale = DynamicLossScale()
     assert scale.scale == 2.0**32
