@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
     """Run ``python <arguments>`` in the repository.
 
     Raises:
-        AssertionError: If processes of the job are left when its output has ended.
+        AssertionError: If the job takes longer, or processes of it are left when its output has ended; they are killed.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -41,12 +42,15 @@ def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
         text=True,
         start_new_session=True,
     )
-    output, _ = process.communicate(timeout=timeout_s)  # returns when the last process has closed its end of the pipe
+    try:
+        output, _ = process.communicate(timeout=timeout_s)  # returns when the last process has closed its end of the pipe
+    except subprocess.TimeoutExpired as error:
+        _kill(_session(process.pid))
+        output, _ = process.communicate()
+        raise AssertionError(f"the job still ran after {timeout_s} s\n{output}") from error
     elapsed_s = since_fault(output)
-    ending = [other for other in psutil.process_iter() if _belongs(other, session=process.pid)]
-    _, left = psutil.wait_procs(ending, timeout=5)  # a process closes its files a little before it is gone
-    for other in left:
-        other.kill()
+    _, left = psutil.wait_procs(_session(process.pid), timeout=5)  # a process closes its files a little before it is gone
+    _kill(left)
     assert not left, f"the job left {left}\n{output}"
     return Ended(process.returncode, output, elapsed_s)
 
@@ -61,6 +65,16 @@ def since_fault(output: str) -> float:
     fault_at = re.search(r"FAULT (\S+)", output)
     shares = [float(computed) / float(passed) for passed, computed in re.findall(r"STARTED (\S+) (\S+)", output)]
     return (time.time() - float(fault_at[1])) * min([1.0, *shares]) if fault_at else 0.0
+
+
+def _session(number: int) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _belongs(process, session=number)]
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _belongs(process: psutil.Process, session: int) -> bool:
