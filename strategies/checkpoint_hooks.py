@@ -34,6 +34,7 @@ class MegatronCheckpoints(MegatronSteps):
 
     def on_train_start(self) -> None:
         """Continue an interrupted epoch: with the data order and the random numbers it would have had."""
+        self._checkpoints.remembered.start()
         samplers = self.train_samplers()
         combined = self.module.trainer.fit_loop._combined_loader
         if combined is not None and len(samplers) == len(combined.flattened):  # Lightning looks for state_dict on loaders
@@ -102,7 +103,7 @@ class MegatronCheckpoints(MegatronSteps):
         # ModelCheckpoint makes room for a link by deleting a directory of its name, which may be the last good checkpoint.
         in_danger = any(link.is_dir() and not link.is_symlink() for link in links)
         path, background = self.broadcast((str(filepath), running and self.saves_in_background and not in_danger))
-        waiting = links if background and self.is_global_zero else None
+        waiting = links if self.is_global_zero else None
         self._checkpoints.save(checkpoint, path, background=background, links=waiting)
         if background:
             self._log_stall()
@@ -184,7 +185,7 @@ class MegatronCheckpoints(MegatronSteps):
         """Delete a checkpoint."""
         if self.user_checkpoint_io is not None:
             super().remove_checkpoint(filepath)
-        elif self.is_global_zero:
+        elif self.is_global_zero and not self._checkpoints.remembered.keeps(str(filepath)):
             self._checkpoints.saver.remove(str(filepath))
 
     def on_exception(self, exception: BaseException) -> None:

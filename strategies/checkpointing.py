@@ -25,17 +25,19 @@ from megatron_lightning.checkpoint import (
 )
 from megatron_lightning.checkpoint.agreement import ALONE, together
 from megatron_lightning.checkpoint.naming import holds_tensors
-from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
+from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
 from megatron_lightning.optim.state import StateTensor
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.gradients import unwrapped
 from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
 from megatron_lightning.strategies.local_copies import copy_plan, open_copy
 from megatron_lightning.strategies.progress import RunProgress
+from megatron_lightning.strategies.remembered import RememberedCheckpoints, checkpoint_callbacks
 from megatron_lightning.strategies.saver import Save, Saver
 from megatron_lightning.strategies.vocabulary import fit_vocabulary, vocabulary_parameters
 
@@ -53,6 +55,7 @@ class CheckpointGlue:
 
     def __init__(self, strategy: MegatronStrategy, saver: Saver) -> None:
         self._strategy, self.saver, self.progress = strategy, saver, RunProgress(strategy)
+        self.remembered = RememberedCheckpoints(lambda: checkpoint_callbacks(strategy.module._trainer))
         self._source: CheckpointSource | None = None
         self._path, self._is_plain = "", False
 
@@ -79,8 +82,18 @@ class CheckpointGlue:
         config = getattr(self._strategy.module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
             info["config"] = asdict(config)
-        plan = Save(path, lambda group: take_snapshot(path, tensors, rest, info=info, group=group), write_snapshot, links=links)
+
+        def take(group: AxisGroup) -> Snapshot:
+            self.remembered.begin(rest.get("callbacks", {}))
+            return take_snapshot(path, tensors, rest, info=info, group=group)
+
+        plan = Save(path, take, write_snapshot, links=links, settled=lambda committed: self._settled(path, committed))
         self.saver.save(plan, context, background=background)
+
+    def _settled(self, path: str, committed: bool) -> None:
+        self.remembered.settle(path, committed=committed)
+        if not committed:
+            self.saver.spare(self.remembered.keeps)
 
     def save_local(self, checkpoint: dict[str, Any], path: str, folder: str) -> None:
         """Write every rank's part to its node's own disk and the next node's, and the pointer ``path``; in the background.

@@ -53,6 +53,8 @@ class Save:
     """Whether older checkpoints may go when it is committed, and must stay when it failed."""
     links: Sequence[Path] | None = None
     """Where links are that wait for the commit, on the first rank; None: there is nobody who makes any."""
+    settled: Callable[[bool], None] = lambda committed: None
+    """Called on every rank, by the thread that trains, with whether it was committed, when that is known there."""
 
 
 class Saver:
@@ -66,7 +68,7 @@ class Saver:
     def __init__(self, options: CheckpointOptions, timeout: timedelta) -> None:
         self._options, self._timeout = options, timeout
         self._buffer = HostBuffer()
-        self._job: BackgroundJob | None = None
+        self._job: tuple[BackgroundJob, Save] | None = None
         self._group: AxisGroup | None = None
         self._lock = threading.Lock()  # of what the main thread and the job share on the first rank:
         self._writing = self._failed = False
@@ -97,13 +99,15 @@ class Saver:
             if background:
                 group, snapshot = self.group(context), self._buffer.copy_of(snapshot)
                 self.last = SaveReport(plan.path, time.monotonic() - began, num_bytes=snapshot.num_bytes)
-                self._job = BackgroundJob(lambda: self._write(plan, snapshot, group, began))
+                self._job = BackgroundJob(lambda: self._write(plan, snapshot, group, began)), plan
                 return
             self.last = SaveReport(plan.path, 0.0, num_bytes=snapshot.num_bytes)
             self._write(plan, snapshot, context.axis("world"), began)
             self.last = SaveReport(plan.path, time.monotonic() - began, self.last.written_s, snapshot.num_bytes)
+            plan.settled(True)
         except CheckpointError as error:
             self._settle(plan, committed=False)
+            plan.settled(False)
             self._report(error)
 
     def _write(self, plan: Save, snapshot: Snapshot, group: AxisGroup, began: float) -> None:
@@ -144,8 +148,11 @@ class Saver:
         Raises:
             CheckpointError: If it failed and ``on_save_error`` is "raise".
         """
-        job, self._job = self._job, None
-        error = job.wait() if job is not None else None
+        if self._job is None:
+            return
+        (job, plan), self._job = self._job, None
+        error = job.wait()
+        plan.settled(error is None)
         if isinstance(error, CheckpointError):
             self._report(error)
         elif error is not None:
@@ -170,6 +177,11 @@ class Saver:
                 self._doomed.append(path)
                 return
         remove_checkpoint(path)
+
+    def spare(self, keeps: Callable[[str], bool]) -> None:
+        """Give up deletions that wait for a commit, of checkpoints for which ``keeps`` is true."""
+        with self._lock:
+            self._doomed = [path for path in self._doomed if not keeps(path)]
 
     @property
     def awaits_links(self) -> bool:

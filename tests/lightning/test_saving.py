@@ -123,12 +123,12 @@ class _FullDisk:
         return self.original(pending, rank, snapshot, max_file_bytes)
 
 
-def _failing(layout: Layout, folder: str, background: bool, action: Any) -> dict[str, Any]:
+def _failing(layout: Layout, folder: str, background: bool, action: Any, number: int = 2) -> dict[str, Any]:
     keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2)
     watch, error = _Watch(folder), ""
     texts: list[str] = []
     with (
-        mock.patch.object(saving, "_write_rank", _FullDisk(layout.ranks - 1, 2)),
+        mock.patch.object(saving, "_write_rank", _FullDisk(layout.ranks - 1, number)),
         mock.patch("megatron_lightning.strategies.saver.rank_zero_warn", texts.append),
     ):
         try:
@@ -136,7 +136,8 @@ def _failing(layout: Layout, folder: str, background: bool, action: Any) -> dict
         except CheckpointError as raised:
             error = str(raised)
     warned = any("was not saved" in text and "No space left" in text for text in texts)
-    return {"error": error, "warned": warned, "seen": watch.seen, "left": sorted(os.listdir(folder))}
+    best = [keep.best_model_path, *keep.best_k_models]
+    return {"error": error, "warned": warned, "seen": watch.seen, "left": sorted(os.listdir(folder)), "best": best}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -147,6 +148,14 @@ def test_a_failed_save_warns_and_the_older_checkpoint_stays(background: bool, tm
         assert result["warned"]
         if not background and rank == 0:
             assert result["seen"][4:6] == [{"step=2.ckpt"}] * 2 and result["seen"][6:] == [{"step=6.ckpt"}] * 2
+
+
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_best_checkpoint_is_a_committed_one(background: bool, tmp_path: Path) -> None:
+    """The last of four saves fails: the third, which it would have replaced, stays and is the best."""
+    for rank, result in enumerate(run(DP2, _failing, tmp_path, background, "warn", 4)):
+        assert result["best"] == [str(tmp_path / "step=6.ckpt")] * 2
+        assert result["left"] == ["step=6.ckpt"] or rank > 0
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -205,23 +214,27 @@ class _LinkWatch(pl.Callback):
             self.seen.append((target, is_committed(self.link)))
 
 
-def _linked(layout: Layout, folder: str) -> Any:
+def _linked(layout: Layout, folder: str, background: bool) -> Any:
     keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2, save_last="link")
     watch = _LinkWatch(f"{folder}/last.ckpt")
     with (
         mock.patch.object(commit.PendingSave, "begin", _slow_begin),
         mock.patch.object(saving, "_write_rank", _FullDisk(layout.ranks - 1, 3)),
     ):
-        _fit(layout, folder, CheckpointOptions(async_save=True, on_save_error="warn"), [keep, watch])
+        _fit(layout, folder, CheckpointOptions(async_save=background, on_save_error="warn"), [keep, watch])
     return watch.seen, sorted(os.listdir(folder)), os.path.realpath(f"{folder}/last.ckpt")
 
 
-def test_a_link_leads_to_committed_checkpoints_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_link_leads_to_committed_checkpoints_only(background: bool, tmp_path: Path) -> None:
     """The third of four saves fails: the link stays with the second one until the fourth is committed."""
-    seen, left, end = run(DP2, _linked, tmp_path)[0]
+    seen, left, end = run(DP2, _linked, tmp_path, background)[0]
     assert not [entry for entry in seen if entry[0] and not entry[1]], seen
     assert {target for target, _ in seen} <= {"", "step=2.ckpt", "step=4.ckpt"}
-    assert seen[2] == ("", False) and seen[-1][0]  # the first save was still under way; the link came later
+    if background:
+        assert seen[2] == ("", False) and seen[-1][0]  # the first save was still under way; the link came later
+    else:
+        assert seen[2:] == [("step=2.ckpt", True)] * 2 + [("step=4.ckpt", True)] * 4
     assert left == ["last.ckpt", "step=8.ckpt"] and end == str(tmp_path / "step=8.ckpt")
 
 
