@@ -3,11 +3,12 @@
     python -m benchmarks.bench_pipeline             # 2, 4 and 8 ranks, about 7 minutes; writes benchmarks/results
     python -m benchmarks.bench_pipeline --quick     # half a minute: 2 ranks, two rounds, to see that everything runs
 
-All schedules of both engines are set up on the same processes and take turns, a step each. A step lasts from a barrier to the
-end of the slowest rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a
-rank's main thread in it, for each action, less that of the same stages without any engine; its goal holds where every rank
-has a core of its own. Peak memory is measured apart, in fresh processes with messages of 4 MiB: how much a rank's resident
-memory grew over what it had before its first step.
+Both engines run a schedule on the same processes and take turns, a step each; other schedules have processes of their own,
+since every process group of gloo has a thread that wakes a hundred times a second. A step lasts from a barrier to the end of
+the slowest rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a rank's
+main thread in it, for each action, less that of the same stages without any engine; its goal holds where every rank has a
+core of its own. Peak memory is measured apart, in fresh processes with messages of 4 MiB: how much a rank's resident memory
+grew over what it had before its first step.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of linux/prctl.h, in ns
 Engine = Callable[[Case, int], Callable[[], None]]
 
 
-def _measure_times(cases: Sequence[Case], rounds: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Run every case with all engines in turns; return wall and main-thread processor seconds of this rank."""
+def _measure_times(case: Case, rounds: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
+    """Run a case with all engines in turns; return wall and main-thread processor seconds of this rank."""
     rank = dist.get_rank()
-    steps = {f"{case.schedule}/{name}": make(case, rank) for case in cases for name, make in engines.items()}
+    steps = {f"{case.schedule}/{name}": make(case, rank) for name, make in engines.items()}
     walls: dict[str, list[float]] = {name: [] for name in steps}
     hosts: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
@@ -114,17 +115,20 @@ def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     return [answer for _, answer in answers]
 
 
-def _slowest(ranks: Sequence[Mapping[str, Any]], kind: str) -> dict[str, list[float]]:
-    names = ranks[0][kind]
-    return {name: [max(values) for values in zip(*(rank[kind][name] for rank in ranks), strict=True)] for name in names}
+def _slowest(cases: Sequence[Sequence[Mapping[str, Any]]], kind: str) -> dict[str, list[float]]:
+    return {
+        name: [max(values) for values in zip(*(rank[kind][name] for rank in ranks), strict=True)]
+        for ranks in cases
+        for name in ranks[0][kind]
+    }
 
 
 def measure(ranks: int, microbatches: int, unit_s: float, rounds: int) -> dict[str, Any]:
     """Return all measurements of one number of ranks: lists by ``schedule/engine``."""
     timed = [Case(schedule, ranks, microbatches, unit_s, SMALL) for schedule in SCHEDULES]
     alone = [case._replace(unit_s=0.0) for case in timed]
-    steps = on_ranks(ranks, _measure_times, timed, rounds, ENGINES)
-    messages = on_ranks(ranks, _measure_times, alone, rounds, {**ENGINES, "bare": bare_step})
+    steps = [on_ranks(ranks, _measure_times, case, rounds, ENGINES) for case in timed]
+    messages = [on_ranks(ranks, _measure_times, case, rounds, {**ENGINES, "bare": bare_step}) for case in alone]
     memory = {
         f"{case.schedule}/{engine}": max(on_ranks(ranks, _measure_memory, case._replace(unit_s=0.0, numel=LARGE), engine))
         for case in timed
