@@ -132,6 +132,11 @@ def abort_process_groups() -> None:
         abort()
 
 
+def is_connected(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` is one of those that :func:`abort_process_groups` has not broken."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def at_end_of_main_thread(function: Callable[[], None]) -> None:
     """Call ``function`` in this process when its main thread has come to its end, before what ``atexit`` knows.
 

@@ -116,8 +116,8 @@ def assemble(
         allocates: Whether what is on ``meta`` is given memory and values; else that is left for who divides it further.
 
     Raises:
-        ConfigError: If the module has no pipeline units or no table though the layout needs them, or was assembled for
-            another layout.
+        ConfigError: If the module has no pipeline units or no table though the layout needs them, was assembled for
+            another layout, or talks over broken connections.
     """
     mark: _Mark | None = module.__dict__.get("_megatron_mark")
     wanted = (context.layout, placement, options)
@@ -125,6 +125,11 @@ def assemble(
         raise ConfigError(
             f"{type(module).__name__} was sharded for {_describe(*mark[:3])} by an earlier Trainer and cannot be used with "
             f"{_describe(*wanted)}. Create a new module, and load a checkpoint into it."
+        )
+    if any(isinstance(value, AxisGroup) and value.is_broken for layer in module.modules() for value in vars(layer).values()):
+        raise ConfigError(
+            f"the layers of {type(module).__name__} talk over connections that the exception in an earlier run has broken. "
+            "Create a new module, and load a checkpoint into it."
         )
     partition, names = None, mark.names if mark else tuple(module.state_dict())
     if mark is None:

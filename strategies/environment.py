@@ -20,10 +20,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
@@ -193,8 +195,10 @@ class MegatronEnvironment(ParallelStrategy):
         self.set_world_ranks()
         if self._planned_world_size > 1 and self.cluster_environment is not None:
             default = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-            _init_dist_connection(self.cluster_environment, self._backend or default, timeout=self._timeout)
+            self._connect(self.cluster_environment, self._backend or default)
             self._check_world()
+            if self._context is not None and self._context.axis("world").is_broken:
+                self.forget_connections()
             self._failure_watch = FailureWatch(write_logs=self.write_logs)
             self._failure_watch.start()
         if self._context is None:
@@ -205,6 +209,25 @@ class MegatronEnvironment(ParallelStrategy):
             self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout, alone=alone)
         if self.context.world_size > 1:
             self.module._device_mesh = self.context.device_mesh()
+
+    def _connect(self, environment: ClusterEnvironment, backend: str) -> None:
+        """Create the default process group, unless an earlier Trainer has.
+
+        A program may catch an exception that all ranks met, and that broke their connections, and go on. The job's store is
+        still the same then, so each group has a number of its own.
+        """
+        if dist.is_initialized():
+            return
+        rank, size = environment.global_rank(), environment.world_size()
+        url = f"tcp://{environment.main_address}:{environment.main_port}"
+        store, *_ = next(rendezvous(url, rank, size, timeout=self._timeout))
+        number = store.add(f"megatron_lightning/worlds/{rank}", 1)
+        store = compat.PrefixStore(f"megatron_lightning/world/{number}", store)
+        _init_dist_connection(environment, backend, store=store, timeout=self._timeout)
+
+    def forget_connections(self) -> None:
+        """Let go of the groups of a run that an exception on all ranks has ended."""
+        self._context, self._alone = None, False
 
     def _check_world(self) -> None:
         """The ranks of an earlier Trainer in this process are there to stay."""

@@ -195,6 +195,11 @@ class MegatronStrategy(MegatronCheckpoints):
 
         module.__dict__["configure_model"] = configure_model
 
+    def forget_connections(self) -> None:
+        """See the base class."""
+        super().forget_connections()
+        self._executor = self._units = None
+
     def _restore_configure_model(self) -> None:
         attributes = self.module.__dict__
         if hasattr(attributes.get("configure_model"), "__wrapped__"):

@@ -135,7 +135,7 @@ class Saver:
     def group(self, context: ParallelContext) -> AxisGroup:
         """Return all ranks with a communicator for CPU tensors that only background saves use; all ranks make it together."""
         world = context.axis("world")
-        if self._group is None or self._group.ranks != world.ranks:
+        if self._group is None or self._group.ranks != world.ranks or self._group.is_broken:
             process_group = None
             if world.process_group is not None:
                 process_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="checkpoint")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_lightning import compat
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.grid import GridName, RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -45,6 +46,11 @@ class AxisGroup:
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the exception that ended an earlier run has broken the communicator."""
+        return self.process_group is not None and not compat.is_connected(self.process_group)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's picklable ``value``, by coordinate; a collective."""

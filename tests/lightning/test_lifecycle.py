@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses, trainer
@@ -133,3 +138,46 @@ def _other_world(layout: Layout, folder: str) -> None:
 
 def test_a_larger_world_in_the_same_process_is_refused(tmp_path: Path) -> None:
     run(DP2, _other_world, tmp_path)
+
+
+class _Pruned(pl.Callback):
+    """Ends the first run with an exception on every rank, as a search for hyper-parameters ends trials."""
+
+    def __init__(self) -> None:
+        self.armed = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.armed and trainer.global_step == 2:
+            self.armed = False
+            raise ValueError("pruned")
+
+
+def _after_exceptions(layout: Layout, folder: str) -> dict[str, Any]:
+    """Two trials that an exception ends, the second Trainer once more, and a third trial."""
+    box, world = [find_free_network_port()], dist.group.WORLD
+    if layout.options is not None:
+        dist.broadcast_object_list(box)
+    results: dict[str, Any] = {}
+    for _ in range(2):
+        module, record = ToyModule(), Losses()
+        chosen = layout.trainer(folder, devices=layout.ranks, max_epochs=1, callbacks=[_Pruned(), record])
+        os.environ["MASTER_PORT"] = str(box[0])
+        with pytest.raises(ValueError, match="pruned"):
+            chosen.fit(module, datamodule=layout.data_module())
+    chosen.fit(module, datamodule=layout.data_module())
+    results |= {"same": record.losses, "metrics": metrics_of(chosen)}
+    if layout.options is not None:
+        module.model.group = AxisGroup("tp", (0, 1), dist.get_rank(), world)  # as a tensor-parallel layer holds it
+        with pytest.raises(ConfigError, match=r"broken\. Create a new module"):
+            chosen.test(module, datamodule=layout.data_module(), verbose=False)
+    third = layout.trainer(folder, devices=layout.ranks)
+    os.environ["MASTER_PORT"] = str(box[0])
+    results["third"] = third.test(ToyModule(), datamodule=layout.data_module(), verbose=False)
+    return results
+
+
+def test_runs_after_exceptions_on_all_ranks(tmp_path: Path) -> None:
+    expected = single(_after_exceptions)
+    assert len(expected["same"]) > 4
+    for rank in run(PP2, _after_exceptions, tmp_path):
+        assert_close(rank, expected)
