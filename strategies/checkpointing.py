@@ -55,9 +55,12 @@ class CheckpointGlue:
 
     def __init__(self, strategy: MegatronStrategy, saver: Saver) -> None:
         self._strategy, self.saver, self.progress = strategy, saver, RunProgress(strategy)
-        self.remembered = RememberedCheckpoints(lambda: checkpoint_callbacks(strategy.module._trainer))
+        self.remembered = RememberedCheckpoints(self._callbacks)  # a method: spawned workers get it
         self._source: CheckpointSource | None = None
         self._path, self._is_plain = "", False
+
+    def _callbacks(self) -> list[Any]:
+        return checkpoint_callbacks(self._strategy.module._trainer)
 
     # ------------------------------------------------------------------------------------------------------ save
 

@@ -72,7 +72,7 @@ class MegatronSteps(MegatronModules):
 
     @property
     def last_grad_norm(self) -> Tensor | None:
-        """Global gradient norm before clipping, of the last step that clipped by norm."""
+        """Global gradient norm before clipping, of the last step that clipped by norm; None on one process."""
         return self._gradients.last_norm if self._gradients else None
 
     def gradient_norm(self) -> Tensor:

@@ -50,7 +50,8 @@ def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[
     strategy = layout.strategy(**more)
     options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
     trainer(strategy, default_root_dir=folder, **options).fit(_Groups(), datamodule=layout.data_module())
-    assert float(strategy.last_grad_norm) == pytest.approx(record.seen[-1]["grad_norm"])
+    if strategy.context.world_size > 1:  # else the Trainer's plugin clips
+        assert float(strategy.last_grad_norm) == pytest.approx(record.seen[-1]["grad_norm"])
     return record.seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
+from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launchers import ScriptLauncher, WorkerLauncher
@@ -63,6 +65,11 @@ def test_one_rank_needs_no_processes_and_works_in_a_notebook() -> None:
     assert isinstance(launcher, ScriptLauncher) and launcher.is_interactive_compatible
 
 
+def test_spawned_workers_can_be_sent_the_strategy() -> None:
+    strategy = _trainer(MegatronStrategy(start_method="spawn"), 2).strategy
+    assert isinstance(pickle.loads(pickle.dumps(strategy)), MegatronStrategy)
+
+
 def test_one_rank_of_spawn_stays_in_this_process() -> None:
     launcher = _trainer(MegatronStrategy(start_method="spawn"), 1).strategy.launcher
     assert launcher is not None and launcher.launch(os.getpid) == os.getpid()
@@ -91,6 +98,8 @@ def test_slurm_variables() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_workers_train(start_method: str) -> None:
-    output = _run_all([[*JOB, start_method, "none", "0"]], [{}])
-    assert re.search("DONE 0 16", output), output
+def test_workers_train(start_method: str, tmp_path: Path) -> None:
+    """The process that started them goes on with what they return; the Trainer's counters stay theirs, as in Lightning."""
+    output = _run_all([[*JOB, start_method, "none", "0", "2", "1", str(tmp_path)]], [{}])
+    assert re.search("DONE 0 0", output), output
+    assert open_checkpoint(tmp_path / "last.ckpt").state()["global_step"] == 16
