@@ -200,6 +200,7 @@ VARIANTS = {
         Variant(name="lightning-ddp2", size=2, strategy=lambda shape: DDPStrategy(), data_size=2),
         _ours("pp2", pp=2, num_microbatches=NUM_MICROBATCHES),
         _ours("dp2-zero1", dp=2, data_parallel="zero1"),
+        _ours("dp2-fsdp", dp=2, data_parallel="fsdp"),
         Variant(name="lightning-fsdp2", size=2, strategy=_sharded(2, 1), module=FullyShardedGPT, data_size=2),
         _ours("tp2", tp=2),
         Variant(name="lightning-tp2", size=2, strategy=_sharded(1, 2), module=DTensorGPT),
@@ -228,5 +229,6 @@ GOALS = (
     Goal(ours="pp2", peer="dp2", ratio=0.95, ideal=NUM_MICROBATCHES / (NUM_MICROBATCHES + 2 - 1)),
     Goal(ours="dp2-zero1", peer="lightning-ddp2", ratio=None),
     Goal(ours="dp2-zero1", peer="lightning-fsdp2", ratio=None),
+    Goal(ours="dp2-fsdp", peer="lightning-fsdp2", ratio=None),
     Goal(ours="tp2-pp2", peer="tp2", ratio=None),
 )
