@@ -73,10 +73,11 @@ class DirectorySource:
         folder: Its directory.
         manifest: Its checked manifest.
         state: Content of its state file.
+        alone: Whether no other rank reads it, too.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest, state: bytes) -> None:
-        self.folder, self.manifest, self._state = folder, manifest, state
+    def __init__(self, folder: Folder, manifest: Manifest, state: bytes, *, alone: bool = False) -> None:
+        self.folder, self.manifest, self._state, self._alone = folder, manifest, state, alone
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
@@ -115,7 +116,7 @@ class DirectorySource:
         with ExitStack() as stack:
             streams: list[RangeReads] = []
             for file, boxes in reads.items():
-                reader = stack.enter_context(opened(self.folder, file, self.manifest.files[file]))
+                reader = stack.enter_context(opened(self.folder, file, self.manifest.files[file], once=self._alone))
                 ordered = sorted(boxes, key=lambda read: read.shard.start + read.start)
                 parts = (ordered[first :: reader.num_streams] for first in range(reader.num_streams))
                 streams += [RangeReads(reader, part, f"{self.folder}/{file}") for part in parts]
@@ -199,7 +200,7 @@ def open_checkpoint(
         if content is None:
             return PlainSource(str(path), optimizer_parameters)
         manifest = parsed[0] if parsed else Manifest.loads(content[0])
-        return DirectorySource(folder_of(path), manifest, content[1])
+        return DirectorySource(folder_of(path), manifest, content[1], alone=group.size == 1)
 
     return together(group, f"opening {path}", build)
 

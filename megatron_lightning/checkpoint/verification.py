@@ -92,7 +92,7 @@ def verify(path: str | os.PathLike[str], *, num_threads: int = 4, advance: Advan
 def _check_file(folder: Folder, manifest: Manifest, file: str, parts: Sequence[_Part], advance: Advance) -> Iterator[Damage]:
     size = manifest.files[file]
     try:
-        with opened(folder, file, size) as reader:
+        with opened(folder, file, size, once=True) as reader:
             if file == manifest.state_file:
                 if zlib.crc32(read_range(reader, 0, size)) != manifest.state_checksum:
                     yield Damage(file, 0, size, "do not match their checksum")
