@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from megatron_lightning.checkpoint.checksums import BlockChecksums
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Shard
 from megatron_lightning.checkpoint.shard_file import RangeReads, plan_box
+from megatron_lightning.checkpoint.storage import LocalFolder, opened, read_range
 from megatron_lightning.errors import CheckpointError
 
 ROWS = 20
@@ -64,3 +67,21 @@ def test_a_bad_block_is_named(dtype: torch.dtype) -> None:
     first = START + (ROWS - 1) * BLOCK_BYTES
     with pytest.raises(CheckpointError, match=f"bytes {first} to {first + BLOCK_BYTES} do not match"):
         _read(torch.zeros(VALUES.shape, dtype=dtype), _Reader(bytes(data)))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on files")
+@pytest.mark.parametrize("once", [True, False])
+def test_who_reads_alone_lets_go_of_what_it_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+    content = os.urandom(25 << 20)
+    (tmp_path / "file").write_bytes(content)
+    let_go: list[int] = []
+
+    def advise(descriptor: int, start: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            let_go.append(length)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with opened(LocalFolder(tmp_path), "file", len(content), once=once) as reader:
+        read = b"".join(read_range(reader, start, 1 << 20) for start in range(0, len(content), 1 << 20))
+    assert read == content
+    assert let_go == ([8 << 20, 16 << 20, 24 << 20, 0] if once else [])  # always behind the reader; 0 is the whole file
