@@ -36,7 +36,11 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-COMMANDS = [line for block in blocks(README, "bash") for line in block.splitlines()]
+def commands_of(text: str) -> list[str]:
+    return [line for block in blocks(text, "bash") for line in re.sub(r" \\\n *", " ", block).splitlines()]
+
+
+COMMANDS = commands_of(README)
 
 
 def commands(*programs: str) -> list[str]:
@@ -239,3 +243,15 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     for path in re.findall(r"`((?:configs|examples|docs)/[\w./]+)`", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_architecture_is_that_of_the_tree() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = {path.relative_to(ROOT / "megatron_lightning").as_posix() for path in (ROOT / "megatron_lightning").rglob("*.py")}
+    files |= {f"{folder}/{path.name}" for folder in ("strategies", "callbacks") for path in (ROOT / folder).glob("*.py")}
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(file == name or file.endswith(f"/{name}") for file in files), name
+    for path in (ROOT / "strategies").glob("[!_]*.py"):
+        assert f"`{path.name}`" in text, f"strategies/{path.name} is not in docs/architecture.md"
+    for folder in (ROOT / "megatron_lightning").iterdir():
+        assert folder.name.startswith("_") or not folder.is_dir() or f"| `{folder.name}` |" in text, folder.name
