@@ -1,12 +1,14 @@
 # Every command runs in .venv, which is made on first use from any Python of at least 3.10 and follows constraints.txt.
 .DEFAULT_GOAL := help
-.PHONY: help install lint format test test-all demo gpu gpu-bench clean
+.PHONY: help install lint format test test-all conformance demo gpu gpu-bench clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # One thread a rank: the tests start up to eight processes, and more threads only take the cores from one another.
 export OMP_NUM_THREADS ?= 1
 CASE ?=
+MODE ?= one
+PARTS ?=
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +41,9 @@ test: lint  ## lint, then every test but the slow and the GPU ones
 
 test-all: lint  ## lint, then every test that needs no GPU
 	$(BIN)/python -m pytest -q -m "not gpu"
+
+conformance: $(INSTALLED)  ## Lightning's own tests: make conformance LIGHTNING=/path/to/checkout MODE=one|two|pipeline PARTS="core loops"
+	$(BIN)/python -m tests.conformance.run "$(LIGHTNING)" --mode $(MODE) $(PARTS)
 
 demo: $(INSTALLED)  ## preprocess, train on 2 x 2 processes, resume on another layout, generate
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh

@@ -1,0 +1,92 @@
+"""Lightning's own tests against MegatronStrategy: a pytest plugin for its suite, ``-p tests.conformance.plugin --megatron one``.
+
+The suite stays as it is. A mode decides which Trainers get MegatronStrategy: ``one`` (see ``one.py``), ``two`` and ``pipeline``;
+``plain`` changes nothing. Whatever else the plugin changes is because a checkpoint of the strategy is a directory: what a
+user reads with ``read_full`` or ``plain_file``, the suite reads with ``torch.load`` and ``load_from_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODES = ("plain", "one", "two", "pipeline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("megatron", "Lightning's tests against MegatronStrategy")
+    group.addoption("--megatron", choices=MODES, default="plain", help="which Trainers get MegatronStrategy")
+    group.addoption("--megatron-results", type=Path, help="file to which a line of JSON is appended for every test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    mode, results = config.getoption("--megatron"), config.getoption("--megatron-results")
+    if mode != "plain":
+        read_directories()
+        import_module(f"tests.conformance.{mode}").install(config)
+    if results is not None:
+        config.pluginmanager.register(Results(results), "megatron-results")
+
+
+def read_directories() -> None:
+    """Let ``torch.load`` and ``load_from_checkpoint`` read checkpoint directories."""
+    import torch
+    from lightning.pytorch.core import saving
+
+    from megatron_lightning.checkpoint import read_full
+
+    def taught(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_any(path: Any, *args: Any, **options: Any) -> Any:
+            is_directory = isinstance(path, str | os.PathLike) and os.path.isdir(path)
+            return read_full(path) if is_directory else load(path, *args, **options)
+
+        return load_any
+
+    torch.load = taught(torch.load)
+    saving.pl_load = taught(saving.pl_load)
+
+
+def name_of(nodeid: str) -> str:
+    """Return a test's name from ``tests_pytorch`` on, wherever pytest was started."""
+    return nodeid.rpartition("tests_pytorch/")[2]
+
+
+class Results:
+    """Writes what becomes of each test at once: a process that hangs or dies tells by its last line where.
+
+    Args:
+        path: File of lines ``{"test": …, "outcome": …, "why": …}``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pid = os.getpid()
+
+    def _write(self, **line: str) -> None:
+        if os.getpid() == self._pid:  # no forked rank, which may come by here on its way out
+            with self._path.open("a") as file:
+                print(json.dumps(line), file=file)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(test=name_of(nodeid), outcome="started")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.skipped or report.when == "call":
+            self._write(test=name_of(report.nodeid), outcome=report.outcome, why=_reason(report))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._write(test=name_of(nodeid), outcome="finished")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Return one line that says why."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        return f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"[:500]
+    return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "")[-500:]
