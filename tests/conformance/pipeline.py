@@ -1,7 +1,7 @@
 """Mode ``pipeline``: two pytest processes run the same tests in step, as the two stages of a pipeline.
 
-A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2; both processes are there already. They share
-temporary folders, and wait for each other before every test. The ``BoringModel`` has a layer of two units.
+A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2; both processes are there already. They
+share temporary folders, and wait for each other before every test. The ``BoringModel`` has a layer of two units.
 """
 
 from __future__ import annotations

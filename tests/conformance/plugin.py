@@ -1,6 +1,6 @@
-"""Lightning's own tests against MegatronStrategy: a pytest plugin for its suite, ``-p tests.conformance.plugin --megatron one``.
+"""Lightning's own tests against MegatronStrategy, by a plugin for its suite: ``-p tests.conformance.plugin --megatron one``.
 
-The suite stays as it is. A mode decides which Trainers get MegatronStrategy: ``one`` (see ``one.py``), ``two`` and ``pipeline``;
+The suite stays as it is. A mode decides which Trainers get MegatronStrategy: see ``one.py``, ``two.py`` and ``pipeline.py``;
 ``plain`` changes nothing. Whatever else the plugin changes is because a checkpoint of the strategy is a directory: what a
 user reads with ``read_full`` or ``plain_file``, the suite reads with ``torch.load`` and ``load_from_checkpoint``.
 """

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,26 +75,24 @@ class Suite:
         """Return what one process (or a pair) found, and the test it was at when it ended before its time."""
         ranks = range(2 if mode == "pipeline" else 1)
         folder = Path(tempfile.mkdtemp(dir=self.scratch, prefix=file.replace("/", "-") + "-"))
-        port, processes = _free_ports(), []
+        tests = [f"tests_pytorch/{test}" for test in only or [file]] + [f"--deselect=tests_pytorch/{test}" for test in done]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", str(self.test_limit_s), *tests]
+        command += ["-p", "tests.conformance.plugin", "--megatron", mode]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if mode == "pipeline":
+            environment |= {"CONFORMANCE_PORT": str(_free_port()), "CONFORMANCE_FOLDER": str(folder / "shared")}
+        processes = []
         for rank in ranks:
-            command = [sys.executable, "-m", "pytest", "-p", "tests.conformance.plugin", "--megatron", mode]
-            command += ["--megatron-results", str(folder / f"{rank}.jsonl"), "--timeout", str(self.test_limit_s), "-q"]
-            command += [f"tests_pytorch/{test}" for test in only] or [f"tests_pytorch/{file}"]
-            command += [f"--deselect=tests_pytorch/{test}" for test in done] + [
-                f"--basetemp={folder}/{rank}",
-                "-p",
-                "no:cacheprovider",
-            ]
-            variables = {
-                "CONFORMANCE_RANK": str(rank),
-                "CONFORMANCE_PORT": str(port),
-                "CONFORMANCE_FOLDER": str(folder / "shared"),
-            }
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables if mode == "pipeline" else {})}
+            files = ["--megatron-results", str(folder / f"{rank}.jsonl"), f"--basetemp={folder}/{rank}"]
             with (folder / f"{rank}.txt").open("w") as output:
                 processes.append(
                     subprocess.Popen(
-                        command, cwd=self.folder.parent, env=environment, stdout=output, stderr=output, start_new_session=True
+                        command + files,
+                        cwd=self.folder.parent,
+                        env={**environment, "CONFORMANCE_RANK": str(rank)},
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
                     )
                 )
         _wait(processes, self.file_limit_s)
@@ -109,7 +108,7 @@ class Suite:
         return outcomes, at[0] if at else None
 
 
-def _free_ports() -> int:
+def _free_port() -> int:
     """Return a port that is free, and so, most likely, is the one above it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -124,12 +123,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
             process.wait(limit_s)
     except subprocess.TimeoutExpired:
         pass
-    for process in processes:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        process.wait()
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _read(path: Path) -> tuple[dict[str, tuple[str, str]], str | None]:
@@ -170,6 +168,7 @@ def main() -> int:
     parser.add_argument("--file-limit-s", type=float, default=1200)
     parser.add_argument("--write", type=Path, help="file to which one line of JSON is appended for every test")
     arguments = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended, too
     suite = Suite(
         folder=(arguments.lightning / "tests" / "tests_pytorch").resolve(),
         mode=arguments.mode,

@@ -1,4 +1,4 @@
-"""Mode ``two``: a Trainer of several CPU devices that would take Lightning's DDP takes MegatronStrategy with as many processes."""
+"""Mode ``two``: a Trainer that would take Lightning's DDP on CPUs takes MegatronStrategy with as many processes."""
 
 from __future__ import annotations
 
