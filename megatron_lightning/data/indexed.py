@@ -168,7 +168,7 @@ class IndexedDatasetWriter:
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._boundaries: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._num_sequences = 0
-        self._temporary = temporary_beside(bin_path(prefix))
+        self._temporary, self._temporary_idx = temporary_beside(bin_path(prefix)), temporary_beside(idx_path(prefix))
         try:
             self._temporary.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._temporary.open("xb")
@@ -236,20 +236,27 @@ class IndexedDatasetWriter:
         self._boundaries.append(other.document_indices[1:] + self._num_sequences)
         self._num_sequences += len(other)
 
+    def finish(self) -> None:
+        """Write all that there is to the disk, so that :meth:`close` has nothing left to do but to give the files their names.
+
+        Who publishes several datasets together finishes all of them first: a full disk then leaves none.
+        """
+        if self._file.closed:
+            return
+        with self._temporary_idx.open("xb") as file:
+            file.write(self._index_bytes())
+            flush_to_disk(file)
+        flush_to_disk(self._file)
+        self._file.close()
+
     def close(self) -> None:
         """Publish both files. A stop at any moment leaves either the whole pair or no readable ``.idx``."""
-        temporary_idx = temporary_beside(idx_path(self.prefix))
         try:
-            with temporary_idx.open("xb") as file:
-                file.write(self._index_bytes())
-                flush_to_disk(file)
-            flush_to_disk(self._file)
-            self._file.close()
+            self.finish()
             idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
             self._temporary.replace(bin_path(self.prefix))
-            temporary_idx.replace(idx_path(self.prefix))
+            self._temporary_idx.replace(idx_path(self.prefix))
         finally:
-            temporary_idx.unlink(missing_ok=True)
             self.abort()
 
     def abort(self) -> None:
@@ -257,6 +264,7 @@ class IndexedDatasetWriter:
         with suppress(OSError):  # a full disk; what is not written yet is not wanted either
             self._file.close()
         self._temporary.unlink(missing_ok=True)
+        self._temporary_idx.unlink(missing_ok=True)
 
     def _index_bytes(self) -> bytes:
         lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])

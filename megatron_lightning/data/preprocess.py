@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
@@ -102,13 +102,16 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
         # closed here and now: an interrupt anywhere in the loop must end the workers before the files are cleaned up
         bar = published.enter_context(tqdm(desc="tokenizing", total=_num_bytes(files), unit="B", unit_scale=True))
         chunks = published.enter_context(closing(_encoded_chunks(_chunks(read_records(files)), job, tokenizer, workers)))
-        num_tokens = 0
+        num_tokens = dict.fromkeys(json_keys, 0)
         for chunk, encoded in chunks:
-            for writer, (tokens, lengths) in zip(writers, encoded, strict=True):
+            for key, writer, (tokens, lengths) in zip(json_keys, writers, encoded, strict=True):
                 writer.add_documents(tokens, lengths, np.ones(len(lengths), np.int64))
-                num_tokens += len(tokens)
+                num_tokens[key] += len(tokens)
             bar.update(sum(len(record.raw) for record in chunk))
-    print(f"{num_tokens} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}")
+        _check_not_empty(num_tokens, files)
+        for writer in writers:
+            writer.finish()  # all of them, before the first gets its name
+    print(f"{sum(num_tokens.values())} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}")
     return prefixes
 
 
@@ -128,6 +131,12 @@ def _check_settings(
             f"tokenizer_model={tokenizer_model} and vocab_size={vocab_size}: set tokenizer_model to use an existing tokenizer, "
             "or vocab_size to train one, and not both"
         )
+
+
+def _check_not_empty(num_tokens: Mapping[str, int], files: Sequence[Path]) -> None:
+    for key, count in num_tokens.items():
+        if not count:
+            raise DataError(f"{', '.join(map(str, files[:5]))}: only empty documents under key {key!r}; set input to text")
 
 
 def _make_folder(folder: Path) -> None:

@@ -259,6 +259,31 @@ def test_empty_documents_can_be_skipped(model: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
     prefix = preprocess(str(tmp_path / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model, empty_documents="skip")["text"]
     assert len(IndexedDataset(prefix)) == 2
+    (tmp_path / "in.jsonl").write_text('{"text": "a", "title": ""}\n' * 2)
+    with pytest.raises(DataError, match=r"in\.jsonl: only empty documents under key 'title'"):
+        preprocess(
+            str(tmp_path / "out" / "x"),
+            str(tmp_path / "in.jsonl"),
+            tokenizer_model=model,
+            json_keys=["text", "title"],
+            empty_documents="skip",
+        )
+    assert files_in(tmp_path / "out") == []
+
+
+def test_a_disk_that_fills_up_with_the_last_of_several_datasets_leaves_none(
+    jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writer(IndexedDatasetWriter):
+        def _index_bytes(self) -> bytes:
+            if "_text_" in self.prefix:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super()._index_bytes()
+
+    monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
+    with pytest.raises(DataError, match="No space left"):
+        preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model, json_keys=["text", "title"])
+    assert files_in(tmp_path / "out") == []
 
 
 class _TooLarge:
