@@ -313,6 +313,7 @@ class MegatronStrategy(MegatronCheckpoints):
         if self.may_skip_steps:
             self._held = HeldSchedulers(self.module, self.lr_scheduler_configs, lambda: self._step_skipped)
         self._watch_for_non_finite()
+        self._watch_for_forgotten_parameters()
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -378,6 +379,7 @@ class MegatronStrategy(MegatronCheckpoints):
             "_assembly",
             "_units",
             "_watch",
+            "_agreement",
             "_executor",
             "_runner",
             "_buffers",

@@ -24,6 +24,7 @@ from megatron_lightning.strategies.buffers import BufferSync
 from megatron_lightning.strategies.building import MegatronModules
 from megatron_lightning.strategies.explicit import ExplicitStep, not_in_a_step
 from megatron_lightning.strategies.finiteness import FiniteWatch
+from megatron_lightning.strategies.gradient_agreement import GradientAgreement
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
@@ -51,6 +52,7 @@ class MegatronSteps(MegatronModules):
         self.non_finite: NonFinite = "ignore"
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
         self._watch: FiniteWatch | None = None
+        self._agreement: GradientAgreement | None = None
         self._non_finite_found = False
         self._verdict_used = False  # by an optimizer step since
         self._toggling: Toggling | None = None
@@ -207,6 +209,8 @@ class MegatronSteps(MegatronModules):
         self._settle()
 
     def _settle(self) -> None:
+        if self._agreement is not None:
+            self._agreement.settle()
         if self._watch is not None:
             self._non_finite_found &= not self._verdict_used
             self._verdict_used = False
@@ -268,17 +272,25 @@ class MegatronSteps(MegatronModules):
             return
         scale = None if self._loss_scaling is None else self._loss_scaling.loss_scale
         self._watch = FiniteWatch(self.context, self.num_stages, policy=self.non_finite, place=self.runner.place)
+        self._watch.attach(self._whole_parameters(), lambda: scale is None or scale.is_lowest)
+
+    def _whole_parameters(self) -> dict[str, Tensor]:
+        """Return what backward passes give gradients to."""
         parameters: dict[str, Tensor] = dict(self.module.named_parameters())
-        if self._units is not None:
-            parameters |= self._units.whole_parameters()
-        self._watch.attach(parameters, lambda: scale is None or scale.is_lowest)
+        return parameters if self._units is None else parameters | self._units.whole_parameters()
+
+    def _watch_for_forgotten_parameters(self) -> None:
+        """Begin to compare gradients of which the sharding table says nothing."""
+        self._agreement = GradientAgreement(self._whole_parameters(), self.assembly.specs, self.context.tp)
 
     def _release_methods(self) -> None:
         """Give the module's own methods back to it."""
         for taken in (self._held, self._toggling):
             if taken is not None:
                 taken.release()
-        self._held = self._toggling = None
+        if self._agreement is not None:
+            self._agreement.detach()
+        self._held = self._toggling = self._agreement = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -330,8 +330,9 @@ def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Turn a dotted pattern into a regular expression."""
-    escaped = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+    """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` take a ``norm`` at the top as well."""
+    escaped = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?")
+    escaped = re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
     return re.compile(escaped)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.models.plans import gpt_plan
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.language_model import losses_of, small_gpt
+from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import VOCABULARY, ToyModule, samples
 from tests.helpers.trainers import Losses
 from tests.lightning.support import (
@@ -257,3 +264,33 @@ def _skips(layout: Layout, folder: str) -> dict[str, float]:
 def test_a_step_that_returns_none(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _skips, tmp_path):
         assert_close(rank, single(_skips))
+
+
+def _trained_without(style: str, sequence_parallel: bool) -> str | None:
+    """Train with a table that lacks a row; return the error."""
+    config = small_gpt(1, qk_layernorm=True)
+    whole = gpt_plan(config)
+    plan = ShardingPlan(
+        modules={f"model.{path}": kept for path, kept in whole.modules.items() if path != style},
+        attributes={f"model.{path}": rewrite for path, rewrite in whole.attributes.items()},
+    )
+    strategy = MegatronStrategy(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, sharding_plan=plan)
+    try:
+        losses_of(GPTLightningModule(config), strategy, [])
+    except ShardingError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("style", "sequence_parallel", "found"),
+    [
+        ("decoder.final_layernorm", True, r"gradients of 1 parameter\(s\) differ .* model\.decoder\.final_layernorm\.weight\."),
+        ("decoder.layers.*.self_attention.q_layernorm", False, r"drift apart: model\.decoder\.layers\.0\.\S+\.q_layernorm"),
+        ("none", True, None),
+    ],
+)
+def test_a_row_that_the_table_lacks_is_found(style: str, sequence_parallel: bool, found: str | None) -> None:
+    """The ranks would step the same weight by different gradients, and nobody would notice."""
+    for error in run_ranks(2, _trained_without, style, sequence_parallel):
+        assert error is None if found is None else re.search(found, error or "")

@@ -12,6 +12,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.optim import NO_DECAY, LRSchedule, ParamGroup, ScheduledLR, make_param_groups
+from megatron_lightning.parallel.sharding import compile_pattern
 from megatron_lightning.pipeline.stage import StagePartition
 
 CONFIG = TransformerConfig(
@@ -85,3 +86,20 @@ def test_optimizers_and_schedules_take_them() -> None:
 def test_contradictions_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("**", ["norm", "prenorm", "a.norm", "a.b.norm"]),
+        ("**norm", ["norm", "prenorm", "a.norm", "a.b.norm"]),
+        ("**.norm", ["norm", "a.norm", "a.b.norm"]),
+        ("a.**", ["a.norm", "a.b.norm"]),
+        ("a.**.norm", ["a.norm", "a.b.norm"]),
+        ("*.norm", ["a.norm"]),
+        ("*norm", ["prenorm"]),
+    ],
+)
+def test_patterns(pattern: str, names: list[str]) -> None:
+    """Two stars stand for any number of segments, none included."""
+    assert [name for name in ("", "norm", "prenorm", "a.norm", "a.b.norm") if compile_pattern(pattern).fullmatch(name)] == names
