@@ -30,6 +30,7 @@ from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
 from megatron_lightning.strategies.steps import Step, StepRunner, precision_context
 from megatron_lightning.strategies.toggling import Toggling
+from megatron_lightning.strategies.validation_clock import ValidationClock
 
 
 class MegatronSteps(MegatronModules):
@@ -56,6 +57,7 @@ class MegatronSteps(MegatronModules):
         self._non_finite_found = False
         self._verdict_used = False  # by an optimizer step since
         self._toggling: Toggling | None = None
+        self._validation_clock = ValidationClock(self)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -102,6 +104,10 @@ class MegatronSteps(MegatronModules):
         """Wait until the weights are those of the last step on every rank; needed with ``overlap_param_gather`` only."""
         if self._gradients is not None:
             self._gradients.gather.wait()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Agree with the other ranks whether it will be time to validate."""
+        self._validation_clock.agree(self.module.trainer)
 
     def on_validation_start(self) -> None:
         """Validate with the same buffers on all ranks."""

@@ -214,6 +214,30 @@ def test_max_time_ends_the_run(tmp_path: Path) -> None:
     assert steps[0] == steps[1] > 0
 
 
+class _Ahead(pl.Callback):
+    """Puts the clock of one rank forward, beyond the time to validate."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer._last_val_time -= 1000.0 * (trainer.global_rank == self._rank)
+
+
+def _time_to_validate(layout: Layout, folder: str, rank: int) -> list[tuple[int, int, bool]]:
+    validations = _Validations()
+    interval = {"seconds": 500}
+    trainer = layout.trainer(folder, max_epochs=1, val_check_interval=interval, callbacks=[validations, _Ahead(rank)])
+    trainer.fit(ToyModule(), datamodule=layout.data_module())
+    return validations.seen
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [(1, 4, False)]), (1, [])])
+def test_time_to_validate_is_rank_0s(rank: int, expected: list[tuple[int, int, bool]], tmp_path: Path) -> None:
+    """One validation after the first step, which sets the clock anew; or none."""
+    assert run(PP2, _time_to_validate, tmp_path, rank) == [expected] * 2
+
+
 def _unequal_last_batch(layout: Layout, folder: str) -> dict[str, Any]:
     """29 samples: the last batch of training and validation is short, and cut into unequal micro-batches."""
     record = Losses()

@@ -1,0 +1,38 @@
+"""One clock for ``Trainer(val_check_interval={"minutes": 30})``.
+
+Lightning asks on every rank the rank's own clock whether it is time to validate. Those that are a moment ahead would validate,
+the others train on, and all would wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.environment import MegatronEnvironment
+
+_NOT_DUE, _DUE = float("inf"), float("-inf")
+
+
+class ValidationClock:
+    """Decides on rank 0 whether validation follows a training batch, and gives the Trainer times that lead to the same.
+
+    Args:
+        strategy: Tells the other ranks.
+    """
+
+    def __init__(self, strategy: MegatronEnvironment) -> None:
+        self._strategy, self._last = strategy, 0.0
+
+    def agree(self, trainer: pl.Trainer) -> None:
+        """Agree on what follows this batch; all ranks call this together, and it costs nothing without a time interval."""
+        interval = getattr(trainer, "_val_check_time_interval", None)
+        if interval is None or trainer.world_size == 1:
+            return
+        if trainer._last_val_time not in (_NOT_DUE, _DUE):  # set anew when training starts and after each validation
+            self._last = trainer._last_val_time
+        due = self._strategy.broadcast(time.monotonic() - self._last >= interval)
+        trainer._last_val_time = _DUE if due else _NOT_DUE
