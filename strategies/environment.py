@@ -251,13 +251,15 @@ class MegatronEnvironment(ParallelStrategy):
         An exception on one rank leaves it alone with what callbacks do about exceptions, and the others end seconds after its
         report; Ctrl-C reaches all ranks. From a negative answer on :meth:`barrier` does not wait.
         """
-        store = compat.default_store()
-        attempt = store.add(f"megatron_lightning/interrupted/{self.global_rank}", 1)
-        key = f"megatron_lightning/interrupted/attempt/{attempt}/{state}"
-        arrived, deadline = store.add(key, 1), time.monotonic() + within_s
-        while arrived < self.context.world_size and time.monotonic() < deadline:
-            time.sleep(0.1)
-            arrived = store.add(key, 0)
+        arrived = 0
+        with suppress(dist.DistError):  # rank 0, which keeps the store, has ended
+            store = compat.default_store()
+            attempt = store.add(f"megatron_lightning/interrupted/{self.global_rank}", 1)
+            key = f"megatron_lightning/interrupted/attempt/{attempt}/{state}"
+            arrived, deadline = store.add(key, 1), time.monotonic() + within_s
+            while arrived < self.context.world_size and time.monotonic() < deadline:
+                time.sleep(0.1)
+                arrived = store.add(key, 0)
         self._alone = arrived < self.context.world_size
         return not self._alone
 

@@ -134,14 +134,16 @@ _NAMES: Mapping[Any, str] = {
 
 
 def _check_value(key: str, value: Any) -> None:
-    """Refuse what Lightning would refuse, at the line that logs it and not when all micro-batches are done."""
+    """Refuse what Lightning would refuse, in its words, at the line that logs it and not when all micro-batches are done."""
     if not isinstance(value, Tensor | Number | Metric):
         raise ConfigError(
-            f"self.log({key!r}) was given a {type(value).__name__}. Log a number, a tensor with one element or a Metric."
+            f"`self.log({key}, {value})` was called, but `{type(value).__name__}` values cannot be logged. Log a number, a "
+            "tensor with one element or a Metric."
         )
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigError(
-            f"self.log({key!r}) was given a tensor of shape {tuple(value.shape)}. Log a single number, such as its mean()."
+            f"`self.log({key}, {value})` was called, but the tensor must have a single element and its shape is "
+            f"{tuple(value.shape)}. Log a single number, such as its mean()."
         )
 
 

@@ -18,7 +18,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.distributed import DistNetworkError
 
+from megatron_lightning import compat
 from megatron_lightning.callbacks import RescueCheckpoint
 from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
@@ -255,6 +257,15 @@ def test_an_exception_in_a_step_repeats_its_batch(tmp_path: Path) -> None:
 def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(tmp_path: Path) -> None:
     for rank in run(PP2, _failed, tmp_path, "after the update", "before the update"):
         assert rank == {"saved": False}
+
+
+def test_a_rank_whose_rank_0_is_gone_is_alone() -> None:
+    """The store that ranks meet over ends with rank 0; its loss must not hide the exception."""
+    strategy, store = MegatronStrategy(), mock.Mock()
+    strategy._context = mock.Mock(world_size=2)
+    store.add.side_effect = [1, 1, DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")]
+    with mock.patch.object(compat, "default_store", return_value=store):
+        assert not strategy.all_ranks_interrupted("step 3")
 
 
 def _saves(layout: Layout, folder: str, every_n_minutes: float, accumulate: int) -> list[int]:
