@@ -261,11 +261,20 @@ class _StepProgram:
                 self._step.watch.forward(exit_.boundary, is_loss=False)
             return exit_.boundary
         if runner.num_stages > 1 and not self._called:
-            raise PipelineError(
-                f"{self._step.hook} returned on stage {stage} without calling the pipelined module "
-                f"({runner.assembly.path or 'the module itself'}). Call it exactly once in every step."
-            )
+            self._check_uncalled(stage, received)
+            if not last:
+                return ()
         return self._finish(microbatch, output)
+
+    def _check_uncalled(self, stage: int, received: tuple[Tensor, ...] | None) -> None:
+        """Allow evaluation steps that do not call the module on any stage: these have nothing to hand on."""
+        if self._step.backward_scale is None and not received:
+            return
+        raise PipelineError(
+            f"{self._step.hook} returned on stage {stage} without calling the pipelined module "
+            f"({self._runner.assembly.path or 'the module itself'}). Call it exactly once in every training step, and in "
+            "other steps on every stage or on none."
+        )
 
     def _in_order(self) -> AbstractContextManager[None]:
         """With one stage, the step may call the module as it likes; the data-parallel ranks call the same units."""
@@ -353,6 +362,11 @@ class _StepProgram:
                 "step calls it exactly once; put the inputs into one batch, or set pipeline_model_parallel_size=1."
             )
         self._called = True
+        if received == ():
+            raise PipelineError(
+                f"{self._step.hook} called the pipelined module on stage {stage} and not on the stage before. Whether a step "
+                "calls it must follow from the batch and its index alone."
+            )
         if received is not None:
             stage_input = received[0] if len(received) == 1 else received
             if args:

@@ -141,6 +141,11 @@ class _Never(ToyModule):
         return batch["ids"].float().mean().requires_grad_()
 
 
+class _Unequal(ToyModule):
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return None if self.model.head is None else super().validation_step(batch, batch_idx)
+
+
 class _Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -255,6 +260,7 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "backward-micro": (MICRO, _Backward, ConfigError, r"overrides backward\(\)"),
     "twice": (PP2, _Twice, PipelineError, r"training_step called the pipelined module twice on stage .* micro-batch 0"),
     "never": (PP2, _Never, PipelineError, r"without calling the pipelined module \(model\). Call it exactly once"),
+    "unequal": (PP2, _Unequal, PipelineError, r"validation_step called the pipelined module on stage 1 and not on the stage"),
     "no-units": (PP2, _NoUnits, MegatronLightningError, r"pipeline_units"),
     "two-pipelines": (PP2, _TwoPipelines, MegatronLightningError, r"pipeline_units"),
     "too-few-units": (PP2, _TooFewUnits, MegatronLightningError, r"at least 2 layers.*lists 1"),

@@ -177,3 +177,25 @@ def _itself(layout: Layout, folder: str) -> dict[str, Any]:
 @layouts(PP2, slow=[MICRO, DP2, PP2_DP2, PP2_WHOLE])
 def test_the_lightning_module_itself_is_pipelined(layout: Layout, tmp_path: Path) -> None:
     _compare(layout, tmp_path, _itself)
+
+
+class _Looks(_Itself):
+    """Its test and predict steps look at the data alone."""
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("mean", batch["ids"].float().mean(), sync_dist=True)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return batch["ids"]
+
+
+def _looked(layout: Layout, folder: str) -> dict[str, Any]:
+    module, data = _Looks(), layout.data_module(num_samples=16)
+    trainer = layout.trainer(folder)
+    return {"tested": trainer.test(module, data), "predicted": trainer.predict(module, data.val_dataloader())}
+
+
+@layouts(PP2, slow=[MICRO])
+def test_steps_of_an_evaluation_that_do_not_call_the_model(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _looked, tmp_path):
+        assert_close(rank, single(_looked))
