@@ -1,119 +1,133 @@
-"""Mode ``pipeline``: two pytest processes run the same tests in step, as the two stages of a pipeline.
+"""Mode ``pipeline``: every test runs in two processes in step, as the two stages of a pipeline.
 
-A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2; both processes are there already. They
-share temporary folders, and wait for each other before every test. The ``BoringModel`` has a layer of two units.
+A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2. The suite's models get units: names, shapes
+and values of parameters stay what they are. A model that is one linear layer has its weight on the first stage and its bias on
+the last one, a ``Sequential`` is cut between its layers.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from megatron_lightning.strategies import MegatronStrategy
+from tests.conformance.in_step import Outcome, run_in_step
+from tests.conformance.two import names_several_devices
 
-RANK, PORT, FOLDER = "CONFORMANCE_RANK", "CONFORMANCE_PORT", "CONFORMANCE_FOLDER"
-_PATIENCE = timedelta(seconds=300)
 
-
-class Layer(nn.Module):
-    """The ``BoringModel``'s linear layer, and a second unit that hands its output on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 2), nn.Identity()
+class CutLinear(nn.Linear):
+    """Two units: the product, and the sum."""
 
     def pipeline_units(self) -> list[str]:
-        return ["first", "second"]
+        """Return the ordered names of the units."""
+        return ["weight", "bias"]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) if self.first is not None else x
-        return self.second(x) if self.second is not None else x
+        """Do without the absent one."""
+        if self.weight is not None:
+            x = x @ self.weight.t()
+        return x if self.bias is None else x + self.bias
 
 
-class InStep(ClusterEnvironment):
-    """Two processes that the harness has started; environment variables, which tests clear, play no part."""
+class CutSequential(nn.Sequential):
+    """A unit for each layer."""
 
-    def __init__(self, rank: int, port: int) -> None:
-        self._rank, self._port = rank, port
-
-    creates_processes_externally = True
-    main_address = "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return self._port
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return 2
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
-        return 0
+    def pipeline_units(self) -> list[str]:
+        """Return the ordered names of the units."""
+        return list(self._modules)
 
 
-class Together:
-    """Keeps the two processes at the same test, in the same folder."""
+def give_units(module: pl.LightningModule) -> None:
+    """Make the one linear layer or sequence of ``module`` what a pipeline cuts, if nothing else is."""
+    if any(hasattr(child, "pipeline_units") for child in module.modules()):
+        return
+    own = {name: child for name, child in module.named_children() if not isinstance(child, Metric | nn.modules.loss._Loss)}
+    trained = [child for child in own.values() if any(True for _ in child.parameters())]
+    if len(trained) == 1 and type(trained[0]) is nn.Linear and trained[0].bias is not None:
+        trained[0].__class__ = CutLinear
+    elif len(trained) == 1 and type(trained[0]) is nn.Sequential and len(trained[0]) > 1:
+        trained[0].__class__ = CutSequential
+    elif "layer_end" in own:
+        _chain(module)
 
-    def __init__(self, rank: int, port: int, folder: Path) -> None:
-        self._folder = folder
-        self._store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=_PATIENCE)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._store.add(nodeid, 1)
-        self._store.wait([nodeid])
-        while self._store.add(nodeid, 0) < 2:
-            pass
+def _chain(module: pl.LightningModule) -> None:
+    """Let the suite's classification and regression models, which call their layers by name, do without absent ones."""
+    kind = type(module)
+    whole = kind.forward
 
-    @pytest.fixture
-    def tmp_path(self, request: pytest.FixtureRequest) -> Iterator[Path]:
-        folder = self._folder / hashlib.sha1(request.node.nodeid.encode()).hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
+    def layers(self: Any) -> dict[str, nn.Module | None]:
+        return {name: child for name, child in self._modules.items() if name.startswith("layer_")}
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if None not in layers(self).values():
+            return whole(self, x)
+        for child in layers(self).values():
+            x = x if child is None else child(x)
+        return torch.softmax(x, dim=1) if self.layer_end is not None and hasattr(self, "train_acc") else x
+
+    kind.forward, kind.pipeline_units = forward, lambda self: list(layers(self))
+
+
+class StagedStrategy(MegatronStrategy):
+    """Gives a module units before anything looks for them."""
+
+    def check_before_launch(self, trainer: Any, data: Any = None) -> None:
+        """See the base class."""
+        if self.lightning_module is not None:
+            give_units(self.lightning_module)
+        super().check_before_launch(trainer, data)
+
+    def _assemble(self) -> None:
+        give_units(self.module)
+        super()._assemble()
+
+
+class _InStep:
+    """Runs the call of every test in two processes; tests of several devices are left out."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        config.hook.pytest_deselected(items=[test for test in items if names_several_devices(test)])
+        items[:] = [test for test in items if not names_several_devices(test)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool:
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        outcomes = run_in_step(2, lambda: pyfuncitem.obj(**arguments), self._limit_s)
+        states = [outcome.state for outcome in outcomes]
+        if "failed" in states or set(states) == {"followed"}:
+            pytest.fail(_story(outcomes), pytrace=False)
+        if "skipped" in states:
+            pytest.skip(outcomes[states.index("skipped")].text)
+        return True
+
+
+def _story(outcomes: list[Outcome]) -> str:
+    """Say first, in one line, how each rank ended."""
+    ends = [f"rank {rank} {outcome.state}: {outcome.summary}" for rank, outcome in enumerate(outcomes)]
+    return "\n\n".join([" | ".join(ends), *(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes))])
 
 
 def install(config: pytest.Config) -> None:
     """Make every Trainer of one CPU device a rank of two stages."""
-    rank, port = int(os.environ.pop(RANK)), int(os.environ.pop(PORT))
-    config.pluginmanager.register(Together(rank, port, Path(os.environ.pop(FOLDER))), "megatron-together")
-    choose, build = _AcceleratorConnector._choose_strategy, BoringModel.__init__
+    config.pluginmanager.register(_InStep(float(config.getoption("--timeout") or 60) / 2), "megatron-in-step")
+    choose = _AcceleratorConnector._choose_strategy
 
     def choose_megatron(self: _AcceleratorConnector) -> Strategy | str:
         chosen = choose(self)
         if type(chosen) is not SingleDeviceStrategy or chosen.root_device.type != "cpu":
             return chosen
         self._parallel_devices = [torch.device("cpu")] * 2
-        self.cluster_environment = InStep(rank, port + 1)
-        return MegatronStrategy(pipeline_model_parallel_size=2)
+        return StagedStrategy(pipeline_model_parallel_size=2)
 
-    def build_in_units(self: BoringModel) -> None:
-        build(self)
-        self.layer = Layer()
-
-    _AcceleratorConnector._choose_strategy, BoringModel.__init__ = choose_megatron, build_in_units
+    _AcceleratorConnector._choose_strategy = choose_megatron

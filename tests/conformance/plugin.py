@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-MODES = ("plain", "one", "two", "pipeline")
+MODES = ("plain", "one", "two", "two-fork", "two-spawn", "pipeline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode, results = config.getoption("--megatron"), config.getoption("--megatron-results")
     if mode != "plain":
         read_directories()
-        import_module(f"tests.conformance.{mode}").install(config)
+        import_module(f"tests.conformance.{mode.partition('-')[0]}").install(config)
     if results is not None:
         config.pluginmanager.register(Results(results), "megatron-results")
 

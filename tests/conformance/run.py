@@ -3,7 +3,7 @@
     python -m tests.conformance.run /path/to/lightning --mode one trainer/flags core/test_results.py
 
 ``/path/to/lightning`` is a checkout of Lightning's repository at the tag of the installed version. Every file of tests has a
-process of its own (two in step in mode ``pipeline``) and a time limit: what hangs or dies is a failure of the test that was
+process of its own and a time limit: what hangs or dies is a failure of the test that was
 under way, and the tests after it run in another process. A failure that ``known/`` does not list is tried under plain Lightning
 too, and is no news if it fails there.
 """
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -72,62 +71,32 @@ class Suite:
     def _run_once(
         self, file: str, mode: str, only: Sequence[str], done: Sequence[str]
     ) -> tuple[dict[str, tuple[str, str]], str | None]:
-        """Return what one process (or a pair) found, and the test it was at when it ended before its time."""
-        ranks = range(2 if mode == "pipeline" else 1)
+        """Return what one process found, and the test it was at when it ended before its time."""
         folder = Path(tempfile.mkdtemp(dir=self.scratch, prefix=file.replace("/", "-") + "-"))
         tests = [f"tests_pytorch/{test}" for test in only or [file]] + [f"--deselect=tests_pytorch/{test}" for test in done]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", str(self.test_limit_s), *tests]
         command += ["-p", "tests.conformance.plugin", "--megatron", mode]
+        command += ["--megatron-results", str(folder / "results.jsonl"), f"--basetemp={folder}/tmp"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        if mode == "pipeline":
-            environment |= {"CONFORMANCE_PORT": str(_free_port()), "CONFORMANCE_FOLDER": str(folder / "shared")}
-        processes = []
-        for rank in ranks:
-            files = ["--megatron-results", str(folder / f"{rank}.jsonl"), f"--basetemp={folder}/{rank}"]
-            with (folder / f"{rank}.txt").open("w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command + files,
-                        cwd=self.folder.parent,
-                        env={**environment, "CONFORMANCE_RANK": str(rank)},
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
-                )
-        _wait(processes, self.file_limit_s)
-        seen = [_read(folder / f"{rank}.jsonl") for rank in ranks]
-        outcomes: dict[str, tuple[str, str]] = {}
-        for finished, _ in seen:
-            for test, outcome in finished.items():
-                outcomes[test] = outcome if outcome[0] == "failed" else outcomes.get(test, outcome)
-        at = [running for _, running in seen if running is not None]
-        if not outcomes and not at and not done and processes[0].returncode not in (0, 5):
-            print((folder / "0.txt").read_text()[-3000:])
+        with (folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=self.folder.parent, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        _wait(process, self.file_limit_s)
+        outcomes, running = _read(folder / "results.jsonl")
+        if not outcomes and running is None and not done and process.returncode not in (0, 5):
+            print((folder / "output.txt").read_text()[-3000:])
             return {file: ("failed", f"no test ran; see {folder}")}, None
-        return outcomes, at[0] if at else None
+        return outcomes, running
 
 
-def _free_port() -> int:
-    """Return a port that is free, and so, most likely, is the one above it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Wait for all processes; when one dies, or time is up, end all with what they have started."""
-    try:
-        for process in processes:
-            process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Wait for a process; when it is over, or time is up, end all that it has started."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(limit_s)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _read(path: Path) -> tuple[dict[str, tuple[str, str]], str | None]:

@@ -23,7 +23,7 @@ class KnownFailures:
     @classmethod
     def of(cls, mode: str) -> KnownFailures:
         """Read what is known of ``mode``."""
-        path = Path(__file__).with_name(f"{mode}.toml")
+        path = Path(__file__).with_name(f"{mode.partition('-')[0]}.toml")
         tables = tomllib.loads(path.read_text())["known"] if path.exists() else []
         return cls({test: table["class"] for table in tables for test in table["tests"]})
 

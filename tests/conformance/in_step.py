@@ -1,0 +1,102 @@
+"""Run a test in several processes in step: each of them runs the whole test, as the ranks of a script do.
+
+The processes are forks of the test runner, made when the fixtures stand; so they share ``tmp_path`` and the random state.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+_GRACE_S = 10.0  # for a rank to meet the end of another one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the test ended on one rank."""
+
+    state: str
+    """``passed``, ``skipped``, ``failed``; or ``followed``: the rank was ended because of what the other one met."""
+    text: str = ""
+    """Why."""
+
+    @property
+    def summary(self) -> str:
+        """The error alone, in one line."""
+        lines = [line for line in self.text.splitlines() if line and not line[0].isspace()]
+        ends = ("Error", "Exception", "Exit", "Failed", "Failure")
+        errors = [line for line in lines if line.partition(":")[0].endswith(ends)]
+        return (errors or lines or [""])[-1][:300]
+
+
+def run_in_step(size: int, test: Callable[[], Any], timeout_s: float) -> list[Outcome]:
+    """Run ``test`` in ``size`` forks and return how it ended in each."""
+    port = _free_port()
+    pids, pipes = [], []
+    for rank in range(size):
+        here, there = Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, size, port, test, there)
+        there.close()
+        pids.append(pid)
+        pipes.append(here)
+    try:
+        return _outcomes(pids, pipes, timeout_s)
+    finally:
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def _outcomes(pids: list[int], pipes: list[Connection], timeout_s: float) -> list[Outcome]:
+    found: dict[int, Outcome] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < len(pids):
+        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+        for pipe in ready:
+            try:
+                found[missing[pipe]] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                found[missing[pipe]] = Outcome("failed", "the process ended without a word")
+        if any(outcome.state == "failed" for outcome in found.values()):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if not ready:
+            for rank in missing.values():
+                found[rank] = Outcome("failed", "still running; ended (its stacks are on stderr)")
+                os.kill(pids[rank], signal.SIGABRT)
+    return [found[rank] for rank in range(len(pids))]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _be_rank(rank: int, size: int, port: int, test: Callable[[], Any], pipe: Connection) -> None:
+    faulthandler.enable(all_threads=True)
+    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        test()
+        outcome = Outcome("passed")
+    except BaseException as error:  # the outcomes of pytest's skip and fail among them
+        states = {"Skipped": "skipped", "PeerFailure": "followed"}
+        state = states.get(type(error).__name__, "failed")
+        outcome = Outcome(state, str(error) if state == "skipped" else _last_lines(error))
+    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.close()
+    os._exit(0)
+
+
+def _last_lines(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-6000:]
