@@ -292,6 +292,7 @@ class _Run:
     def _with_header(self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Put a header before the first message of a signature; check that later ones are as it said."""
         key = self._key(message.stage, message.microbatch)
+        is_new = key not in self._boundaries
         known = self._boundaries.setdefault(key, boundary)
         if known != boundary:
             promised, found = (", ".join(map(str, metas)) for metas in (known, boundary))
@@ -302,7 +303,7 @@ class _Run:
                 "shapes follow from values in a batch, or layers are frozen within an epoch, set variable_seq_lengths of "
                 "pipeline_options; a program of your own lets its signature tell the two apart, or calls forget_boundaries()."
             )
-        if known is boundary and message.peer is not None:
+        if is_new and message.peer is not None:
             return (encode_header(boundary, self._executor.context.device), *tensors)
         return tensors
 
