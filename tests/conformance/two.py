@@ -11,6 +11,7 @@ import re
 
 import pytest
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities import testing
 
@@ -49,8 +50,9 @@ def install(config: pytest.Config) -> None:
 
     def init_megatron(self: _AcceleratorConnector) -> None:
         flag = self._strategy_flag
-        name = flag.partition("_find_unused")[0] if isinstance(flag, str) else ""
-        if name in START_METHODS and isinstance(self.accelerator, CPUAccelerator):
+        name = flag.partition("_find_unused")[0] if isinstance(flag, str) else "ddp" if type(flag) is DDPStrategy else ""
+        on_cpus = isinstance(self.accelerator, CPUAccelerator) and len(self._parallel_devices) > 1
+        if name in START_METHODS and on_cpus:
             self._strategy_flag = MegatronStrategy(start_method=start_method or START_METHODS[name])
         init(self)
 
