@@ -74,7 +74,9 @@ class Suite:
         """Return what one process found, and the test it was at when it ended before its time."""
         folder = Path(tempfile.mkdtemp(dir=self.scratch, prefix=file.replace("/", "-") + "-"))
         tests = [f"tests_pytorch/{test}" for test in only or [file]] + [f"--deselect=tests_pytorch/{test}" for test in done]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", str(self.test_limit_s), *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={self.folder.parent}", *tests]
+        # A newer torch warns of what Lightning's own data loading does, and the suite makes errors of such warnings.
+        command += ["--timeout", str(self.test_limit_s), "-W", "ignore:.*LeafSpec:FutureWarning"]
         command += ["-p", "tests.conformance.plugin", "--megatron", mode]
         command += ["--megatron-results", str(folder / "results.jsonl"), f"--basetemp={folder}/tmp"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
