@@ -3,25 +3,29 @@
     python -m tests.conformance.run /path/to/lightning --mode one trainer/flags core/test_results.py
 
 ``/path/to/lightning`` is a checkout of Lightning's repository at the tag of the installed version. Every file of tests has a
-process of its own and a time limit: what hangs or dies is a failure of the test that was
-under way, and the tests after it run in another process. A failure that ``known/`` does not list is tried under plain Lightning
-too, and is no news if it fails there.
+process of its own, forked from one that has torch loaded, and a time limit: what hangs or dies is a failure of the test that
+was under way, and the tests after it run in another process. A failure that ``known/`` does not list is tried under plain
+Lightning too, and is no news if it fails there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.conformance.known import KnownFailures
 from tests.conformance.plugin import MODES
@@ -41,8 +45,8 @@ class Suite:
     """Seconds for one test."""
     file_limit_s: float
     """Seconds for one process."""
-    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="conformance-")))
-    """Where processes write what they print and find."""
+    _server: Any = field(default_factory=lambda: _fork_server())
+    _scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="conformance-")))
 
     def files(self, parts: Sequence[str]) -> list[str]:
         """Return the test files under ``parts``, folders or files of the suite; of all of it if there are none."""
@@ -72,33 +76,50 @@ class Suite:
         self, file: str, mode: str, only: Sequence[str], done: Sequence[str]
     ) -> tuple[dict[str, tuple[str, str]], str | None]:
         """Return what one process found, and the test it was at when it ended before its time."""
-        folder = Path(tempfile.mkdtemp(dir=self.scratch, prefix=file.replace("/", "-") + "-"))
+        folder = Path(tempfile.mkdtemp(dir=self._scratch, prefix=file.replace("/", "-") + "-"))
         tests = [f"tests_pytorch/{test}" for test in only or [file]] + [f"--deselect=tests_pytorch/{test}" for test in done]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={self.folder.parent}", *tests]
+        arguments = ["-q", "-p", "no:cacheprovider", f"--rootdir={self.folder.parent}", *tests]
         # A newer torch warns of what Lightning's own data loading does, and the suite makes errors of such warnings.
-        command += ["--timeout", str(self.test_limit_s), "-W", "ignore:.*LeafSpec:FutureWarning"]
-        command += ["-p", "tests.conformance.plugin", "--megatron", mode]
-        command += ["--megatron-results", str(folder / "results.jsonl"), f"--basetemp={folder}/tmp"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with (folder / "output.txt").open("w") as output:
-            process = subprocess.Popen(
-                command, cwd=self.folder.parent, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
+        arguments += ["--timeout", str(self.test_limit_s), "-W", "ignore:.*LeafSpec:FutureWarning"]
+        arguments += ["-p", "tests.conformance.plugin", "--megatron", mode]
+        arguments += ["--megatron-results", str(folder / "results.jsonl"), f"--basetemp={folder}/tmp"]
+        process = self._server.Process(target=_pytest, args=(arguments, self.folder.parent, folder / "output.txt"))
+        process.start()
         _wait(process, self.file_limit_s)
         outcomes, running = _read(folder / "results.jsonl")
-        if not outcomes and running is None and not done and process.returncode not in (0, 5):
+        if not outcomes and running is None and not done and process.exitcode not in (0, 5):
             print((folder / "output.txt").read_text()[-3000:])
             return {file: ("failed", f"no test ran; see {folder}")}, None
         return outcomes, running
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> None:
+def _fork_server() -> Any:
+    """Return what starts processes that have imported already what takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "megatron_lightning.strategies"])
+    return context
+
+
+def _pytest(arguments: list[str], folder: Path, output: Path) -> None:
+    """Be a pytest process, in a session of its own so that all it starts can be ended."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = ["pytest", *arguments]
+    sys.exit(pytest.main(arguments))
+
+
+def _wait(process: BaseProcess, limit_s: float) -> None:
     """Wait for a process; when it is over, or time is up, end all that it has started."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(limit_s)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        process.join(limit_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
 
 
 def _read(path: Path) -> tuple[dict[str, tuple[str, str]], str | None]:
