@@ -7,7 +7,7 @@ the others train on, and all would wait for each other.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
@@ -32,7 +32,8 @@ class ValidationClock:
         interval = getattr(trainer, "_val_check_time_interval", None)
         if interval is None or trainer.world_size == 1:
             return
-        if trainer._last_val_time not in (_NOT_DUE, _DUE):  # set anew when training starts and after each validation
-            self._last = trainer._last_val_time
+        clock: Any = trainer  # Lightning's loops set the time of the last validation, which no class declares
+        if clock._last_val_time not in (_NOT_DUE, _DUE):  # set anew when training starts and after each validation
+            self._last = clock._last_val_time
         due = self._strategy.broadcast(time.monotonic() - self._last >= interval)
-        trainer._last_val_time = _DUE if due else _NOT_DUE
+        clock._last_val_time = _DUE if due else _NOT_DUE
