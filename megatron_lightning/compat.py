@@ -31,6 +31,7 @@ __all__ = [
     "allow_any_grad_dtype",
     "at_end_of_backward",
     "at_end_of_main_thread",
+    "avoid_fused_inference",
     "backward_pass",
     "default_store",
     "finish_fsdp_backward",
@@ -301,3 +302,15 @@ class GradientHooks:
                 tensor._backward_hooks = hooks
         if self._accumulated:
             leaf._post_accumulate_grad_hooks = self._accumulated
+
+
+def avoid_fused_inference(model: nn.Module) -> None:
+    """Let torch's encoder layers call their submodules in inference too, instead of handing the weights to one kernel.
+
+    Past the calls of linear layers that hold shards, the kernel would leave out what the other ranks have.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from megatron_lightning.compat import avoid_fused_inference
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.grid import GridName
 
@@ -332,8 +333,7 @@ def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` take a ``norm`` at the top as well."""
     escaped = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?")
-    escaped = re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
-    return re.compile(escaped)
+    return re.compile(re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+"))
 
 
 def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
@@ -365,6 +365,7 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
         if swapped is not module:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, swapped)
+    avoid_fused_inference(model)
     for owner, *copies in tied:
         _tie(model, owner, copies)
     rewrites = [(compile_pattern(pattern), rewrite) for pattern, rewrite in plan.attributes.items()]

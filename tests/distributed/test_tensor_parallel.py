@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron_lightning.layers.split_backward import split_backwards
-from megatron_lightning.layers.styles import ColumnParallel
+from megatron_lightning.layers.styles import ColumnParallel, RowParallel
 from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.parallel.materialize import materialize
@@ -307,6 +307,22 @@ def direct_layers() -> None:
 
 def test_layers_are_usable_directly() -> None:
     run_ranks(2, direct_layers)
+
+
+def encoder_layer() -> None:
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+    table = ShardingPlan(modules={"layers.*.linear1": ColumnParallel(), "layers.*.linear2": RowParallel()}, sequence_dim=1)
+    split = parallelize(copy.deepcopy(plain), tensor_parallel(False), table)
+    x, padding = torch.randn(2, 5, 8), torch.arange(5) > torch.tensor([[4], [2]])
+    for training in (True, False):  # in inference torch hands the weights of the whole layer to one kernel
+        with torch.inference_mode(not training):
+            expected, found = (m.train(training)(x, src_key_padding_mask=padding) for m in (plain, split))
+            torch.testing.assert_close(found[~padding], expected[~padding], rtol=1e-5, atol=1e-6)
+
+
+def test_an_encoder_layer_of_torch_is_split_in_inference_too() -> None:
+    run_ranks(2, encoder_layer)
 
 
 def refused() -> list[str]:

@@ -20,6 +20,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils._pytree import tree_map_only
 
+from megatron_lightning.layers.styles import ColumnParallel, RowParallel, VocabParallel
+from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData
@@ -55,6 +57,16 @@ def make_layout(name: str, ranks: int, data: int, **options: Any) -> Layout:
     return Layout(name, ranks, data, tuple(options.items()))
 
 
+# torch's own attention cannot be split; everything else of the toy's layers is.
+TOY_TABLE = ShardingPlan(
+    sequence_dim=1,
+    modules={
+        "model.embed": VocabParallel(),
+        "model.layers.*.linear1": ColumnParallel(),
+        "model.layers.*.linear2": RowParallel(),
+        "model.head": VocabParallel(gather_output=True),
+    },
+)
 SINGLE = Layout("single", 1, 1, None)
 ONE = make_layout("one", 1, 1)
 MICRO = make_layout("micro", 1, 1, micro_batch_size=2)
@@ -66,6 +78,16 @@ DP2 = make_layout("dp2", 2, 2)
 DP4 = make_layout("dp4", 4, 4)
 DDP2 = make_layout("ddp2", 2, 2, data_parallel="ddp")
 PP2_DP2 = make_layout("pp2-dp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2)
+TP2_PP2 = make_layout(
+    "tp2-pp2",
+    4,
+    1,
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    micro_batch_size=2,
+    sequence_parallel=False,
+    sharding_plan=TOY_TABLE,
+)
 PP2_DDP2 = make_layout("pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp")
 
 

@@ -19,9 +19,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DP2, MICRO, PP2, PP2_DP2, SINGLE, Layout, assert_close, mean_over_ranks, metrics_of, run
+from tests.lightning.support import (
+    DP2,
+    MICRO,
+    PP2,
+    PP2_DP2,
+    SINGLE,
+    TP2_PP2,
+    Layout,
+    assert_close,
+    mean_over_ranks,
+    metrics_of,
+    run,
+)
 
-LAYOUTS = [PP2, pytest.param(MICRO, marks=pytest.mark.slow), DP2, pytest.param(PP2_DP2)]
+LAYOUTS = [PP2, DP2, PP2_DP2, *(pytest.param(layout, marks=pytest.mark.slow) for layout in (MICRO, TP2_PP2))]
 
 
 class _Module(ToyModule):

@@ -20,6 +20,7 @@ from tests.lightning.support import (
     PP2,
     PP2_DDP2,
     PP2_DP2,
+    TP2_PP2,
     Layout,
     assert_close,
     layouts,
@@ -133,7 +134,7 @@ SPREAD = [
 MATRIX = [
     (case, layout)
     for case in (*CASES, *CALLBACKS)
-    for layout in (MICRO, PP2, DP2, DDP2, PP2_DP2)
+    for layout in (MICRO, PP2, DP2, DDP2, PP2_DP2, TP2_PP2)
     if (case, layout) not in SPREAD
 ]
 

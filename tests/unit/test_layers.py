@@ -82,6 +82,16 @@ def test_cross_entropy_leaves_ignored_targets_out() -> None:
     assert (losses[0] > 0).all()
 
 
+def test_streams_have_megatrons_seeds() -> None:
+    """The stage moves all of them by 100; the tensor rank, and the expert ranks, only their own."""
+    streams = RngStreams(1234, device=torch.device("cpu"), tp_rank=1, pp_rank=2, ep_rank=3, etp_rank=4)
+    offsets = {"model-parallel-rng": 2718 + 1, "expert-parallel-rng": 1024 + 100 * 3 + 4, "data-parallel-rng": 0}
+    for name, offset in offsets.items():
+        with streams.fork(name):
+            drawn = torch.rand(3)
+        assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(1234 + 100 * 2 + offset))), name
+
+
 def test_dropout_draws_from_the_stream_of_its_rank() -> None:
     streams = [RngStreams(1, device=torch.device("cpu"), tp_rank=rank) for rank in (0, 1)]
     x, masks = torch.ones(64), []
