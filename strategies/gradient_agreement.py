@@ -21,12 +21,15 @@ from megatron_lightning.parallel.sharding import ShardSpec
 _TOLERANCE = 0.05
 """Of a gradient's norm. Kernels without a fixed order of summation differ by less; what two shards give, by about all of it."""
 
+_MOST_ELEMENTS = 1 << 20
+"""Of larger gradients, equally spaced ones are looked at, so that no memory to speak of is needed."""
+
 
 class GradientAgreement:
     """Compares the gradients of replicated parameters between the tensor-parallel ranks, in the first flush that is finite.
 
     Each rank adds up the gradient's elements with fixed random signs, which tells gradients apart as well as their distance
-    does, and needs no memory.
+    does, without sending them.
 
     Args:
         parameters: The parameters by name, before anything reduces their gradients.
@@ -55,7 +58,8 @@ class GradientAgreement:
 
     def _add(self, name: str, gradient: Tensor) -> None:
         gradient = gradient.detach()
-        flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten().float()
+        flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
+        flat = flat[:: 1 + len(flat) // _MOST_ELEMENTS].float()
         position = torch.arange(len(flat), device=flat.device)
         signs = 1 - 2 * ((position * 2654435761 >> 16) & 1)  # Knuth's multiplicative hash
         self._sums[name] += torch.stack([(flat * signs).sum(), flat.square().sum()])
