@@ -57,7 +57,7 @@ class GradientAgreement:
         self._sums.clear()
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        gradient = gradient.detach()
+        gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
         flat = flat[:: 1 + len(flat) // _MOST_ELEMENTS].float()
         position = torch.arange(len(flat), device=flat.device)
