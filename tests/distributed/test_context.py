@@ -1,3 +1,9 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,3 +32,16 @@ def _groups() -> dict[str, int]:
 def test_groups_communicate_and_two_contexts_coexist() -> None:
     results = run_ranks(4, _groups)
     assert results[3]["tp"] == 2 + 3 and results[3]["pp"] == 1 + 3 and results[0]["world"] == 6
+
+
+def _part_of_the_replicas(tensor: int, instances: int) -> tuple[int, ...]:
+    context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tensor))
+    return context.divide(context.dp_cp, instances)[0].ranks
+
+
+@pytest.mark.slow  # eight processes
+def test_instances_of_the_optimizer_are_megatron_cores() -> None:
+    facts = json.loads((Path(__file__).parents[1] / "oracles" / "process_groups_w8.json").read_text())["facts"]
+    [fact] = [fact for fact in facts if "num_distributed_optimizer_instances" in fact["args"]]
+    found = run_ranks(8, _part_of_the_replicas, *fact["args"].values())
+    assert set(found) == {tuple(group) for group in fact["groups"]["INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"]}
