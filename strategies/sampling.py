@@ -143,8 +143,8 @@ class ResumableSampler(Sampler[int]):
             yield indices[position % len(indices)]
 
 
-class EvaluationShare(Sampler[int]):
-    """One data-parallel rank's part of an order that is not simply that of the dataset.
+class OrderShare(Sampler[int]):
+    """One data-parallel rank's part of an order that is not simply that of the dataset, or whose position nobody needs.
 
     Args:
         order: The sampler of the user's DataLoader, with a length.
@@ -177,21 +177,30 @@ def resumable(
 ) -> DataLoader[Any]:
     """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
 
-    A loader over an iterable dataset, with a batch sampler or DistributedSampler of the user's own, or with a sampler without
-    length is returned as it is: it shards and resumes itself. Batches may be a :class:`ScheduledBatchSampler`.
+    A loader over an iterable dataset or with a DistributedSampler of the user's own is returned as it is: it shards and resumes
+    itself. One with a class of batch sampler of the user's own is shared out, and does not resume; with one data-parallel rank
+    it, too, is returned as it is, as is one with a sampler without length. Batches may be a :class:`ScheduledBatchSampler`.
 
     Args:
         loader: The user's.
         group: The data-parallel ranks.
         consumed: Samples of all ranks that training has consumed so far.
         micro_batch_size: Samples of a micro-batch.
+
+    Raises:
+        ConfigError: If the samples cannot be shared out among several data-parallel ranks.
     """
     if type(loader.batch_sampler) is ScheduledBatchSampler:
         return _scheduled(loader, loader.batch_sampler, group, consumed, micro_batch_size or 1)
     custom_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
-    if isinstance(loader.dataset, IterableDataset) or custom_batches or not hasattr(_order(loader), "__len__"):
+    order = getattr(loader.batch_sampler, "sampler", loader.sampler) if custom_batches else _order(loader)
+    if isinstance(loader.dataset, IterableDataset) or isinstance(order, ResumableSampler | DistributedSampler):
         return loader
-    if isinstance(_order(loader), ResumableSampler | DistributedSampler):
+    if group.size > 1:
+        _check_length(order, group, RunningStage.TRAINING)
+    if custom_batches and group.size > 1:
+        return _with_sampler(loader, OrderShare(order, group, repeat=True))
+    if custom_batches or not hasattr(order, "__len__"):
         return loader
     given = _given_batches(loader)
     batch_size, drop_last = (given.batch_size, given.drop_last) if given else (loader.batch_size or 1, bool(loader.drop_last))
@@ -256,18 +265,22 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
     if isinstance(loader.dataset, IterableDataset) or isinstance(_order(loader), DistributedSampler) or group.size == 1:
         return loader
     share: dict[str, Any] = {"num_replicas": group.size, "rank": group.rank, "shuffle": False}
-    if not hasattr(_order(loader), "__len__"):
-        raise ConfigError(
-            f"the {stage.value} DataLoader has a {type(_order(loader)).__name__} without __len__, which cannot be shared out "
-            f"among {group.size} data-parallel ranks. Give it a length, or share the samples out yourself and set "
-            "Trainer(use_distributed_sampler=False)."
-        )
+    _check_length(_order(loader), group, stage)
     if stage == RunningStage.PREDICTING:
         return _sharded_for_prediction(loader, group, share)
     order = _order(loader)
     if isinstance(order, SequentialSampler):
         return _with_sampler(loader, DistributedSampler(loader.dataset, **share), stage)
-    return _with_sampler(loader, EvaluationShare(order, group, repeat=True), stage)
+    return _with_sampler(loader, OrderShare(order, group, repeat=True), stage)
+
+
+def _check_length(order: Iterable[int], group: AxisGroup, stage: RunningStage) -> None:
+    if not hasattr(order, "__len__"):
+        raise ConfigError(
+            f"the {stage.value} DataLoader has a {type(order).__name__} without __len__, which cannot be shared out among "
+            f"{group.size} data-parallel ranks. Give it a length, or share the samples out yourself and set "
+            "Trainer(use_distributed_sampler=False)."
+        )
 
 
 def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]) -> DataLoader[Any]:
@@ -276,7 +289,7 @@ def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: di
     def shared(order: Iterable[int]) -> Sampler[int]:
         if isinstance(order, SequentialSampler):
             return UnrepeatedDistributedSamplerWrapper(order, **share)
-        return EvaluationShare(order, group, repeat=False)
+        return OrderShare(order, group, repeat=False)
 
     batches: Any = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
     if batches is None:

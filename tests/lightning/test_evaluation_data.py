@@ -1,4 +1,7 @@
-"""Evaluation over several replicas: every sample once, in the order of the user's sampler, however that draws it."""
+"""Data shared out among several replicas: every sample once, in the order of the user's sampler, however that draws it.
+
+For training see ``test_resume.py``; here are the batch samplers that do not resume.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +79,44 @@ def test_every_sample_is_seen_once(layout: Layout, kind: str, tmp_path: Path) ->
         assert_close(rank["metrics"], expected["metrics"])
 
 
-def _without_length(layout: Layout, folder: str) -> None:
+def _without_length(layout: Layout, folder: str, run_stage: str) -> None:
     with pytest.raises(ConfigError, match="_Endless without __len__, which cannot be shared out among 2"):
-        layout.trainer(folder).validate(_Seeing(), DataLoader(DATA, batch_size=2, sampler=_Endless()), verbose=False)
+        getattr(layout.trainer(folder, max_steps=1), run_stage)(_Seeing(), DataLoader(DATA, batch_size=2, sampler=_Endless()))
 
 
-def test_a_sampler_without_length_is_refused(tmp_path: Path) -> None:
-    run(DP2, _without_length, tmp_path)
+@pytest.mark.parametrize("run_stage", ["validate", "fit"])
+def test_a_sampler_without_length_is_refused(run_stage: str, tmp_path: Path) -> None:
+    run(DP2, _without_length, tmp_path, run_stage)
+
+
+class _LastFirst(BatchSampler):
+    """Batches of a user's own."""
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[::-1])
+
+
+class _Training(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self.seen.append(batch["id"].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def _own_batches(layout: Layout, folder: str) -> list[list[int]]:
+    module = _Training()
+    shuffled = RandomSampler(DATA, generator=torch.Generator().manual_seed(4))
+    layout.trainer(folder, max_epochs=1).fit(module, DataLoader(DATA, batch_sampler=_LastFirst(shuffled, 4, drop_last=False)))
+    with pytest.raises(TypeError, match=r"into your batch sampler.*use_distributed_sampler=False"):
+        layout.trainer(folder, max_epochs=1).fit(_Training(), DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]))
+    return module.seen
+
+
+def test_training_batches_of_the_users_own_are_shared_out(tmp_path: Path) -> None:
+    """Or refused as Lightning refuses them; nobody trains on the same samples twice without knowing."""
+    ranks = run(DP2, _own_batches, tmp_path)
+    assert [[len(batch) for batch in batches] for batches in ranks] == [[4, 4, 4]] * 2
+    assert sorted(sample for batches in ranks for batch in batches for sample in batch) == list(range(24))
