@@ -46,7 +46,7 @@ class GradientAgreement:
             if group.size == 1 or spec is None or group.name in (*spec.sharded_over, *spec.partial_over):
                 continue
             if parameter.requires_grad and parameter.numel():
-                self._sums[name] = torch.zeros(2, device=parameter.device)
+                self._sums[name] = torch.zeros(2, dtype=torch.float64, device=parameter.device)
                 self._hooks.append(parameter.register_hook(partial(self._add, name)))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -62,7 +62,7 @@ class GradientAgreement:
         flat = flat[:: 1 + len(flat) // _MOST_ELEMENTS].float()
         position = torch.arange(len(flat), device=flat.device)
         signs = 1 - 2 * ((position * 2654435761 >> 16) & 1)  # Knuth's multiplicative hash
-        self._sums[name] += torch.stack([(flat * signs).sum(), flat.square().sum()])
+        self._sums[name] += torch.stack([part.sum(dtype=torch.float64) for part in (flat * signs, flat.square())])
 
     def settle(self) -> None:
         """Compare what the flush gave; all tensor-parallel ranks call this together, after its backward passes.
