@@ -24,6 +24,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.failure import AgreedStop
+from megatron_lightning.strategies.lightning_internals import connector_of, is_accumulating, requeue_path
 from megatron_lightning.strategies.replica_rng import ReplicaRng
 
 
@@ -95,7 +96,7 @@ class RescueCheckpoint(ModelCheckpoint):
         Raises:
             AgreedStop: On every rank, after saving.
         """
-        if trainer.fit_loop._should_accumulate():
+        if is_accumulating(trainer):
             return  # half of an optimizer step: its gradients are not part of a checkpoint
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._before_evaluation = ReplicaRng(trainer.strategy.root_device).state()
@@ -129,7 +130,7 @@ class RescueCheckpoint(ModelCheckpoint):
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         is_shared = dataloader_idx < len(self._num_batches) and batch_idx < self._num_batches[dataloader_idx]
-        if not is_shared or (fitting and not trainer.sanity_checking and trainer.fit_loop._should_accumulate()):
+        if not is_shared or (fitting and not trainer.sanity_checking and is_accumulating(trainer)):
             return
         self._repeats_validation = fitting and not trainer.sanity_checking
         self._end_if_told(trainer)
@@ -200,7 +201,7 @@ class RescueCheckpoint(ModelCheckpoint):
             if self._repeats_validation:
                 ReplicaRng(trainer.strategy.root_device).set_state(self._before_evaluation)
             if requeue:
-                trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(str(trainer.default_root_dir)))
+                trainer.save_checkpoint(requeue_path(trainer))
             elif not self._should_skip_saving_checkpoint(trainer):
                 self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             if isinstance(trainer.strategy, MegatronCheckpoints):
@@ -211,7 +212,7 @@ class RescueCheckpoint(ModelCheckpoint):
 
 
 def _requeue_signal(trainer: pl.Trainer) -> int | None:
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = connector_of(trainer).cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
     return None

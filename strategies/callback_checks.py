@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, Stochastic
 from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies.lightning_internals import prunes_by_lottery_ticket
 
 
 def check_checkpoint_links(trainer: pl.Trainer) -> None:
@@ -63,7 +64,7 @@ def check_callbacks(
             f'model (tensor {layout.tp} x pipeline {layout.pp}, data_parallel="{data_parallel}"). Set both sizes to 1 and '
             'data_parallel to "zero1" or "ddp".'
         )
-    if sharded and pruning is not None and pruning._use_lottery_ticket_hypothesis:
+    if sharded and pruning is not None and prunes_by_lottery_ticket(pruning):
         raise ConfigError(
             f"{type(pruning).__name__} has use_lottery_ticket_hypothesis=True, which gives weights other memory, and "
             f'data_parallel="{data_parallel}" steps them in the memory that the {num_replicas} data-parallel ranks share out. '

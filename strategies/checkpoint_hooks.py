@@ -16,6 +16,7 @@ from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.last import committed_requeue
+from megatron_lightning.strategies.lightning_internals import trainer_state, training_loaders
 from megatron_lightning.strategies.links import link_paths
 from megatron_lightning.strategies.saver import SaveReport
 from megatron_lightning.strategies.stepping import MegatronSteps
@@ -36,8 +37,8 @@ class MegatronCheckpoints(MegatronSteps):
         """Continue an interrupted epoch: with the data order and the random numbers it would have had."""
         self._checkpoints.remembered.start()
         samplers = self.train_samplers()
-        combined = self.module.trainer.fit_loop._combined_loader
-        if combined is not None and len(samplers) == len(combined.flattened):  # Lightning looks for state_dict on loaders
+        loaders = training_loaders(self.module.trainer)
+        if loaders and len(samplers) == len(loaders):  # Lightning looks for state_dict on loaders
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         self._checkpoints.progress.restore_position(samplers)
 
@@ -138,7 +139,7 @@ class MegatronCheckpoints(MegatronSteps):
             CheckpointError: On every rank, if this save, or the one before, failed on one of them and ``on_save_error`` is
                 "raise"; older copies are intact.
         """
-        checkpoint = self.module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = trainer_state(self.module.trainer)
         self._checkpoints.save_local(checkpoint, str(self.broadcast(filepath)), folder)
         self._log_stall()
 

@@ -35,6 +35,7 @@ from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.gradients import unwrapped
 from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
+from megatron_lightning.strategies.lightning_internals import attached_trainer
 from megatron_lightning.strategies.local_copies import copy_plan, open_copy
 from megatron_lightning.strategies.progress import RunProgress
 from megatron_lightning.strategies.remembered import RememberedCheckpoints, checkpoint_callbacks
@@ -60,7 +61,7 @@ class CheckpointGlue:
         self._path, self._is_plain = "", False
 
     def _callbacks(self) -> list[Any]:
-        return checkpoint_callbacks(self._strategy.module._trainer)
+        return checkpoint_callbacks(attached_trainer(self._strategy.module))
 
     # ------------------------------------------------------------------------------------------------------ save
 

@@ -8,6 +8,7 @@ from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.environment import MegatronEnvironment
 from megatron_lightning.strategies.launchers import StartMethod
+from megatron_lightning.strategies.lightning_internals import training_loaders
 from megatron_lightning.strategies.sampling import ResumableSampler, sampler_of
 
 
@@ -34,9 +35,7 @@ class MegatronCounts(MegatronEnvironment):
 
     def train_samplers(self) -> list[ResumableSampler]:
         """Return the samplers of the training data that this strategy made."""
-        combined = self.module.trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        samplers = [sampler_of(loader) for loader in loaders]
+        samplers = [sampler_of(loader) for loader in training_loaders(self.module.trainer)]
         return [sampler for sampler in samplers if sampler is not None]
 
     def count_samples(self, num_samples: int) -> None:

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -32,6 +30,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.failure import FailureWatch
@@ -130,7 +129,7 @@ class MegatronEnvironment(ParallelStrategy):
         Lightning's ``AsyncCheckpointIO`` around its default asks for sharded directories that are written in the background.
         """
         plugin = self._checkpoint_io
-        inner = plugin._checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
+        inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
         return None if inner is None or type(inner) in (TorchCheckpointIO, ShardedCheckpointIO) else plugin
 
     @property
@@ -203,12 +202,12 @@ class MegatronEnvironment(ParallelStrategy):
             self._failure_watch.start()
         if self._context is None:
             # What users draw from here on is what one device would draw, however the ranks came to life.
-            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+            internals.set_random_states(self.broadcast(internals.random_states(include_cuda=False)))
             seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
             alone = self._planned_world_size == 1
             self._context = ParallelContext(self.layout, device=self.root_device, seed=seed, timeout=self._timeout, alone=alone)
         if self.context.world_size > 1:
-            self.module._device_mesh = self.context.device_mesh()
+            internals.set_device_mesh(self.module, self.context.device_mesh())
 
     def _connect(self, environment: ClusterEnvironment, backend: str) -> None:
         """Create the default process group, unless an earlier Trainer has.
@@ -223,7 +222,7 @@ class MegatronEnvironment(ParallelStrategy):
         store, *_ = next(rendezvous(url, rank, size, timeout=self._timeout))
         number = store.add(f"megatron_lightning/worlds/{rank}", 1)
         store = compat.PrefixStore(f"megatron_lightning/world/{number}", store)
-        _init_dist_connection(environment, backend, store=store, timeout=self._timeout)
+        internals.init_process_group(environment, backend, store=store, timeout=self._timeout)
 
     def forget_connections(self) -> None:
         """Let go of the groups of a run that an exception on all ranks has ended."""
@@ -265,7 +264,8 @@ class MegatronEnvironment(ParallelStrategy):
 
     def write_logs(self) -> None:
         """Let loggers write what they hold, before this process ends against its will."""
-        trainer = None if self._lightning_module is None else self._lightning_module._trainer
+        module = self.lightning_module
+        trainer = None if module is None else internals.attached_trainer(module)
         for logger in [] if trainer is None else trainer.loggers:
             with suppress(Exception):  # what ends the process is the news
                 logger.finalize("failed")
@@ -296,7 +296,7 @@ class MegatronEnvironment(ParallelStrategy):
             return tensor
         if reduce_op in ("mean", "avg", dist.ReduceOp.AVG) and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.float()
-        return _sync_ddp(tensor, group, reduce_op)
+        return internals.all_reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data-parallel ranks."""

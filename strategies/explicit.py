@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.strategies.lightning_internals import attached_trainer
 
 
 def run_pipeline(module: pl.LightningModule, fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -34,7 +35,7 @@ def run_pipeline(module: pl.LightningModule, fn: Callable[[Any], Any], batch: An
         ConfigError: Outside of a step, or without ``explicit_steps``.
         PipelineError: If a training step calls it twice.
     """
-    trainer = module._trainer
+    trainer = attached_trainer(module)
     run: Callable[..., Any] | None = getattr(trainer.strategy if trainer is not None else None, "run_pipeline", None)
     return fn(batch) if run is None else run(fn, batch)
 

@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning import compat
+from megatron_lightning.strategies.lightning_internals import TunerExit
 
 _FAILURE, _ALARM = "failure", "alarm"
 _STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
@@ -163,7 +164,7 @@ class FailureWatch:
         Returns:
             Whether the exception says no more than that the connection to another rank was lost, which failed before.
         """
-        if isinstance(exception, AgreedStop | _TunerExitException):
+        if isinstance(exception, AgreedStop | TunerExit):
             return False
         lost = self._follows = _is_lost_connection(exception)
         self._leaving.set()

@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -40,7 +41,7 @@ from megatron_lightning.parallel.sharding import ShardSpec
 
 def unwrapped(optimizer: Any) -> Any:
     """Return the user's optimizer, which Lightning hands out in a wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 class GradientFlow:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
 from megatron_lightning.checkpoint.storage import folder_of, is_plain_file, is_remote, list_folders
+from megatron_lightning.strategies.lightning_internals import checkpoint_folder
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
@@ -53,7 +54,7 @@ def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
-        directory = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        directory = checkpoint_folder(callback, trainer)
         try:
             folders = list_folders(directory)
         except FileNotFoundError:

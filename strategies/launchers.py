@@ -21,9 +21,6 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException
 
@@ -31,6 +28,7 @@ from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.failure import PeerFailure, end_process
 from megatron_lightning.strategies.last import with_last_found
+from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher, SubprocessScriptLauncher, share_threads
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.environment import MegatronEnvironment
@@ -158,7 +156,7 @@ class ParentWatch(threading.Thread):
         end_process(self._write_logs)
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the current command once more for every other rank of this node.
 
     Args:
@@ -194,7 +192,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         elif self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
             self._start()
         if self.num_processes > 1:
-            _set_num_threads_if_needed(num_processes=self.num_processes)
+            share_threads(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -272,7 +270,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             end_process(self._strategy.write_logs)  # with an exit code that says so
 
 
-class WorkerLauncher(_MultiProcessingLauncher):
+class WorkerLauncher(MultiProcessingLauncher):
     """Runs every rank of this node as a worker process, which also works in a notebook (``fork``) and under pytest.
 
     Args:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -50,6 +49,7 @@ from megatron_lightning.strategies.fsdp import local_size
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
+from megatron_lightning.strategies.lightning_internals import connector_of, optimizers_to_device
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
 from megatron_lightning.strategies.saver import Saver
 from megatron_lightning.strategies.steps import StepRunner
@@ -220,7 +220,7 @@ class MegatronStrategy(MegatronCheckpoints):
         self._check_module(trainer)  # once more: hooks may have changed it
         preflight.warn_of_idle_pipeline(self.layout, self.micro_batch_size)
         preflight.check_config(module, self.layout, self.context.world_size, getattr(trainer, "datamodule", None))
-        connector = trainer._accelerator_connector
+        connector = connector_of(trainer)
         if self._injects_samplers is None:
             self._injects_samplers = connector.use_distributed_sampler
         connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
@@ -249,7 +249,7 @@ class MegatronStrategy(MegatronCheckpoints):
             self._setup_training(trainer)
         self.setup_precision_plugin()
         if fitting and not self.data_parallel_options.optimizer_cpu_offload:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def _describe_share(self) -> None:
         """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""

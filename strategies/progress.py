@@ -17,6 +17,7 @@ from megatron_lightning.checkpoint.agreement import gather
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.strategies.lightning_internals import restart_fetching
 from megatron_lightning.strategies.metric_states import deal_metric_states, merge_metric_states
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ class RunProgress:
         for sampler, position in zip(samplers, self._positions, strict=False):
             sampler.load_state_dict(position)
         if any(sampler.started for sampler in samplers):  # by workers that fetch ahead, before the position was known
-            fetcher: Any = self._strategy.module.trainer.fit_loop._data_fetcher
-            iter(fetcher)
+            restart_fetching(self._strategy.module.trainer)
         self._positions = []
         self.restore_random_state()
 

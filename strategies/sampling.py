@@ -13,10 +13,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _update_dataloader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -30,6 +28,7 @@ from torch.utils.data import (
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.strategies.lightning_internals import unwrapped_batch_sampler, with_sampler
 
 
 class _SharedOrder:
@@ -221,12 +220,10 @@ def _scheduled(
         drop_last=batches.drop_last,
         consumed=consumed,
     )
-    args, options = _get_dataloader_init_args_and_kwargs(loader, sampler)
-    options["batch_sampler"] = ScheduledBatchSampler(
+    shared = ScheduledBatchSampler(
         sampler, schedule, drop_last=batches.drop_last, num_replicas=group.size, micro_batch_size=micro_batch_size
     )
-    made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **options)
-    return made
+    return with_sampler(loader, sampler, batch_sampler=shared)
 
 
 def sampler_of(loader: object) -> ResumableSampler | None:
@@ -249,12 +246,10 @@ def _order(loader: DataLoader[Any]) -> Iterable[int]:
 
 def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None) -> DataLoader[Any]:
     """Return a DataLoader like ``loader`` that reads in another order."""
-    args, options = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
     given = _given_batches(loader)
-    if given is not None:
-        options.update(batch_size=given.batch_size, drop_last=given.drop_last)
-    made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **options)
-    return made
+    if given is None:
+        return with_sampler(loader, sampler, mode)
+    return with_sampler(loader, sampler, mode, batch_size=given.batch_size, drop_last=given.drop_last)
 
 
 def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: RunningStage) -> DataLoader[Any]:
@@ -291,9 +286,9 @@ def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: di
             return UnrepeatedDistributedSamplerWrapper(order, **share)
         return OrderShare(order, group, repeat=False)
 
-    batches: Any = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
+    batches = unwrapped_batch_sampler(loader)
     if batches is None:
-        return _update_dataloader(loader, shared(loader.sampler))
+        return with_sampler(loader, shared(loader.sampler))
     if isinstance(getattr(batches, "sampler", None), Sampler) and not isinstance(batches.sampler, DistributedSampler):
         batches.sampler = shared(batches.sampler)
     return loader

@@ -27,6 +27,7 @@ from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.gradient_agreement import GradientAgreement
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
+from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.precision import MegatronMixedPrecision, megatron_plugin
 from megatron_lightning.strategies.steps import Step, StepRunner, precision_context
 from megatron_lightning.strategies.toggling import Toggling
@@ -145,7 +146,7 @@ class MegatronSteps(MegatronModules):
     def _flush(self, call: Callable[[Any], Any], microbatches: Sequence[Any]) -> Any:
         """Run ``call`` on every micro-batch and on every stage, forward and backward."""
         runner, gradients, trainer = self.runner, self.gradient_flow, self.module.trainer
-        skip_backward = trainer.fit_loop._skip_backward
+        skip_backward = skips_backward(trainer)
         if not skip_backward:
             gradients.begin_flush()
         step = Step(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
+import importlib
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from torch import nn
+from torchmetrics import MeanMetric
+
+from megatron_lightning import callbacks, strategies
+from megatron_lightning.strategies.lightning_internals import INHERITED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_lightning"
@@ -30,6 +39,8 @@ PURE = (
     "megatron_lightning.pipeline.trace",
     "megatron_lightning.pipeline.report",
 )
+USERS_OF_LIGHTNING = ("strategies/", "callbacks/", "megatron_lightning/cli.py", "megatron_lightning/modules/")
+INTERNALS = "strategies/lightning_internals.py"
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray", "ContextVar", "local"}
 READ_ONLY_TYPES = {"Mapping", "Sequence", "Set", "Collection"}  # mypy refuses to change such a name
 
@@ -40,11 +51,10 @@ def _setup() -> configparser.ConfigParser:
     return parser
 
 
-def _sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in (
-        sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "strategies").rglob("*.py")) + sorted((ROOT / "callbacks").rglob("*.py"))
-    ):
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@functools.cache
+def _sources() -> tuple[tuple[str, ast.Module], ...]:
+    paths = [path for folder in (PACKAGE, ROOT / "strategies", ROOT / "callbacks") for path in sorted(folder.rglob("*.py"))]
+    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths)
 
 
 def test_setup_lists_every_package() -> None:
@@ -100,6 +110,51 @@ def test_no_mutable_module_state() -> None:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_mutable(node):
                 found.append(f"{path}:{node.lineno}: {ast.unparse(node)[:80]}")
     assert not found, "use a tuple, frozenset or MappingProxyType, or annotate a table as Mapping:\n" + "\n".join(found)
+
+
+def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
+    known = _private_names_of_lightning()
+    found = []
+    for path, tree in _sources():
+        if path == INTERNALS or not path.startswith(USERS_OF_LIGHTNING):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+                names = [alias.name for alias in node.names if alias.name.startswith("_")]
+            elif isinstance(node, ast.Attribute) and (node.attr in known or re.match("_[A-Z].*__", node.attr)):
+                names = [] if ast.unparse(node.value) in ("self", "cls", "super()") else [node.attr]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+                names = [key.value for key in node.args[1:2] if isinstance(key, ast.Constant) and key.value in known]
+            else:
+                names = []
+            found += [f"{path}:{node.lineno}: {name}" for name in names]
+    assert not found, f"give these public names in {INTERNALS}:\n" + "\n".join(found)
+
+
+def _private_names_of_lightning() -> set[str]:
+    """Return what Lightning names with an underscore and others (torch, torchmetrics, named tuples) do not."""
+    folder = Path(pl.__file__).parents[1]
+    sources = [path for part in ("fabric", "pytorch") for path in (folder / part).rglob("*.py")]
+    names = {name for path in sources for name in _own_private_names(path.read_text())}
+    return names - {*dir(nn.Module()), *dir(MeanMetric()), "_fields"}
+
+
+def _own_private_names(source: str) -> set[str]:
+    return set(re.findall(r"(?:\bself\.|\bsuper\(\)\.|\bdef )(_[a-z]\w*)", source))
+
+
+def test_private_names_that_subclasses_share_with_lightning_are_listed() -> None:
+    found: dict[str, set[str]] = {}
+    for package in (strategies, callbacks):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            members = vars(importlib.import_module(module.name)).values()
+            for cls in (member for member in members if inspect.isclass(member) and member.__module__ == module.name):
+                names = _own_private_names(inspect.getsource(cls))
+                for base in reversed([base for base in cls.__mro__ if base.__module__.startswith("lightning.")]):
+                    shared = names & _own_private_names(inspect.getsource(base))
+                    found.setdefault(base.__name__, set()).update(shared)
+                    names -= shared
+    assert {name: names for name, names in found.items() if names} == INHERITED
 
 
 def _is_mutable(node: ast.Assign | ast.AnnAssign) -> bool:

@@ -1,0 +1,156 @@
+"""The only file that knows what Lightning keeps to itself: one public name here for each private one there.
+
+Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on themselves keeps its name, and
+stands in :data:`INHERITED`; ``tests/unit/test_house.py`` compares that table with the sources of both, and finds private names
+of Lightning's in other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
+
+# Creates the default process group and has it destroyed at exit, as Lightning's own strategies do.
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+
+# Threads for each process, unless the user has set OMP_NUM_THREADS; Lightning's own launchers call it.
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
+
+# All-reduces any dtype, and means with backends that have none.
+from lightning.fabric.utilities.distributed import _sync_ddp as all_reduce
+
+# Moves the states of optimizers that were made before the module had its device.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+
+# All random states that Lightning seeds.
+from lightning.fabric.utilities.seed import _collect_rng_states as random_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+
+# Lightning has no public launchers; these start the processes, and ours watch them.
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
+
+# How the learning rate finder leaves ``fit`` on purpose: nobody's failure.
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Sampler
+
+__all__ = [
+    "INHERITED",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "TunerExit",
+    "all_reduce",
+    "attached_trainer",
+    "checkpoint_folder",
+    "connector_of",
+    "init_process_group",
+    "is_accumulating",
+    "optimizers_to_device",
+    "prunes_by_lottery_ticket",
+    "random_states",
+    "requeue_path",
+    "restart_fetching",
+    "set_device_mesh",
+    "set_random_states",
+    "share_threads",
+    "skips_backward",
+    "trainer_state",
+    "training_loaders",
+    "unwrapped_batch_sampler",
+    "with_sampler",
+]
+
+_SHARED: Mapping[str, str] = {
+    # A strategy without a launcher of Lightning's, and with precision plugins and a default checkpoint plugin of our own.
+    "Strategy": "_checkpoint_io _configure_launcher _launcher _precision_plugin _reset_optimizers_and_schedulers",
+    # Batch norm over the data-parallel ranks is ours, and Lightning's plugin converts the layers.
+    "ParallelStrategy": "_layer_sync",
+    # Hooks run although an optimizer step is left out.
+    "Precision": "_after_closure",
+    # The processes that Lightning starts, watched; weights of all ranks come back from its workers.
+    "_SubprocessScriptLauncher": "_call_children_scripts",
+    "_MultiProcessingLauncher": "_collect_rank_zero_results _strategy _wrapping_function",
+    # Checkpoints at other times than ModelCheckpoint's, and in another place.
+    "ModelCheckpoint": "_last_checkpoint_saved _last_global_step_saved _monitor_candidates _save_checkpoint "
+    "_save_last_checkpoint _should_save_on_exception _should_skip_saving_checkpoint",
+}
+INHERITED: Mapping[str, frozenset[str]] = {name: frozenset(names.split()) for name, names in _SHARED.items()}
+"""Private names of Lightning's classes that our subclasses of them use, by the class that has them."""
+
+
+def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
+    """Return the module's Trainer; the public property raises where there is none."""
+    return module._trainer
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh`` be ``mesh``; only Lightning's own ModelParallelStrategy sets it."""
+    module._device_mesh = mesh
+
+
+def connector_of(trainer: pl.Trainer) -> Any:
+    """Return what holds the cluster environment and ``use_distributed_sampler`` of a Trainer."""
+    return trainer._accelerator_connector
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the batch that has just run was not the last one of an optimizer step."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether Lightning's loop leaves out backward: StochasticWeightAveraging has it so while it counts for batch norm."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders that ``fit`` reads, after :meth:`process_dataloader`; the public property returns their nest."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def restart_fetching(trainer: pl.Trainer) -> None:
+    """Begin to read the training data anew: the fetcher of an epoch has read ahead before ``on_train_start``."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    iter(fetcher)
+
+
+def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what ``trainer.save_checkpoint`` would hand to the strategy."""
+    return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+
+
+def requeue_path(trainer: pl.Trainer) -> str:
+    """Return the next ``hpc_ckpt_<n>.ckpt``, which a job that Slurm has queued again looks for."""
+    return str(trainer._checkpoint_connector.hpc_save_path(str(trainer.default_root_dir)))
+
+
+def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """Return where ``callback`` will save; its ``dirpath`` is known after its ``setup`` only, and before is None."""
+    return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
+
+def prunes_by_lottery_ticket(pruning: ModelPruning) -> bool:
+    """Whether ``pruning`` will put other tensors into the place of weights."""
+    return bool(pruning._use_lottery_ticket_hypothesis)
+
+
+def with_sampler(
+    loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None, **options: Any
+) -> DataLoader[Any]:
+    """Make ``loader`` anew with another sampler, whatever arguments its class has; ``options`` replace some more of them."""
+    args, arguments = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
+    made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**arguments, **options})
+    return made
+
+
+def unwrapped_batch_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the loader's own batch sampler, which Lightning wraps for ``predict`` to note the indices of every batch."""
+    return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
