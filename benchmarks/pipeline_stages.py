@@ -44,10 +44,10 @@ class Case(NamedTuple):
         """Whether the gradients of inputs and weights are actions of their own."""
         return self.schedule.startswith("zb")
 
-    def stage(self, ledger: WeightGradients | None = None) -> nn.Module:
-        """Return one stage; with a ledger for the gradients that our executor puts off."""
+    def stage(self, store: WeightGradients | None = None) -> nn.Module:
+        """Return one stage; with a store for the gradients that our executor puts off."""
         seconds = self.unit_s / self.chunks
-        return SplitStage(seconds, ledger) if self.splits_backward else Stage(seconds)
+        return SplitStage(seconds, store) if self.splits_backward else Stage(seconds)
 
     @property
     def ideal_s(self) -> float:
@@ -137,13 +137,13 @@ class Stage(nn.Module):
 
 
 class SplitStage(nn.Module):
-    """Maps [1, n] to [1, n]; the backward comes in two halves, which torch parts by the graph and we by the ledger."""
+    """Maps [1, n] to [1, n]; the backward comes in two halves, which torch parts by the graph and we by the store."""
 
-    def __init__(self, seconds: float, ledger: WeightGradients | None = None) -> None:
+    def __init__(self, seconds: float, store: WeightGradients | None = None) -> None:
         super().__init__()
         self.seconds = seconds
         self.shift, self.weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-        self.deliver = None if ledger is None else partial(ledger.deliver, self.weight)
+        self.deliver = None if store is None else partial(store.deliver, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep."""

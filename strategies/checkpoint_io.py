@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from megatron_lightning.checkpoint import read_full, remove_checkpoint
+from megatron_lightning.checkpoint.storage import is_folder
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
@@ -17,14 +17,14 @@ class ShardedCheckpointIO(TorchCheckpointIO):
     """
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the whole checkpoint, with tensors on the CPU if ``path`` is a directory.
+        """Return the whole checkpoint, with tensors on the CPU if ``path`` is a directory or the URL of one.
 
         A plain file is read as plain data wherever it is, unless ``weights_only=False`` says that it is trusted.
 
         Raises:
             CheckpointError: If the directory is incomplete or damaged.
         """
-        if Path(path).is_dir():
+        if is_folder(path):
             return read_full(path)
         loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only is not False)
         return loaded

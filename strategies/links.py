@@ -12,8 +12,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from megatron_lightning.checkpoint.commit import new_identifier
-from megatron_lightning.checkpoint.storage import beside
+from megatron_lightning.checkpoint.files import beside, new_identifier
 
 
 def link_paths(trainer: pl.Trainer) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Persistent states of torchmetrics in checkpoints: saved as those of one device, dealt out again to any number of replicas.
+"""Persistent states of torchmetrics in checkpoints: saved as those of one device, split again over any number of replicas.
 
 Every data-parallel replica accumulates over its own samples. What stands in a checkpoint under a state's name is what
 ``dist_reduce_fx`` makes of all of them, so that one device, or plain Lightning, goes on from it; several replicas take parts of
@@ -80,7 +80,7 @@ def merge_metric_states(module: nn.Module, replicas: AxisGroup) -> MergedStates:
     return result
 
 
-def deal_metric_states(
+def split_metric_states(
     module: nn.Module, replicas: AxisGroup, saved: Mapping[str, Any], apart: Mapping[str, Sequence[Tensor]]
 ) -> dict[str, Any]:
     """Return this replica's part of the persistent metric states in a module's state dict.
@@ -98,9 +98,9 @@ def deal_metric_states(
         CheckpointError: If a state cannot be divided among this many replicas.
     """
     states = [state for state in _persistent(module) if state.name in saved]
-    dealt = {state.name: _part(state, replicas, saved[state.name], apart.get(state.name)) for state in states}
+    parts = {state.name: _part(state, replicas, saved[state.name], apart.get(state.name)) for state in states}
     devices = {state.name: state.metric.device for state in states}
-    return {name: _moved(part, devices[name]) for name, part in dealt.items()}
+    return {name: _moved(part, devices[name]) for name, part in parts.items()}
 
 
 def _part(state: _State, replicas: AxisGroup, value: Any, apart: Sequence[Tensor] | None) -> Any:

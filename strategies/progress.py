@@ -18,7 +18,7 @@ from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.strategies.lightning_internals import restart_fetching
-from megatron_lightning.strategies.metric_states import deal_metric_states, merge_metric_states
+from megatron_lightning.strategies.metric_states import merge_metric_states, split_metric_states
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -101,7 +101,7 @@ class RunProgress:
 
     def module_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded module's state with what this replica goes on with of its metrics."""
-        parts = deal_metric_states(self._strategy.module, self._strategy.context.dp_cp, state, self._metrics_apart)
+        parts = split_metric_states(self._strategy.module, self._strategy.context.dp_cp, state, self._metrics_apart)
         return {**state, **parts}
 
     def restore_random_state(self) -> None:

@@ -2,7 +2,7 @@
 
 The call of the pipelined module is the cut. A stage that is not the last runs its layers there and the user's step is
 unwound; on the last stage the call returns the real output and the rest of the step runs. The action table says what runs
-when; this module says what a forward *is*.
+when; this module says what a forward *is*. A flush fills and drains the pipeline once, as in PipeDream-Flush.
 """
 
 from __future__ import annotations

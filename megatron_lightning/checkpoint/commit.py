@@ -18,12 +18,10 @@ Two jobs that save under one name at once: one of them is there in the end, whol
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import time
-import uuid
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -31,16 +29,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.checkpoint.files import (
+    beside,
+    exchange,
+    lock,
+    make_locked,
+    new_identifier,
+    release,
+    sync_directory,
+    try_lock,
+)
 from megatron_lightning.checkpoint.manifest import Manifest, TensorEntry
 from megatron_lightning.checkpoint.storage import (
     Folder,
     LocalFolder,
     RemoteFolder,
-    beside,
-    exchange,
     is_remote,
     local_path,
-    sync_directory,
 )
 from megatron_lightning.errors import CheckpointError
 
@@ -58,11 +63,6 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
         return (local_path(path) / MANIFEST).is_file()
     folder = RemoteFolder(str(path))
     return bool(folder.files.isfile(f"{folder.root}/{MANIFEST}"))
-
-
-def new_identifier() -> str:
-    """Return an id that no other save has."""
-    return uuid.uuid4().hex[:12]
 
 
 def pending_save(path: str | os.PathLike[str], identifier: str) -> PendingSave:
@@ -150,7 +150,7 @@ class _LocalSave(PendingSave):
             raise _other_files(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self._path.parent)
-        self._lock = _make_locked(self._temporary)
+        self._lock = make_locked(self._temporary)
 
     def _publish(self, manifest: Manifest) -> None:
         self.folder.write(MANIFEST, [manifest.dumps().encode()])
@@ -182,7 +182,7 @@ class _LocalSave(PendingSave):
         directory = os.open(self._path, os.O_RDONLY)
         try:
             # One job at a time; where directories cannot be locked, only what our manifest replaces is known to be garbage.
-            alone = _lock(directory, fcntl.LOCK_EX)
+            alone = lock(directory)
             for name in manifest.files:
                 os.rename(self._temporary / name, self._path / name)
             sync_directory(self._path)
@@ -194,7 +194,7 @@ class _LocalSave(PendingSave):
                 name for name in present if (alone or name in replaced) and name not in manifest.files
             )
         finally:
-            _release(directory)
+            release(directory)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _discard(self) -> None:
@@ -203,7 +203,7 @@ class _LocalSave(PendingSave):
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            _release(self._lock)
+            release(self._lock)
             self._lock = None
 
 
@@ -277,10 +277,10 @@ def remove_abandoned(folder: Path) -> None:
         except OSError:
             continue  # another job cleans up at the same time
         try:
-            if _try_lock(descriptor, fcntl.LOCK_EX):
+            if try_lock(descriptor):
                 shutil.rmtree(entry, ignore_errors=True)
         finally:
-            _release(descriptor)
+            release(descriptor)
 
 
 def _files_of(manifest: Path) -> frozenset[str]:
@@ -307,40 +307,3 @@ def _other_files(path: object) -> CheckpointError:
         f"{path} is a directory with other files, and a checkpoint of that name would mix with them. "
         "Choose another name or move the directory."
     )
-
-
-def _make_locked(directory: Path) -> int:
-    """Make a directory and lock it; again, if another job took it for abandoned before it was locked."""
-    while True:
-        directory.mkdir()
-        try:
-            descriptor = os.open(directory, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        if not _lock(descriptor, fcntl.LOCK_SH) or directory.exists():
-            return descriptor
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    """Wait for the lock; False where the file system has none."""
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError:
-        return False
-    return True
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _release(descriptor: int) -> None:
-    """Unlock and close: workers of a data loader, forked in the meantime, have the descriptor too, and with it the lock."""
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,10 +11,9 @@ from typing import IO, Any, Literal
 
 import torch
 
-from megatron_lightning.checkpoint.manifest import DTYPE_CODES, dtype_name
 from megatron_lightning.checkpoint.naming import FULL_STATE, OWN, join_tensors, number_optimizer_state
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.shard_file import Piece
+from megatron_lightning.checkpoint.shard_file import Piece, header_bytes, header_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
 from megatron_lightning.checkpoint.storage import completed_file
 from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs
@@ -157,20 +155,13 @@ def _write_safetensors(
     for name in ordered:
         entry = stored[names[name]]
         end = position + prod(entry.shape) * entry.dtype.itemsize
-        code = DTYPE_CODES[dtype_name(entry.dtype)]
-        header[name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [position, end]}
+        header[name] = header_entry(entry.dtype, entry.shape, position, end)
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-
-    def content() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for name in ordered:
-            yield from _bytes(source, names[name], stored[names[name]], advance)
-
     with completed_file(output) as file:
-        for chunk in content():
-            file.write(chunk)
+        file.write(header_bytes(header))
+        for name in ordered:
+            for chunk in _bytes(source, names[name], stored[names[name]], advance):
+                file.write(chunk)
 
 
 def _bytes(source: CheckpointSource, name: str, entry: TensorInfo, advance: Advance) -> Iterator[memoryview]:

@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning.checkpoint.agreement import on_first_rank, together
-from megatron_lightning.checkpoint.commit import is_committed, new_identifier
+from megatron_lightning.checkpoint.commit import is_committed
+from megatron_lightning.checkpoint.files import new_identifier, sync_directory, write_file
 from megatron_lightning.checkpoint.manifest import Shape, dtype_of
 from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.sharded import TensorShards
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint, overlap, slices
-from megatron_lightning.checkpoint.storage import completed_file, sync_directory, write_file
+from megatron_lightning.checkpoint.storage import completed_file
 from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup

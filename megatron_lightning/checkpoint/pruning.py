@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lightning.checkpoint.commit import MANIFEST, OUR_FILES, is_committed, remove_checkpoint
+from megatron_lightning.checkpoint.files import release, try_lock
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.checkpoint.storage import Folder, folder_of, is_remote, list_folders, local_path
 from megatron_lightning.checkpoint.verification import read_manifest
@@ -164,12 +164,9 @@ def _is_in_use(path: Path) -> bool:
     """Whether a running save holds its lock; where locks do not work, as if it did."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not try_lock(descriptor)
     finally:
-        os.close(descriptor)
-    return False
+        release(descriptor)
 
 
 def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) -> set[str]:

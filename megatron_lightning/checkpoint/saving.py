@@ -14,7 +14,8 @@ import torch
 
 from megatron_lightning import __version__
 from megatron_lightning.checkpoint.agreement import ALONE, gather, on_first_rank, together
-from megatron_lightning.checkpoint.commit import PendingSave, new_identifier, pending_save
+from megatron_lightning.checkpoint.commit import PendingSave, pending_save
+from megatron_lightning.checkpoint.files import new_identifier
 from megatron_lightning.checkpoint.manifest import Shape, Shard, TensorEntry, dtype_name
 from megatron_lightning.checkpoint.shard_file import Piece, WrittenFile, write_shards
 from megatron_lightning.checkpoint.sharded import TensorShards, own_parts

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,22 +82,37 @@ def write_shards(
         return [_write_one(folder, name, batch, fetch, thread) for name, batch in zip(names, batches, strict=True)]
 
 
+def box_name(name: str, offset: Sequence[int], shape: Sequence[int]) -> str:
+    """Return what a file calls a box of a tensor."""
+    return f"{name}[{','.join(f'{o}:{o + n}' for o, n in zip(offset, shape, strict=True))}]"
+
+
+def header_entry(dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    """Return what the header of a safetensors file says of one tensor; bytes are counted from the header's end."""
+    return {"dtype": DTYPE_CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def header_bytes(entries: Mapping[str, Any]) -> bytes:
+    """Return the beginning of a safetensors file: the header's length, and the header, which ends at a multiple of 8 bytes."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _write_one(
     folder: Folder, file: str, pieces: Sequence[Piece], fetch: Callable[[Piece], Tensor], thread: ThreadPoolExecutor
 ) -> WrittenFile:
     header, position = {}, 0
     for piece in pieces:
         end = position + piece.view.nbytes
-        box = ",".join(f"{o}:{o + n}" for o, n in zip(piece.offset, piece.view.shape, strict=True))
-        code, shape = DTYPE_CODES[dtype_name(piece.view.dtype)], list(piece.view.shape)
-        header[f"{piece.name}[{box}]"] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
+        shape = tuple(piece.view.shape)
+        header[box_name(piece.name, piece.offset, shape)] = header_entry(piece.view.dtype, shape, position, end)
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    begin = header_bytes(header)
     checksums = [BlockChecksums() for _ in pieces]
 
     def content() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
+        yield begin
         pending: Future[None] | None = None
         for piece, checksum in zip(pieces, checksums, strict=True):
             for chunk in _chunks(fetch(piece).detach()):
@@ -109,7 +124,7 @@ def _write_one(
         if pending is not None:
             pending.result()
 
-    size_bytes, start = folder.write(file, content()), 8 + len(text)
+    size_bytes, start = folder.write(file, content()), len(begin)
     shards: list[tuple[str, Shard]] = []
     for piece, checksum in zip(pieces, checksums, strict=True):
         shards.append((piece.name, Shard(file, start, piece.offset, tuple(piece.view.shape), checksum.finish())))

@@ -7,10 +7,7 @@ leave as they are (``OSError``, or what its client raises); callers that know wh
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,11 +15,10 @@ from typing import Any, BinaryIO, Protocol
 
 import fsspec
 
+from megatron_lightning.checkpoint.files import beside, new_identifier, sync_directory, write_file
 from megatron_lightning.errors import CheckpointError
 
-_AHEAD_BYTES = 1 << 20
 _BEHIND_BYTES = 8 << 20
-_MAX_NAME_BYTES = 255  # of every usual file system
 
 
 class RangeReader(Protocol):
@@ -99,44 +95,22 @@ def list_folders(path: str | os.PathLike[str]) -> list[str]:
         return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a directory, or objects under a common prefix, stand at a local path or URL."""
+    if not is_remote(path):
+        return local_path(path).is_dir()
+    if str(path).startswith(("http://", "https://")):  # nothing to ask: the web has no folders
+        return False
+    folder = RemoteFolder(str(path))
+    return not folder.files.isfile(folder.root) and bool(folder.files.isdir(folder.root))
+
+
 def is_plain_file(path: str | os.PathLike[str]) -> bool:
     """Return whether a file, and no directory, stands at a local path or URL."""
     if not is_remote(path):
         return local_path(path).is_file()
     folder = RemoteFolder(str(path))
     return bool(folder.files.isfile(folder.root))
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a new local file and flush it to the disk.
-
-    Args:
-        path: A file that does not exist yet.
-        chunks: Its content, one piece after another.
-
-    Returns:
-        Its size in bytes.
-    """
-    with open(path, "xb", buffering=0) as file:
-        begun = 0
-        for chunk in chunks:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[file.write(rest) :]
-            if file.tell() - begun >= _AHEAD_BYTES:  # the disk works while the next chunk is made, not only in fsync
-                _begin_writing(file.fileno(), begun, file.tell() - begun)
-                begun = file.tell()
-        os.fsync(file.fileno())
-        return file.tell()
-
-
-def _begin_writing(descriptor: int, start: int, length: int) -> None:
-    """Let the system begin to bring bytes of a file to the disk, where it has a call for that (Linux)."""
-    try:
-        write = 2  # SYNC_FILE_RANGE_WRITE
-        ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), write)
-    except (OSError, AttributeError):  # no such call in this C library
-        return
 
 
 def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
@@ -161,7 +135,7 @@ def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         return
     path = local_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = beside(path, f".tmp-{uuid.uuid4().hex[:12]}")
+    temporary = beside(path, f".tmp-{new_identifier()}")
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -171,37 +145,6 @@ def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
-
-
-def beside(path: Path, mark: str) -> Path:
-    """Return a name in the same directory that ends with ``mark``; of a name too long for that the end is left out."""
-    start = os.fsencode(path.name)[: _MAX_NAME_BYTES - len(mark)].decode(errors="ignore")
-    return path.with_name(start + mark)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush the names in a local directory to the disk, so that a rename survives a loss of power.
-
-    File systems that have no such call (some of FUSE's and CIFS) keep their names safe in their own way.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Swap two names of one local directory in one step; False where the system cannot."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-        return bool(libc.renameat2(here, os.fsencode(first), here, os.fsencode(second), swap) == 0)
-    except (OSError, AttributeError):  # no such call in this C library
-        return False
 
 
 @contextmanager

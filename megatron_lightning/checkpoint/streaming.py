@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint.commit import new_identifier, pending_save
+from megatron_lightning.checkpoint.commit import pending_save
+from megatron_lightning.checkpoint.files import new_identifier
 from megatron_lightning.checkpoint.manifest import Shape, Shard, TensorEntry
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import Piece, write_shards

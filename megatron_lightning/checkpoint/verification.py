@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from megatron_lightning.checkpoint.checksums import bad_blocks
 from megatron_lightning.checkpoint.commit import MANIFEST
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, Shard, TensorEntry, dtype_name
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, Shard, TensorEntry
 from megatron_lightning.checkpoint.progress import Advance, silent
+from megatron_lightning.checkpoint.shard_file import box_name, header_entry
 from megatron_lightning.checkpoint.source import manifest_text
 from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of, opened, read_range
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
@@ -126,13 +127,9 @@ def _header_matches(reader: RangeReader, parts: Sequence[_Part]) -> bool:
     base = 8 + int.from_bytes(data[:8], "little")
     expected = {}
     for name, entry, shard in parts:
-        box = ",".join(f"{o}:{o + n}" for o, n in zip(shard.offset, shard.shape, strict=True))
         start = shard.start - base
-        expected[f"{name}[{box}]"] = {
-            "dtype": DTYPE_CODES[dtype_name(entry.dtype)],
-            "shape": list(shard.shape),
-            "data_offsets": [start, start + entry.num_bytes(shard.shape)],
-        }
+        stop = start + entry.num_bytes(shard.shape)
+        expected[box_name(name, shard.offset, shard.shape)] = header_entry(entry.dtype, shard.shape, start, stop)
     try:
         return base <= len(data) and {k: v for k, v in json.loads(data[8:base]).items() if k != "__metadata__"} == expected
     except ValueError:

@@ -45,12 +45,12 @@ class Owner:
     """
 
     parameter: nn.Parameter
-    ledger: WeightGradients
+    store: WeightGradients
     whole_input: Callable[[Tensor], Tensor]
 
     def deliver(self, grad: Tensor, x: Tensor) -> None:
-        """Let the ledger compute the parameter's gradient from the output's gradient and the layer's input."""
-        self.ledger.deliver(self.parameter, lambda: rows(grad).t().matmul(rows(self.whole_input(x))))
+        """Let the store compute the parameter's gradient from the output's gradient and the layer's input."""
+        self.store.deliver(self.parameter, lambda: rows(grad).t().matmul(rows(self.whole_input(x))))
 
 
 class HiddenWeight:
@@ -59,14 +59,14 @@ class HiddenWeight:
     Copies and pickles of the layer have None in its place: they are no part of the pipeline.
     """
 
-    def __init__(self, layer: Splittable, ledger: WeightGradients) -> None:
-        self._layer, self.ledger = weakref.ref(layer), ledger
+    def __init__(self, layer: Splittable, store: WeightGradients) -> None:
+        self._layer, self.store = weakref.ref(layer), store
         self.number = torch.tensor(id(self), device="cpu")
         """A tensor, so that layers of one shape share one graph; on the CPU, where it is read."""
         self.value = layer.weight.detach()
         """The parameter's values, made outside of the graph: each of its inputs that takes a gradient has an edge."""
         _HIDDEN[id(self)] = self
-        ledger.holders.add(self)
+        store.holders.add(self)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -93,7 +93,7 @@ class HiddenWeight:
                 "a layer was deleted between its forward and its backward, so its weight's gradient has no place."
             )
         parameter = cast(nn.Parameter, layer.weight)  # it was one when it was hidden
-        return Owner(parameter, self.ledger, layer.whole_input)
+        return Owner(parameter, self.store, layer.whole_input)
 
 
 # Operators take tensors and numbers, so a number stands for an object, as a name does for a process group. Those of layers
@@ -144,7 +144,7 @@ def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | N
         return weight, None
     if torch.compiler.is_compiling():
         return hidden.value, hidden
-    return weight.detach(), Owner(weight, hidden.ledger, layer.whole_input)
+    return weight.detach(), Owner(weight, hidden.store, layer.whole_input)
 
 
 class _Linear(torch.autograd.Function):
@@ -185,8 +185,8 @@ class SplitLinear(Splittable, nn.Linear):
         return linear(x, self, self.bias)
 
 
-def split_backwards(root: nn.Module, ledger: WeightGradients) -> tuple[list[str], list[str]]:
-    """Let all linear layers in ``root`` put off their weight gradients in ``ledger``.
+def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str], list[str]]:
+    """Let all linear layers in ``root`` put off their weight gradients in ``store``.
 
     Returns:
         Names of the modules that do, and of those that have matrices of their own and compute everything at once: layers of
@@ -197,7 +197,7 @@ def split_backwards(root: nn.Module, ledger: WeightGradients) -> tuple[list[str]
         if type(module) is nn.Linear:
             module.__class__ = SplitLinear
         if isinstance(module, Splittable):
-            module.hidden_weight = HiddenWeight(module, ledger)
+            module.hidden_weight = HiddenWeight(module, store)
             split.append(name)
         elif not isinstance(module, nn.Embedding) and any(
             p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False)

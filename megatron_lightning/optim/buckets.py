@@ -10,7 +10,7 @@ Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.
     |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
 
 Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its :class:`Fragment`. For optimizers that
-need whole matrices the parameters are dealt out to the ranks instead, and every shard ends with padding:
+need whole matrices the parameters are assigned whole to the ranks instead, and every shard ends with padding:
 
     | parameter 2 | parameter 0 | pad | parameter 1 |     pad     | …
     |        rank 0's shard           |    rank 1's shard         | …
@@ -96,8 +96,8 @@ class Bucket:
     """Groups over which the gradients are partial sums; reduced before the data-parallel reduction."""
     data: DataGroups
     """Over whom the gradients are reduced, and who keeps what."""
-    dealt_by: tuple[int, ...] | None = None
-    """Weight of each parameter when they are dealt out whole to the shards; None: shards ignore their edges."""
+    assigned_by: tuple[int, ...] | None = None
+    """Weight of each parameter when each is assigned whole to one shard; None: shards ignore their edges."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
     value: Tensor | None = field(init=False, default=None)
@@ -115,10 +115,10 @@ class Bucket:
     def __post_init__(self) -> None:
         numels = [parameter.numel() for parameter in self.parameters]
         num_shards = self.data.shard.size if self.sharded else 1
-        if self.dealt_by is None:
+        if self.assigned_by is None:
             self.offsets, size = flat_layout(numels, num_shards)
         else:
-            self.offsets, size = whole_layout(numels, self.dealt_by, num_shards)
+            self.offsets, size = whole_layout(numels, self.assigned_by, num_shards)
         like = self.parameters[0]
         self.gradient = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
         self.views = [self._view(self.gradient, index) for index in range(len(self.parameters))]
@@ -194,12 +194,12 @@ def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]
 
 
 def whole_layout(numels: Sequence[int], weights: Sequence[int], num_shards: int) -> tuple[list[int], int]:
-    """Return the same for parameters that each lie in one shard: the heaviest is dealt first, each to the lightest shard."""
-    dealt, filled, places = [0] * num_shards, [0] * num_shards, {}
+    """Return the same for parameters that each lie in one shard: the heaviest first, each to the least loaded shard."""
+    loads, filled, places = [0] * num_shards, [0] * num_shards, {}
     for index in sorted(range(len(numels)), key=lambda i: -weights[i]):
-        shard = dealt.index(min(dealt))
+        shard = loads.index(min(loads))
         places[index] = (shard, filled[shard])
-        dealt[shard] += weights[index]
+        loads[shard] += weights[index]
         filled[shard] += _round_up(numels[index], PARAMETER_ALIGNMENT)
     size = _round_up(max(filled), BUCKET_ALIGNMENT)
     return [places[index][0] * size + places[index][1] for index in range(len(numels))], size * num_shards
@@ -242,7 +242,7 @@ def build_buckets(
     backward = list(reversed(list(parameters)))
     order = [name for name in backward if name not in tied]
     order += sorted((name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name)
-    # Ranks of one tensor group may hold unequal parts of a table, and must agree on the buckets that they sum or deal alike.
+    # Ranks of one tensor group may hold unequal parts of a table, and must agree on the buckets that they sum or assign alike.
     share = {name: math.prod(specs[name].global_shape) // context.tp.size for name in order}
     filling: dict[_Key, list[str]] = {}
     sizes: Counter[_Key] = Counter()

@@ -1,6 +1,6 @@
 """Optimizers that need whole matrices (Muon, https://kellerjordan.github.io/posts/muon): one rank owns each matrix.
 
-Over the data-parallel ranks the buckets deal whole parameters out (``buckets.whole_layout``), but for those that FSDP2 shards.
+Over the data-parallel ranks the buckets assign whole parameters (``buckets.whole_layout``), but for those that FSDP2 shards.
 Of these, and of what tensor-parallel ranks share, every matrix has an owner among the ranks that have parts of it: before a
 step the owner collects the shards of the gradient, after it the shards of the result go back, all of a step's matrices in one
 all-to-all. Fused weights are stepped as the matrices they consist of (query, key and value; gate and up), so that the update

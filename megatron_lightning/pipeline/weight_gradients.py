@@ -2,7 +2,7 @@
 
 The backward of a linear layer Y = X W^T has two independent products: dX = dY W, which the stage before waits for, and
 dW = dY^T X, which nobody waits for ("Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241, section 2). While
-a ledger collects, layers hand it the second product as a function; the ledger calls it when the schedule says so.
+a store collects, layers hand it the second product as a function; the store calls it when the schedule says so.
 
 The graph is walked once, in the first half, so custom functions, collectives and recomputed activations run once. A product
 enters autograd at the parameter itself: hooks fire, and gradients are summed in the dtype and the order of a whole backward.
@@ -36,7 +36,7 @@ class Holder(Protocol):
 
 
 class WeightGradients:
-    """Ledger of the products that the layers of one rank have put off."""
+    """Store of the products that the layers of one rank have put off."""
 
     def __init__(self) -> None:
         self._put_off: dict[Key, deque[_Product]] = {}
@@ -45,7 +45,7 @@ class WeightGradients:
         """Who wants to know that a step begins."""
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
-        return self  # modules that refer to the ledger are copied by callbacks (weight averaging); what is put off is not
+        return self  # modules that refer to the store are copied by callbacks (weight averaging); what is put off is not
 
     @property
     def collecting(self) -> bool:

@@ -224,24 +224,24 @@ def test_a_layer_compiles_whole_and_recomputes() -> None:
 def split_and_compiled() -> None:
     """Put off weight gradients, uncompiled and compiled; W gathers what the layer has a shard of."""
     context, config = tensor_parallel(True), TransformerConfig(**BASE, add_bias_linear=True)
-    layer, ledger = sharded(config, context).decoder.layers["0"], WeightGradients()
+    layer, store = sharded(config, context).decoder.layers["0"], WeightGradients()
     hidden = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(split: bool = True) -> tuple[list[Tensor], Counter[str]]:
         x = hidden.clone().requires_grad_()
         layer.zero_grad()
         with torch.profiler.profile() as profile:
-            with ledger.collect((0, 0)):
+            with store.collect((0, 0)):
                 layer(x).square().sum().backward()
             put_off = [layer.mlp.linear_fc1.weight.grad is None, layer.self_attention.linear_proj.weight.grad is None]
             assert put_off == [split, split]
-            ledger.compute((0, 0))
+            store.compute((0, 0))
         own = ("_c10d_functional::", "megatron_lightning::all_gather", "megatron_lightning::reduce_scatter")
         collectives = Counter(event.name for event in profile.events() if event.name.startswith(own))
         return [x.grad, *(parameter.grad for parameter in layer.parameters())], collectives
 
     whole, _ = step(split=False)
-    assert len(split_backwards(layer, ledger)[0]) == 4
+    assert len(split_backwards(layer, store)[0]) == 4
     runs = [step()]
     layer.compile(backend="aot_eager", fullgraph=True)
     step()  # compiles: the collectives of a second, traced run are no collectives

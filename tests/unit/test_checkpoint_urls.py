@@ -20,6 +20,7 @@ from megatron_lightning.checkpoint import TensorShards, consolidate, consolidati
 from megatron_lightning.checkpoint.pruning import find_prunable, list_checkpoints, prune
 from megatron_lightning.cli import main
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies import ShardedCheckpointIO
 from megatron_lightning.strategies.last import with_last_found
 from tests.helpers.trainers import trainer
 
@@ -41,6 +42,12 @@ def _save(name: str, step: int, **state: Any) -> torch.Tensor:
         url, [TensorShards.whole("state_dict.weight", weight)], {"global_step": step, **state}, info={"global_step": step}
     )
     return weight
+
+
+def test_a_plain_trainer_reads_a_directory_at_a_url(store: Any) -> None:
+    weight = _save("a.ckpt", 2)
+    loaded = ShardedCheckpointIO().load_checkpoint(f"{RUN}/a.ckpt")
+    assert loaded["global_step"] == 2 and torch.equal(loaded["state_dict"]["weight"], weight)
 
 
 def test_every_tool_reads_and_writes_urls(store: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_whole_layout_keeps_every_parameter_in_one_shard() -> None:
     assert all(o % 64 == 0 and o // shard == (o + n - 1) // shard for o, n in zip(offsets, numels, strict=True))
     used = sorted((o, o + n) for o, n in zip(offsets, numels, strict=True))
     assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
-    # dealt by other weights, as where the ranks of a tensor group hold unequal parts, the owners are the same
+    # assigned by other weights, as where the ranks of a tensor group hold unequal parts, the owners are the same
     uneven = whole_layout([90, 310, 50, 200, 7], numels, 3)
     owners = [[o // (total // 3) for o in places] for places, total in ((offsets, size), uneven)]
     assert owners[0] == owners[1]

@@ -54,12 +54,12 @@ class _Block(nn.Module):
 
 
 def _gradients(split: bool, recompute: str, autocast: bool, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
-    block, ledger = _Block(recompute).to(dtype), WeightGradients()
+    block, store = _Block(recompute).to(dtype), WeightGradients()
     for parameter in block.parameters():  # as the buckets do: fp32 sums of bf16 gradients
         parameter.grad_dtype = None
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
     if split:
-        split_backwards(block, ledger)
+        split_backwards(block, store)
     losses = []
     for microbatch in range(3):
         tokens = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(microbatch))
@@ -69,12 +69,12 @@ def _gradients(split: bool, recompute: str, autocast: bool, dtype: torch.dtype) 
         if not split:
             loss.backward()
             continue
-        with ledger.collect((0, microbatch)):
+        with store.collect((0, microbatch)):
             loss.backward()
         assert not block.second.weight.grad.any() or microbatch
     if split:
         for microbatch in range(3):
-            ledger.compute((0, microbatch))
+            store.compute((0, microbatch))
     return {name: parameter.grad for name, parameter in block.named_parameters()}, block.calls
 
 
@@ -108,12 +108,12 @@ class _Plain(nn.Module):
 def _blocks(backend: str | None, recompute: str, autocast: bool) -> tuple[list[Tensor], list[list[str]]]:
     """Train three blocks of one shape on two micro-batches; without a backend nothing is split."""
     torch.manual_seed(0)
-    blocks, ledger = nn.ModuleList([_Plain(recompute == "inside") for _ in range(3)]), WeightGradients()
+    blocks, store = nn.ModuleList([_Plain(recompute == "inside") for _ in range(3)]), WeightGradients()
     fired = list[str]()
     for name, parameter in blocks.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
     if backend is not None:
-        split_backwards(blocks, ledger)
+        split_backwards(blocks, store)
         for block in blocks:
             block.compile(backend=backend, fullgraph=True)
     losses, events = [], []
@@ -124,13 +124,13 @@ def _blocks(backend: str | None, recompute: str, autocast: bool) -> tuple[list[T
                 x = checkpoint(block, x, use_reentrant=False) if recompute == "outside" else block(x)
         losses.append(x.float().square().mean())
     for microbatch, loss in enumerate(losses):
-        with ledger.collect((0, microbatch)):
+        with store.collect((0, microbatch)):
             loss.backward()
     events.append(sorted(fired))
     for parameter in blocks.parameters():  # memory that a compiled graph took note of before
         parameter.data = parameter.data.clone()
     for microbatch in range(2):
-        ledger.compute((0, microbatch))
+        store.compute((0, microbatch))
     events.append(sorted(fired))
     return [parameter.grad for parameter in blocks.parameters()], events
 
@@ -162,52 +162,52 @@ def test_blocks_compiled_by_inductor_put_off(recompute: str) -> None:
 
 def test_a_compiled_layer_without_a_schedule() -> None:
     """Its gradient is there at once, and follows when the parameter's memory is another."""
-    linear, plain, ledger = nn.Linear(4, 4), nn.Linear(4, 4), WeightGradients()
+    linear, plain, store = nn.Linear(4, 4), nn.Linear(4, 4), WeightGradients()
     plain.load_state_dict(linear.state_dict())
-    split_backwards(linear, ledger)
+    split_backwards(linear, store)
     linear.compile(backend="aot_eager", fullgraph=True)
     for scale in (1.0, 2.0):
         for module in (linear, plain):
             module.zero_grad()
             module.weight.data = module.weight.data * scale
-            ledger.begin()
+            store.begin()
             module(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
         assert torch.equal(linear.weight.grad, plain.weight.grad) and torch.equal(linear.bias.grad, plain.bias.grad)
     assert copy.deepcopy(linear).hidden_weight is None and pickle.loads(pickle.dumps(linear)).hidden_weight is None
 
 
 def test_what_is_split_is_told_and_undone() -> None:
-    block, ledger = _Block(), WeightGradients()
-    split, whole = split_backwards(block, ledger)
+    block, store = _Block(), WeightGradients()
+    split, whole = split_backwards(block, store)
     assert split == ["first", "second"]  # weight norm makes a class of its own, and computes its weight from others
     assert whole == ["attention", "attention.out_proj", "normed.parametrizations.weight"]
-    assert type(block.first) is SplitLinear and block.first.hidden_weight.ledger is ledger
+    assert type(block.first) is SplitLinear and block.first.hidden_weight.store is store
     join_backwards(block)
     assert type(block.first) is nn.Linear and not hasattr(block.first, "hidden_weight")
 
 
 def test_hooks_fire_when_the_gradient_is_there() -> None:
-    linear, ledger, events = nn.Linear(4, 4), WeightGradients(), list[str]()
-    split_backwards(linear, ledger)
+    linear, store, events = nn.Linear(4, 4), WeightGradients(), list[str]()
+    split_backwards(linear, store)
     for name, parameter in linear.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-    with ledger.collect((0, 0)):
+    with store.collect((0, 0)):
         linear(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert events == ["bias"] and linear.weight.grad is None
-    ledger.compute((0, 0))
+    store.compute((0, 0))
     assert events == ["bias", "weight"]
 
 
 def test_activations_are_let_go_with_their_product() -> None:
-    linear, ledger = nn.Linear(4, 4), WeightGradients()
-    split_backwards(linear, ledger)
+    linear, store = nn.Linear(4, 4), WeightGradients()
+    split_backwards(linear, store)
     x = torch.ones(2, 4, requires_grad=True)
     storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
-    with ledger.collect((0, 0)):
+    with store.collect((0, 0)):
         linear(x).sum().backward()
     del x
     assert not storage.expired()
-    ledger.compute((0, 0))
+    store.compute((0, 0))
     assert storage.expired()
 
 
