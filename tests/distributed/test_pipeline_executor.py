@@ -2,77 +2,23 @@
 same micro-batches in the same order with the same kernels."""
 
 import random
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline import Action, Kind, PipelineExecutor, Placement, Schedule, schedules, simulate
-from megatron_lightning.pipeline.executor import PipelinePosition
 from megatron_lightning.pipeline.timeline import Timeline
+from tests.helpers.pipelines import Program, Stage, batch_of
 from tests.helpers.ranks import run_ranks
-
-WIDTH = 6
-
-
-class Stage(nn.Module):
-    """One layer between boundaries of three tensors: hidden, auxiliary (its own dtype), integer positions."""
-
-    def __init__(self, stage: int, skip_gradient: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(stage)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.auxiliary = nn.Linear(WIDTH, 1).double()
-        self.skip_gradient = skip_gradient
-
-    def forward(self, hidden: Tensor, total: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = hidden + self.linear(hidden) + positions.unsqueeze(-1)
-        if self.skip_gradient:
-            hidden = hidden.detach()
-        return hidden.relu(), total + self.auxiliary(hidden.double()).mean(), positions + 1
-
-
-def _batch(step: int, microbatch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    return torch.randn(2, length, WIDTH, generator=generator), torch.zeros((), dtype=torch.float64), torch.arange(length)
-
-
-class Program:
-    """Runs the stages of one rank; ``lengths[step][microbatch]`` is both shape and signature."""
-
-    def __init__(self, stages: dict[int, nn.Module], num_stages: int, lengths: list[int], step: int = 0) -> None:
-        self.stages, self.num_stages, self.lengths, self.step = stages, num_stages, lengths, step
-        self.losses: list[float] = []
-        self.events: list[str] = []
-
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
-        assert (received is None) == (stage == 0)
-        self.events.append(f"{stage}F{microbatch}")
-        inputs = _batch(self.step, microbatch, self.lengths[microbatch]) if received is None else received
-        outputs = self.stages[stage](*inputs)
-        if stage < self.num_stages - 1:
-            return outputs
-        loss = outputs[0].square().mean() + outputs[1].float()
-        self.losses.append(loss.item())
-        return loss
-
-    def signature(self, microbatch: int) -> Hashable:
-        return self.lengths[microbatch]
-
-    @contextmanager
-    def completing(self, stage: int) -> Iterator[None]:
-        self.events.append(f"last {stage}")
-        yield
 
 
 def _single_process(
@@ -82,7 +28,7 @@ def _single_process(
     losses = []
     for step, lengths in enumerate(steps):
         for microbatch, length in enumerate(lengths):
-            tensors: Any = _batch(step, microbatch, length)
+            tensors: Any = batch_of(step, microbatch, length)
             for stage in stages.values():
                 tensors = stage(*tensors)
             loss = tensors[0].square().mean() + tensors[1].float()
@@ -236,157 +182,6 @@ def _frozen() -> None:
 
 def test_frozen_stages_and_forward_only() -> None:
     run_ranks(2, _frozen)
-
-
-class _Watching(Program):
-    """Counts, at every forward, how many of the tensors received and handed on so far still have their storage."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.handed_on: list[StorageWeakRef] = []
-        self.received: list[StorageWeakRef] = []
-        self.alive: list[int] = []
-        self.held: list[int] = []
-
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
-        self.alive.append(sum(not reference.expired() for reference in self.handed_on))
-        self.held.append(sum(not reference.expired() for reference in self.received))
-        if received is not None:
-            self.received.append(StorageWeakRef(received[0].untyped_storage()))
-        outputs = super().forward(stage, microbatch, received)
-        if isinstance(outputs, tuple):
-            # A relu would keep its output for its backward; what is measured is what the executor keeps.
-            outputs = (outputs[0] + 1, *outputs[1:])
-            self.handed_on.append(StorageWeakRef(outputs[0].untyped_storage()))
-        return outputs
-
-
-def _memory() -> tuple[list[int], list[int], int]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
-    program = _Watching({stage: Stage(stage)}, 2, [3] * 12)
-    executor.run(schedules.one_f_one_b(2, 12), program)
-    left = sum(not reference.expired() for reference in (*program.handed_on, *program.received))
-    return program.alive, program.held, left
-
-
-def test_buffers_do_not_grow_with_the_number_of_micro_batches() -> None:
-    (_, held, last_left), (alive, _, first_left) = run_ranks(2, _memory)
-    # The warm-up's forward and the one on its way: without release every output would be alive, up to 11.
-    assert max(alive) <= 2 and first_left == 0
-    assert max(held) <= 1 and last_left == 0  # a received tensor is gone with its backward, the next action of the last stage
-
-
-def _memory_without_replies(frozen: bool) -> list[int]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
-    program = _Watching({stage: Stage(stage).requires_grad_(stage > 0)}, 2, [3] * 24)
-    for _ in range(1 + frozen):  # the first step of a signature has headers
-        executor.run(schedules.gpipe(2, 24), program, backward=frozen)
-    return program.alive
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_buffers_do_not_grow_where_nothing_comes_back(frozen: bool) -> None:
-    """Validation, and first stages that are frozen: only gloo's own word says that a message is delivered."""
-    _, alive = run_ranks(2, _memory_without_replies, frozen)
-    assert max(alive) <= 4  # one on its way on paper, two that may be more, and the forward before this one
-
-
-class _Fault(Exception):
-    def __init__(self, code: int, *, detail: str) -> None:  # neither copyable nor re-creatable from its args
-        super().__init__(detail)
-
-
-class _Failing(Program):
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
-        if (stage, microbatch) == (1, 2):
-            raise _Fault(1, detail="user's own")
-        return super().forward(stage, microbatch, received)
-
-
-class _Altering(Program):
-    def __init__(self, *args: Any, alter: Callable[[int, int, Any], Any]) -> None:
-        super().__init__(*args)
-        self.alter = alter
-
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
-        return self.alter(stage, microbatch, super().forward(stage, microbatch, received))
-
-
-def _caught(run: Callable[[], None]) -> tuple[str, str, PipelinePosition | None]:
-    try:
-        run()
-    except Exception as error:
-        dist.destroy_process_group()  # as a job that ends: the peers' connections break
-        return type(error).__name__, f"{error}\n{' '.join(getattr(error, '__notes__', []))}", vars(error)["pipeline_position"]
-    return "", "", None
-
-
-def _user_error() -> tuple[str, str, PipelinePosition | None]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
-    program = _Failing({stage: Stage(stage)}, 2, [3] * 4)
-    return _caught(lambda: executor.run(schedules.one_f_one_b(2, 4), program))
-
-
-def test_an_error_keeps_its_type_and_gets_its_position() -> None:
-    start = time.monotonic()
-    (kind, text, position), (peer_kind, _, peer_position) = run_ranks(2, _user_error)
-    assert kind == "_Fault" and text.startswith("user's own")
-    assert position is not None and str(position) == "rank 0 (pp rank 0) was at stage 1, action 1F2, micro-batch 2"
-    assert peer_kind and peer_position is not None and peer_position.action.stage == 0  # the peer does not hang
-    assert time.monotonic() - start < 10
-
-
-def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
-    alter: dict[str, Callable[[int, int, Any], Any]] = {
-        "dtype": lambda s, m, outputs: (outputs[0].double(), *outputs[1:]) if (s, m) == (0, 1) else outputs,
-        "none": lambda s, m, outputs: None if s == 0 else outputs,
-        "vector": lambda s, m, outputs: torch.ones(3) if s == 1 else outputs,
-    }
-    program = _Altering({stage: Stage(stage)}, 2, [3] * 4, alter=alter[text])
-    return _caught(lambda: executor.run(schedules.one_f_one_b(2, 4), program))
-
-
-@pytest.mark.parametrize(
-    ("fault", "rank", "message"),
-    [
-        (
-            "dtype",
-            1,
-            r"stage 0 hands on float64\[2, 3, 6\] with gradient.*micro-batch 1.*signature 3 had float32\[2, 3, 6\] with",
-        ),
-        ("none", 1, "stage 0 returned NoneType; only tensors travel"),
-        ("vector", 0, r"last stage returned a tensor of shape \(3,\); a backward starts from one number"),
-    ],
-)
-def test_broken_promises_are_named(fault: str, rank: int, message: str) -> None:
-    kind, text, _ = run_ranks(2, _promise, fault)[rank]
-    assert kind == "PipelineError"
-    with pytest.raises(PipelineError, match=message):
-        raise PipelineError(text)
-
-
-def _groups() -> tuple[int, int, int]:
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=size))
-    before = len(dist.distributed_c10d._world.pg_map)
-    counts = [
-        PipelineExecutor(context, placement).transport.num_groups for placement in (Placement.loop(size), Placement.v(size))
-    ]
-    return counts[0], counts[1], len(dist.distributed_c10d._world.pg_map) - before
-
-
-@pytest.mark.parametrize(("pp", "counts"), [(1, (0, 0, 0)), (2, (2, 4, 6)), (3, (2, 4, 6))])
-def test_groups_exist_only_for_channels_in_use(pp: int, counts: tuple[int, int, int]) -> None:
-    assert run_ranks(pp, _groups) == [counts] * pp
 
 
 def test_a_placement_for_another_pipeline_is_refused() -> None:
