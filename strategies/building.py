@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
@@ -16,7 +19,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import module_checks, preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, check_replicas, is_assembled
+from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas, is_assembled
 from megatron_lightning.strategies.buffers import synchronise_layers
 from megatron_lightning.strategies.counting import MegatronCounts
 from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, shard_units
@@ -63,6 +66,7 @@ class MegatronModules(MegatronCounts):
         self._assembly: Assembly | None = None
         self._units: ShardedUnits | None = None
         self._example: Any = None  # the module's example_input_array
+        self._configure_model: Callable[[], None] | None = None  # an attribute of the module's own, not of its class
 
     def _configure_launcher(self) -> None:
         world_size = self._planned_world_size
@@ -85,6 +89,42 @@ class MegatronModules(MegatronCounts):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             data_parallel_size = self.layout.data_parallel_size(self._planned_world_size)
             preflight.check_batches(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)
+
+    def setup_environment(self) -> None:
+        """Create the process groups, then make sharding part of ``configure_model``.
+
+        Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so the module must be cut
+        when that call returns, or here if it exists already.
+        """
+        super().setup_environment()
+        module, self._assembly = self.module, None
+        if not is_overridden("configure_model", module):
+            if can_be_cut(module):  # else it is built in a setup hook, and cut after it
+                self._assemble()
+            return
+        original, self._configure_model = module.configure_model, module.__dict__.get("configure_model")
+
+        @functools.wraps(original)
+        def configure_model() -> None:
+            original()
+            self._assemble()
+
+        module.__dict__["configure_model"] = configure_model
+
+    def _restore_configure_model(self) -> None:
+        attributes = self.module.__dict__
+        if hasattr(attributes.get("configure_model"), "__wrapped__"):
+            del attributes["configure_model"]
+            if self._configure_model is not None:
+                attributes["configure_model"] = self._configure_model
+
+    def forget_connections(self) -> None:
+        """See the base class."""
+        super().forget_connections()
+        self._units = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_assembly": None, "_units": None}
 
     def _check_layers(self, module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
         """Check all layers of the module: on every rank alike, since none has taken its part yet."""

@@ -12,21 +12,30 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.config import CheckpointOptions
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.checkpoint_io import ShardedCheckpointIO
 from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.last import committed_requeue
 from megatron_lightning.strategies.lightning_internals import trainer_state, training_loaders
 from megatron_lightning.strategies.links import link_paths
-from megatron_lightning.strategies.saver import SaveReport
+from megatron_lightning.strategies.saver import Saver, SaveReport
 from megatron_lightning.strategies.stepping import MegatronSteps
 
 
 class MegatronCheckpoints(MegatronSteps):
-    """Saves and loads directories of any layout through Lightning's hooks."""
+    """Saves and loads directories of any layout through Lightning's hooks.
 
-    _checkpoints: CheckpointGlue
-    checkpoint_options: CheckpointOptions
+    Args:
+        layout: Sizes of the parallel axes.
+        checkpoint_options: How checkpoints are written; None: the defaults.
+        settings: See :class:`MegatronSteps`.
+    """
+
+    def __init__(self, layout: ParallelLayout, *, checkpoint_options: CheckpointOptions | None, **settings: Any) -> None:
+        super().__init__(layout, **settings)
+        self.checkpoint_options = checkpoint_options or CheckpointOptions()
+        self._checkpoints = CheckpointGlue(self, Saver(self.checkpoint_options, self._timeout))
 
     @property
     def lightning_restore_optimizer(self) -> bool:

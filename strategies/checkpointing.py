@@ -43,7 +43,7 @@ from megatron_lightning.strategies.saver import Save, Saver
 from megatron_lightning.strategies.vocabulary import fit_vocabulary, vocabulary_parameters
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 
 
 class CheckpointGlue:
@@ -54,7 +54,7 @@ class CheckpointGlue:
         saver: Writes them.
     """
 
-    def __init__(self, strategy: MegatronStrategy, saver: Saver) -> None:
+    def __init__(self, strategy: MegatronCheckpoints, saver: Saver) -> None:
         self._strategy, self.saver, self.progress = strategy, saver, RunProgress(strategy)
         self.remembered = RememberedCheckpoints(self._callbacks)  # a method: spawned workers get it
         self._source: CheckpointSource | None = None

@@ -63,6 +63,10 @@ class MegatronCounts(MegatronEnvironment):
         for sampler in self.train_samplers():
             sampler.go_back()
 
+    def _begin_counting(self) -> None:
+        """Take the next batch for one that has not been counted, whatever its number: training begins."""
+        self._batch_counted = -1
+
     @property
     def is_updating(self) -> bool:
         """Whether an optimizer step has begun that the Trainer has not counted: weights are of this step or of the next."""

@@ -189,6 +189,7 @@ class MegatronEnvironment(ParallelStrategy):
     def setup_environment(self) -> None:
         """Create the process groups."""
         super().setup_environment()
+        compat.silence_treespec_warning()
         if self.root_device.type == "cpu":
             compat.keep_freed_memory()
         self.set_world_ranks()
@@ -227,6 +228,9 @@ class MegatronEnvironment(ParallelStrategy):
     def forget_connections(self) -> None:
         """Let go of the groups of a run that an exception on all ranks has ended."""
         self._context, self._alone = None, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_context": None, "_failure_watch": None, "_launcher": None}
 
     def _check_world(self) -> None:
         """The ranks of an earlier Trainer in this process are there to stay."""

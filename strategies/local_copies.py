@@ -20,11 +20,11 @@ from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.saver import Save, Saver
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.stepping import MegatronSteps
 
 
 def copy_plan(
-    strategy: MegatronStrategy, tensors: Sequence[TensorShards], state: Mapping[str, Any], *, path: str, folder: str
+    strategy: MegatronSteps, tensors: Sequence[TensorShards], state: Mapping[str, Any], *, path: str, folder: str
 ) -> Save:
     """Plan to write every rank's part into its node's ``folder`` and the next node's, and the pointer ``path`` after them.
 
@@ -48,7 +48,7 @@ def copy_plan(
     return Save(path, take, write, replaces=False)
 
 
-def open_copy(strategy: MegatronStrategy, path: str, saver: Saver) -> CheckpointSource | None:
+def open_copy(strategy: MegatronSteps, path: str, saver: Saver) -> CheckpointSource | None:
     """Open what a pointer leads to: the newest copy that serves this layout, else the newest checkpoint beside the pointer.
 
     Args:
@@ -86,5 +86,5 @@ def open_copy(strategy: MegatronStrategy, path: str, saver: Saver) -> Checkpoint
     return open_checkpoint(shared[-1], group=group)
 
 
-def _sharding(strategy: MegatronStrategy) -> dict[str, Any]:
+def _sharding(strategy: MegatronSteps) -> dict[str, Any]:
     return {**asdict(strategy.context.layout), "data_parallel": strategy.data_parallel}

@@ -2,16 +2,25 @@
 
 The strategy joins the parts: it checks the layout before anything starts, creates the groups, cuts and shards the module
 right after ``configure_model``, runs each step as a pipeline flush, and hands gradients over in Lightning's own hook order.
-The strategy is built in rooms, each of which knows those before it: ``environment`` (ranks and groups), ``counting`` (samples
-and steps), ``building`` (this rank's part of the module), ``stepping`` (flushes, gradients), ``checkpoint_hooks`` (directories
-of any layout), and this file (options, setup, teardown). No loop, connector, fetcher or callback of Lightning is patched.
+The strategy is a chain of classes, each a subclass of the one before and the owner of some attributes, which it gives back
+after a run and leaves out of a pickle (for spawned workers) where they are of one process. Only ``setup``, in this file,
+reaches across: it makes the parts in their order.
+
+| file | class | owns |
+|---|---|---|
+| ``environment`` | ``MegatronEnvironment`` | ranks and groups: ``context``, ``failure_watch`` |
+| ``counting`` | ``MegatronCounts`` | ``consumed_samples``, ``skipped_steps`` |
+| ``building`` | ``MegatronModules`` | this rank's part of the module: ``assembly``, ``sharded_units``; its options |
+| ``stepping`` | ``MegatronSteps`` | what runs a batch: ``runner``, ``gradient_flow``, the watch for what is not finite |
+| ``checkpoint_hooks`` | ``MegatronCheckpoints`` | directories of any layout: ``checkpoint_options`` and who writes them |
+| this one | ``MegatronStrategy`` | the public options, ``executor``, setup and teardown, which call the others in order |
+
+No loop, connector, fetcher or callback of Lightning is patched.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -19,11 +28,9 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from megatron_lightning.compat import silence_treespec_warning
 from megatron_lightning.config import (
     CheckpointOptions,
     DataParallel,
@@ -33,17 +40,15 @@ from megatron_lightning.config import (
     RecomputeOptions,
 )
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.split_backward import join_backwards, split_backwards
+from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import module_checks, preflight
-from megatron_lightning.strategies.assembly import can_be_cut
 from megatron_lightning.strategies.buffers import BufferSync
 from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
-from megatron_lightning.strategies.checkpointing import CheckpointGlue
 from megatron_lightning.strategies.failure import AgreedStop
 from megatron_lightning.strategies.fsdp import local_size
 from megatron_lightning.strategies.gradients import GradientFlow
@@ -51,7 +56,6 @@ from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
 from megatron_lightning.strategies.lightning_internals import connector_of, optimizers_to_device
 from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
-from megatron_lightning.strategies.saver import Saver
 from megatron_lightning.strategies.steps import StepRunner
 from megatron_lightning.strategies.toggling import Toggling
 
@@ -140,15 +144,13 @@ class MegatronStrategy(MegatronCheckpoints):
             data_parallel_options=data_parallel_options,
             recompute=recompute,
             sharding_plan=sharding_plan,
+            non_finite=non_finite,
+            checkpoint_options=checkpoint_options,
             start_method=start_method,
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
         )
-        self.non_finite = non_finite
         self._executor: PipelineExecutor | None = None
-        self.checkpoint_options = checkpoint_options or CheckpointOptions()
-        self._checkpoints = CheckpointGlue(self, Saver(self.checkpoint_options, self._timeout))
-        self._configure_model: Callable[[], None] | None = None
         self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
 
     # ------------------------------------------------------------------------------------------------- environment
@@ -173,39 +175,10 @@ class MegatronStrategy(MegatronCheckpoints):
         module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
         check_checkpoint_links(trainer)
 
-    def setup_environment(self) -> None:
-        """Create the process groups, then make sharding part of ``configure_model``.
-
-        Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so the module must be cut
-        when that call returns, or here if it exists already.
-        """
-        super().setup_environment()
-        silence_treespec_warning()
-        module, self._assembly = self.module, None
-        if not is_overridden("configure_model", module):
-            if can_be_cut(module):  # else it is built in a setup hook, and cut after it
-                self._assemble()
-            return
-        original, self._configure_model = module.configure_model, module.__dict__.get("configure_model")
-
-        @functools.wraps(original)
-        def configure_model() -> None:
-            original()
-            self._assemble()
-
-        module.__dict__["configure_model"] = configure_model
-
     def forget_connections(self) -> None:
         """See the base class."""
         super().forget_connections()
-        self._executor = self._units = None
-
-    def _restore_configure_model(self) -> None:
-        attributes = self.module.__dict__
-        if hasattr(attributes.get("configure_model"), "__wrapped__"):
-            del attributes["configure_model"]
-            if self._configure_model is not None:
-                attributes["configure_model"] = self._configure_model
+        self._executor = None
 
     # ------------------------------------------------------------------------------------------------------- setup
 
@@ -284,7 +257,7 @@ class MegatronStrategy(MegatronCheckpoints):
         )
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
-        self._batch_counted = -1
+        self._begin_counting()
         if self._gradients is None:
             self.runner.rng.separate_replicas(self.context.dp.rank)
         self._reset_optimizers_and_schedulers()
@@ -353,14 +326,7 @@ class MegatronStrategy(MegatronCheckpoints):
 
     def _release(self) -> None:
         self._restore_configure_model()
-        self._release_methods()
-        if self._watch is not None:
-            self._watch.detach()
-        if self._gradients is not None:
-            self._gradients.release()  # what checkpoints read stays: a Trainer may save after fit
-        if self._runner is not None:
-            self._runner.release()
-            join_backwards(self.module)
+        self._release_steps()
         self._give_module_back()
         if self._failure_watch is not None:
             self._failure_watch.stop()
@@ -374,22 +340,7 @@ class MegatronStrategy(MegatronCheckpoints):
             self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = (
-            "_context",
-            "_assembly",
-            "_units",
-            "_watch",
-            "_agreement",
-            "_executor",
-            "_runner",
-            "_buffers",
-            "_gradients",
-            "_held",
-            "_toggling",
-            "_failure_watch",
-            "_launcher",
-        )
-        return {**super().__getstate__(), **dict.fromkeys(unpicklable)}
+        return super().__getstate__() | {"_executor": None}
 
 
 StrategyRegistry.register("megatron", MegatronStrategy, description="Megatron-style parallelism", override=True)

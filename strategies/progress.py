@@ -21,8 +21,8 @@ from megatron_lightning.strategies.lightning_internals import restart_fetching
 from megatron_lightning.strategies.metric_states import merge_metric_states, split_metric_states
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
     from megatron_lightning.strategies.sampling import ResumableSampler
+    from megatron_lightning.strategies.stepping import MegatronSteps
 
 
 class RunProgress:
@@ -32,7 +32,7 @@ class RunProgress:
         strategy: Whose run it is.
     """
 
-    def __init__(self, strategy: MegatronStrategy) -> None:
+    def __init__(self, strategy: MegatronSteps) -> None:
         self._strategy = strategy
         self._metrics_apart: dict[str, list[Tensor]] = {}
         self._random_state: list[Tensor] | None = None

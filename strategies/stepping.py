@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.split_backward import join_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import check_same_batch
@@ -39,10 +40,11 @@ class MegatronSteps(MegatronModules):
 
     Args:
         layout: Sizes of the parallel axes.
+        non_finite: What is done about infinite or NaN losses and gradients.
         settings: See :class:`MegatronModules`.
     """
 
-    def __init__(self, layout: ParallelLayout, **settings: Any) -> None:
+    def __init__(self, layout: ParallelLayout, *, non_finite: NonFinite, **settings: Any) -> None:
         super().__init__(layout, **settings)
         self._runner: StepRunner | None = None
         self._buffers: BufferSync | None = None
@@ -51,7 +53,7 @@ class MegatronSteps(MegatronModules):
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self._step_skipped = False
         self._held: HeldSchedulers | None = None
-        self.non_finite: NonFinite = "ignore"
+        self.non_finite: NonFinite = non_finite
         """What is done about infinite or NaN losses and gradients; read when training is set up."""
         self._watch: FiniteWatch | None = None
         self._agreement: GradientAgreement | None = None
@@ -289,6 +291,21 @@ class MegatronSteps(MegatronModules):
     def _watch_for_forgotten_parameters(self) -> None:
         """Begin to compare gradients of which the sharding table says nothing."""
         self._agreement = GradientAgreement(self._whole_parameters(), self.assembly.specs, self.context.tp)
+
+    def _release_steps(self) -> None:
+        """Give back what the module and its optimizers have lent; what checkpoints read stays: a Trainer may save after fit."""
+        self._release_methods()
+        if self._watch is not None:
+            self._watch.detach()
+        if self._gradients is not None:
+            self._gradients.release()
+        if self._runner is not None:
+            self._runner.release()
+            join_backwards(self.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        local = ("_runner", "_buffers", "_gradients", "_held", "_watch", "_agreement", "_toggling")
+        return super().__getstate__() | dict.fromkeys(local)
 
     def _release_methods(self) -> None:
         """Give the module's own methods back to it."""
