@@ -176,7 +176,7 @@ def test_csv(plain: _Run, ours: _Run) -> None:
                 assert_close(float(mine[key]), float(value))
 
 
-class _Bar(pl.callbacks.TQDMProgressBar):
+class _Displayed(pl.callbacks.ProgressBar):
     """Keeps what is displayed."""
 
     def __init__(self) -> None:
@@ -189,15 +189,12 @@ class _Bar(pl.callbacks.TQDMProgressBar):
         return metrics
 
 
-class _RichBar(pl.callbacks.RichProgressBar):
-    def __init__(self) -> None:
-        super().__init__()
-        self.displayed: list[dict[str, Any]] = []
+class _Bar(_Displayed, pl.callbacks.TQDMProgressBar):
+    pass
 
-    def get_metrics(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, module)
-        self.displayed.append({name: float(value) for name, value in metrics.items()})
-        return metrics
+
+class _RichBar(_Displayed, pl.callbacks.RichProgressBar):
+    pass
 
 
 def _displayed(layout: Layout, folder: str, rich: bool) -> dict[str, Any]:
