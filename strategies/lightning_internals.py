@@ -57,13 +57,16 @@ __all__ = [
     "random_states",
     "requeue_path",
     "restart_fetching",
+    "seconds_between_validations",
     "set_device_mesh",
     "set_random_states",
+    "set_validated_at",
     "share_threads",
     "skips_backward",
     "trainer_state",
     "training_loaders",
     "unwrapped_batch_sampler",
+    "validated_at",
     "with_sampler",
 ]
 
@@ -120,6 +123,22 @@ def restart_fetching(trainer: pl.Trainer) -> None:
     """Begin to read the training data anew: the fetcher of an epoch has read ahead before ``on_train_start``."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     iter(fetcher)
+
+
+def seconds_between_validations(trainer: pl.Trainer) -> float | None:
+    """Return ``val_check_interval`` where it is a time; None where it counts batches."""
+    interval: float | None = getattr(trainer, "_val_check_time_interval", None)
+    return interval
+
+
+def validated_at(trainer: pl.Trainer) -> float:
+    """Return the monotonic time from which Lightning counts to the next validation: the last one, or the start of training."""
+    return float(vars(trainer)["_last_val_time"])
+
+
+def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
+    """Let Lightning count from another time."""
+    vars(trainer)["_last_val_time"] = seconds
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:

@@ -7,9 +7,11 @@ the others train on, and all would wait for each other.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+
+from megatron_lightning.strategies.lightning_internals import seconds_between_validations, set_validated_at, validated_at
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.environment import MegatronEnvironment
@@ -29,11 +31,11 @@ class ValidationClock:
 
     def agree(self, trainer: pl.Trainer) -> None:
         """Agree on what follows this batch; all ranks call this together, and it costs nothing without a time interval."""
-        interval = getattr(trainer, "_val_check_time_interval", None)
+        interval = seconds_between_validations(trainer)
         if interval is None or trainer.world_size == 1:
             return
-        clock: Any = trainer  # Lightning's loops set the time of the last validation, which no class declares
-        if clock._last_val_time not in (_NOT_DUE, _DUE):  # set anew when training starts and after each validation
-            self._last = clock._last_val_time
+        last = validated_at(trainer)
+        if last not in (_NOT_DUE, _DUE):  # set anew when training starts and after each validation
+            self._last = last
         due = self._strategy.broadcast(time.monotonic() - self._last >= interval)
-        clock._last_val_time = _DUE if due else _NOT_DUE
+        set_validated_at(trainer, _DUE if due else _NOT_DUE)
