@@ -132,7 +132,10 @@ def seconds_between_validations(trainer: pl.Trainer) -> float | None:
 
 
 def validated_at(trainer: pl.Trainer) -> float:
-    """Return the monotonic time from which Lightning counts to the next validation: the last one, or the start of training."""
+    """Return the monotonic time from which Lightning counts to the next validation: the last one, or the start of training.
+
+    Its loops set the attribute, which no class declares.
+    """
     return float(vars(trainer)["_last_val_time"])
 
 
