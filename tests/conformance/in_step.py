@@ -35,7 +35,7 @@ class Outcome:
         lines = [line for line in self.text.splitlines() if line and not line[0].isspace()]
         ends = ("Error", "Exception", "Exit", "Failed", "Failure")
         errors = [line for line in lines if line.partition(":")[0].endswith(ends)]
-        return (errors or lines or [""])[-1][:300]
+        return (errors or lines or [""])[-1][:220]
 
 
 def run_in_step(size: int, test: Callable[[], Any], timeout_s: float) -> list[Outcome]:

@@ -113,9 +113,9 @@ class _InStep:
 
 
 def _story(outcomes: list[Outcome]) -> str:
-    """Say first, in one line, how each rank ended."""
+    """Tell what happened on each rank, and in the last line how it ended."""
     ends = [f"rank {rank} {outcome.state}: {outcome.summary}" for rank, outcome in enumerate(outcomes)]
-    return "\n\n".join([" | ".join(ends), *(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes))])
+    return "\n\n".join([*(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes)), " | ".join(ends)])
 
 
 def install(config: pytest.Config) -> None:

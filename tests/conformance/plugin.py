@@ -88,5 +88,7 @@ def _reason(report: pytest.TestReport) -> str:
     """Return one line that says why."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        return f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"[:500]
+        lines = crash.message.strip().splitlines()
+        message = lines[-1] if "Traceback (most recent call last):" in lines else crash.message  # of a worker
+        return f"{Path(crash.path).name}:{crash.lineno}: {message}"[:500]
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "")[-500:]
