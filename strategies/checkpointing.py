@@ -61,7 +61,8 @@ class CheckpointGlue:
         self._path, self._is_plain = "", False
 
     def _callbacks(self) -> list[Any]:
-        return checkpoint_callbacks(attached_trainer(self._strategy.module))
+        module = self._strategy.lightning_module  # none is needed to delete a checkpoint
+        return checkpoint_callbacks(None if module is None else attached_trainer(module))
 
     # ------------------------------------------------------------------------------------------------------ save
 

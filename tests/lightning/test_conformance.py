@@ -307,6 +307,14 @@ class _StopsAt(pl.Callback):
             raise KeyError("on purpose")
 
 
+def test_a_checkpoint_is_deleted_before_a_module_is_known(tmp_path: Path) -> None:
+    """As a ModelCheckpoint that is driven by hand does."""
+    old = tmp_path / "old.ckpt"
+    old.touch()
+    trainer(MegatronStrategy()).strategy.remove_checkpoint(old)
+    assert not old.exists()
+
+
 def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> None:
     """Of a run that fails in the middle of an epoch on all ranks, and of one that goes on from its checkpoint."""
     for resuming in (False, True):
