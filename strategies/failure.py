@@ -29,6 +29,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning import compat
+from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.strategies.lightning_internals import TunerExit
 
 _FAILURE, _ALARM = "failure", "alarm"
@@ -58,7 +59,7 @@ class Failure:
     summary: str
     """One line: the exception, or how the process ended."""
     details: str = ""
-    """Traceback; empty for a process that was killed, and for an interruption."""
+    """Traceback; empty for a process that was killed, for an interruption, and for what the message tells how to mend."""
     position: str = ""
     """Where in the pipeline schedule it happened; empty outside a schedule."""
     interrupted: bool = False
@@ -79,7 +80,8 @@ class Failure:
         """Describe ``exception`` as raised on ``rank``."""
         summary = "".join(traceback.format_exception_only(exception)).strip().splitlines()
         interrupted = isinstance(exception, KeyboardInterrupt)
-        details = "" if interrupted else "".join(traceback.format_exception(exception))
+        needless = interrupted or isinstance(exception, (ConfigError, DataError, CheckpointError))
+        details = "" if needless else "".join(traceback.format_exception(exception))
         position = str(getattr(exception, "pipeline_position", None) or "")
         return cls(rank, socket.gethostname(), summary[0], details, position, interrupted)
 

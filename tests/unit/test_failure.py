@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_lightning.errors import ConfigError, DataError, MissingCheckpointError
 from megatron_lightning.strategies.failure import AgreedStop, Failure, FailureWatch
 from megatron_lightning.strategies.launchers import Child, ChildWatch, kill, print_failure, wait_for
 
@@ -42,6 +43,8 @@ def test_a_failure_names_rank_position_and_reason() -> None:
     failure = Failure.of(3, error)
     assert failure.headline == f"rank 3 on {failure.host} failed at stage 1, action 1F0: ValueError: the reason"
     assert "_error" in failure.details
+    for mendable in (ConfigError("set it to 1"), DataError("no such file"), MissingCheckpointError("no checkpoint")):
+        assert Failure.of(3, mendable).details == ""  # the command line promises one line
 
 
 def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
