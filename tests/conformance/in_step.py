@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
+
 _GRACE_S = 10.0  # for a rank to meet the end of another one
 
 
@@ -38,7 +40,43 @@ class Outcome:
         return (errors or lines or [""])[-1][:220]
 
 
-def run_in_step(size: int, test: Callable[[], Any], timeout_s: float) -> list[Outcome]:
+class InStep(ClusterEnvironment):
+    """One of the processes; environment variables, which tests clear, play no part."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self._rank, self._size, self._port = rank, size, port
+
+    @property
+    def main_port(self) -> int:
+        return self._port
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def run_in_step(size: int, test: Callable[[InStep], Any], timeout_s: float) -> list[Outcome]:
     """Run ``test`` in ``size`` forks and return how it ended in each."""
     port = _free_port()
     pids, pipes = [], []
@@ -46,7 +84,7 @@ def run_in_step(size: int, test: Callable[[], Any], timeout_s: float) -> list[Ou
         here, there = Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
-            _be_rank(rank, size, port, test, there)
+            _be_rank(InStep(rank, size, port), test, there)
         there.close()
         pids.append(pid)
         pipes.append(here)
@@ -83,11 +121,10 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _be_rank(rank: int, size: int, port: int, test: Callable[[], Any], pipe: Connection) -> None:
+def _be_rank(environment: InStep, test: Callable[[InStep], Any], pipe: Connection) -> None:
     faulthandler.enable(all_threads=True)
-    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        test()
+        test(environment)
         outcome = Outcome("passed")
     except BaseException as error:  # the outcomes of pytest's skip and fail among them
         states = {"Skipped": "skipped", "PeerFailure": "followed"}

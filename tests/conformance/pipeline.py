@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from megatron_lightning.strategies import MegatronStrategy
-from tests.conformance.in_step import Outcome, run_in_step
+from tests.conformance.in_step import InStep, Outcome, run_in_step
 from tests.conformance.two import names_several_devices
 
 
@@ -90,11 +90,12 @@ class StagedStrategy(MegatronStrategy):
         super()._assemble()
 
 
-class _InStep:
+class _Ranks:
     """Runs the call of every test in two processes; tests of several devices are left out."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        self.environment: InStep | None = None  # of this process, if it is a rank
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=[test for test in items if names_several_devices(test)])
@@ -103,7 +104,12 @@ class _InStep:
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool:
         arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        outcomes = run_in_step(2, lambda: pyfuncitem.obj(**arguments), self._limit_s)
+
+        def test(environment: InStep) -> None:
+            self.environment = environment
+            pyfuncitem.obj(**arguments)
+
+        outcomes = run_in_step(2, test, self._limit_s)
         states = [outcome.state for outcome in outcomes]
         if "failed" in states or set(states) == {"followed"}:
             pytest.fail(_story(outcomes), pytrace=False)
@@ -115,12 +121,13 @@ class _InStep:
 def _story(outcomes: list[Outcome]) -> str:
     """Tell what happened on each rank, and in the last line how it ended."""
     ends = [f"rank {rank} {outcome.state}: {outcome.summary}" for rank, outcome in enumerate(outcomes)]
-    return "\n\n".join([*(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes)), " | ".join(ends)])
+    return "\n\n".join([*(f"rank {rank}:\n{outcome.text}" for rank, outcome in enumerate(outcomes)), " | ".join(ends)])
 
 
 def install(config: pytest.Config) -> None:
     """Make every Trainer of one CPU device a rank of two stages."""
-    config.pluginmanager.register(_InStep(float(config.getoption("--timeout") or 60) / 2), "megatron-in-step")
+    ranks = _Ranks(float(config.getoption("--timeout") or 60) / 2)
+    config.pluginmanager.register(ranks, "megatron-in-step")
     choose = _AcceleratorConnector._choose_strategy
 
     def choose_megatron(self: _AcceleratorConnector) -> Strategy | str:
@@ -128,6 +135,7 @@ def install(config: pytest.Config) -> None:
         if type(chosen) is not SingleDeviceStrategy or chosen.root_device.type != "cpu":
             return chosen
         self._parallel_devices = [torch.device("cpu")] * 2
+        self.cluster_environment = ranks.environment
         return StagedStrategy(pipeline_model_parallel_size=2)
 
     _AcceleratorConnector._choose_strategy = choose_megatron
