@@ -7,5 +7,6 @@ from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
 from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
 from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
+from megatron_lightning.callbacks.speed import SpeedMonitor
 
-__all__ = ["GradientNormMonitor", "LocalCopyCheckpoint", "PipelineTimeline", "RescueCheckpoint"]
+__all__ = ["GradientNormMonitor", "LocalCopyCheckpoint", "PipelineTimeline", "RescueCheckpoint", "SpeedMonitor"]

@@ -12,13 +12,15 @@ step "tokenize the standard library's source (a SentencePiece vocabulary is trai
 megatron-lightning preprocess --output-prefix demo/stdlib --input stdlib --vocab-size 2048 --append-eod \
   --empty-documents skip --workers 2
 
+# The limit lets the progress bar count to the last step of both runs, not to the end of the data.
 step "train on 4 processes: tensor parallel 2 x pipeline parallel 2"
-megatron-lightning fit --config configs/tiny_cpu.yaml
+megatron-lightning fit --config configs/tiny_cpu.yaml --trainer.limit_train_batches=240
 
 step "resume the checkpoint on 2 processes: data parallel 2, the same global batch"
 megatron-lightning fit --config configs/tiny_cpu.yaml --trainer.devices=2 \
   --trainer.strategy.tensor_model_parallel_size=1 --trainer.strategy.pipeline_model_parallel_size=1 \
-  --data.batch_size=8 --trainer.max_steps=240 --ckpt_path=demo/checkpoints/last.ckpt
+  --data.batch_size=8 --trainer.max_steps=240 --trainer.limit_train_batches=240 \
+  --ckpt_path=demo/checkpoints/last.ckpt
 
 step "generate on one process"
 megatron-lightning generate --checkpoint demo/checkpoints/last.ckpt --tokenizer-model demo/stdlib_tokenizer.model \

@@ -1,3 +1,3 @@
-"""Megatron-class parallel training for PyTorch Lightning."""
+"""Megatron-style parallel training for PyTorch Lightning."""
 
 __version__ = "0.1.0"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import megatron_lightning
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   checkpoint  inspect, verify, reshard, consolidate, average or prune checkpoints
   schedule    show a pipeline schedule: table, bubble, memory, picture
 
-megatron-lightning COMMAND --help lists the options of a command.
+megatron-lightning COMMAND --help lists the options of a command, megatron-lightning --version the version.
 """
 
 
@@ -56,6 +57,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         raise SystemExit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(f"megatron-lightning {megatron_lightning.__version__}")
+        return
     try:
         if arguments[0] in ("fit", "validate", "test", "predict"):
             trainer_cli(args)

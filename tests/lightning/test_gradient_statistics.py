@@ -1,4 +1,7 @@
-"""GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped steps, on every layout."""
+"""GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped steps, on every layout.
+
+SpeedMonitor, which looks on: samples count once on every layout.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.callbacks import GradientNormMonitor
+from megatron_lightning.callbacks import GradientNormMonitor, SpeedMonitor
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.strategies import MegatronMixedPrecision
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import trainer
-from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, run, single
+from tests.lightning.support import DDP2, DP2, GLOBAL_BATCH, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, run, single
 
 STEPS = 3
 
@@ -48,8 +51,13 @@ class _Record(pl.Callback):
 def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
     record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
     strategy = layout.strategy(**more)
-    options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
-    trainer(strategy, default_root_dir=folder, **options).fit(_Groups(), datamodule=layout.data_module())
+    callbacks = [monitor, SpeedMonitor(), record]
+    options = {"max_steps": STEPS, "callbacks": callbacks, "limit_val_batches": 0, "gradient_clip_val": 0.1}
+    fitted = trainer(strategy, default_root_dir=folder, **options)
+    fitted.fit(_Groups(), datamodule=layout.data_module())
+    speed = {key: float(value) for key, value in fitted.callback_metrics.items() if key.startswith("throughput/")}
+    batch = speed["throughput/samples_per_second"] * speed["throughput/seconds_per_batch"]
+    assert batch == pytest.approx(GLOBAL_BATCH), speed  # of all ranks, each sample once
     if strategy.context.world_size > 1:  # else the Trainer's plugin clips
         assert float(strategy.last_grad_norm) == pytest.approx(record.seen[-1]["grad_norm"])
     return record.seen

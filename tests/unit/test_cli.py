@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
+import megatron_lightning
 from megatron_lightning.cli import _spelled_out, main, trainer_cli
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
@@ -73,6 +74,11 @@ def test_help_lists_the_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "megatron_lightning", "--help"], capture_output=True, text=True, check=True)
     for command in ("fit", "validate", "test", "predict", "preprocess", "generate", "checkpoint", "schedule"):
         assert f"\n  {command} " in result.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"megatron-lightning {megatron_lightning.__version__}\n"
 
 
 def test_no_command_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
