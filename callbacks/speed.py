@@ -84,7 +84,9 @@ class SpeedMonitor(pl.Callback):
 
 def _sequence_length(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int:
     """Return the tokens of a sample; 0 if nobody says which dim runs along the sequence."""
-    owners = (pl_module, getattr(trainer, "datamodule", None))
-    dims: Mapping[str, int] = next((owner.sequence_dims for owner in owners if hasattr(owner, "sequence_dims")), {})
+    dims: Mapping[str, int] | None = getattr(pl_module, "sequence_dims", None)
+    if dims is None:
+        dims = getattr(getattr(trainer, "datamodule", None), "sequence_dims", None)
     entries = batch if isinstance(batch, Mapping) else {}
-    return max((entries[name].shape[dim] for name, dim in dims.items() if isinstance(entries.get(name), Tensor)), default=0)
+    found = [entries[name].shape[dim] for name, dim in (dims or {}).items() if isinstance(entries.get(name), Tensor)]
+    return max(found, default=0)

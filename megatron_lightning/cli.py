@@ -141,6 +141,8 @@ def _run(command: str, options: list[str]) -> None:
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.commands import COMMANDS
 
+        if not options:
+            raise ConfigError(f"checkpoint needs a tool: {', '.join(COMMANDS)}. Add --help to see what one does.")
         tool, rest = (options[0], options[1:]) if options and options[0] in COMMANDS else ("", [])
         spelled = [tool, *_spelled_out(rest, COMMANDS[tool])] if tool else options
         try:
@@ -229,7 +231,11 @@ def _reason(error: Exception) -> str | None:
     if not frames[-1][0].f_globals["__name__"].startswith("jsonargparse"):
         return None
     # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.
-    text, *said = " ".join(str(error).split()).partition(" Given value")[0].split(" - ")
-    specific = [words for words in said if not words.startswith("Expected a")]
+    words, _, given = " ".join(str(error).split()).partition(" Given value")
+    text, *said = words.split(" - ")
+    specific = [member for member in said if not member.startswith("Expected a")]
     key = re.match(r'Parser key "[^"]*": ', text)
-    return (key[0] if key else "") + specific[-1] if specific else " - ".join([text, *said])
+    if specific or not said:
+        return (key[0] if key else "") + specific[-1] if specific else text
+    kinds = " or ".join(re.sub(r"Expected an? (?:<class '([^']*)'>)?", r"\1", member) for member in said)
+    return f"{key[0] if key else ''}expected {kinds.replace('NoneType', 'null')}; got {given.rpartition('value: ')[2]}"

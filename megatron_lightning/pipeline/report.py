@@ -61,6 +61,8 @@ def describe_schedule(
             f"ranks is {ranks} and microbatches is {microbatches}; a schedule is for numbers of both. Set --ranks and "
             "--microbatches, or --trace."
         )
+    if min(ranks, microbatches, chunks) < 1:
+        raise ConfigError(f"ranks={ranks}, microbatches={microbatches} and chunks={chunks}: set each to 1 or more.")
 
     def costs(placement: Placement) -> Costs:
         share = placement.num_coordinates / placement.num_stages

@@ -198,6 +198,7 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
         ("--trainer.strategy.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
         ("--trainer.strategy.tensor_paralel=2", "tensor_paralel"),
         ("--trainer.max_steps=many", "many"),
+        ("--trainer.strategy.micro_batch_size=many", '"micro_batch_size": expected int or null; got many'),
     ],
 )
 def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +213,8 @@ def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsy
         (["preprocess", "--output-prefix", "x", "--input", "/no/such/file.jsonl", "--vocab-size", "64"], "/no/such/file.jsonl"),
         (["preprocess", "--output-prefix", "x", "--workers", "few"], "few"),
         (["preprocess", "--input", "x"], "output_prefix"),
+        (["checkpoint"], "checkpoint needs a tool: inspect, verify, reshard, consolidate, average, prune."),
+        (["checkpoint", "prune", "x", "--keep-last", "two"], '"keep_last": expected int or null; got two\n'),
     ],
 )
 def test_a_wrong_command_is_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

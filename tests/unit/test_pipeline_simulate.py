@@ -186,7 +186,7 @@ def test_the_command_takes_costs(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({}, "ranks is None and microbatches is None.*--trace"),
-        ({"ranks": 0, "microbatches": 4}, "num_coordinates is 0"),
+        ({"ranks": 0, "microbatches": 4}, "ranks=0, microbatches=4 and chunks=1: set each to 1"),
         ({"ranks": 2, "microbatches": 0}, "num_microbatches is 0"),
         ({"ranks": 2, "microbatches": 4, "schedule": "zbv"}, "two model chunks.*there are 1"),
         ({"ranks": 2, "microbatches": 4, "forward": (1.0, 2.0, 3.0)}, "3 numbers, and there are 2 stages"),
