@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import asdict, fields
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +236,16 @@ def test_muon_and_adamw_of_the_docs_share_the_parameters() -> None:
     )
     groups = names["configure_optimizers"](module).param_groups
     assert [[tuple(p.shape) for p in group["params"]] for group in groups] == [[(3, 3)], [(3,), (2, 3), (2,)]]
+
+
+def test_what_the_pages_import_is_there() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    nodes = [node for page in pages for block in blocks(page.read_text(), "python") for node in ast.walk(ast.parse(block))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and "megatron" in node.module]
+    assert len(imports) > 10
+    for node in imports:
+        for alias in node.names:
+            assert hasattr(import_module(str(node.module)), alias.name), f"{node.module} has no {alias.name}"
 
 
 def test_links_lead_somewhere() -> None:
