@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
@@ -86,6 +87,8 @@ class MegatronModules(MegatronCounts):
                 planned = module_checks.planned_module(module)
                 if planned is not None:
                     self._check_layers(planned, trainer)
+        if trainer is not None and trainer.state.fn != TrainerFn.PREDICTING and isinstance(data, PretrainDataModule):
+            data.check_files()
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             data_parallel_size = self.layout.data_parallel_size(self._planned_world_size)
             preflight.check_batches(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
+from os import PathLike
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
 from megatron_lightning.checkpoint.storage import folder_of, is_plain_file, is_remote, list_folders
+from megatron_lightning.errors import MissingCheckpointError
 from megatron_lightning.strategies.lightning_internals import checkpoint_folder
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
@@ -47,6 +49,20 @@ def with_last_found(
         return newest if isinstance(value, str) and value == "last" else value
 
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+
+
+def check_named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that something stands at the ``ckpt_path`` among the arguments of ``fit`` and its kin.
+
+    Raises:
+        MissingCheckpointError: If nothing does, before any process is started. Keywords and object stores are left for later.
+    """
+    named = kwargs.get("ckpt_path", next((value for value in args if isinstance(value, (str, PathLike))), None))
+    path = "" if named is None else str(named)
+    if path in ("", "best", "last", "hpc") or path.startswith("registry") or is_remote(path):
+        return
+    if not Path(committed_requeue(path)).exists():
+        raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
 
 
 def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import ProcessException
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.failure import PeerFailure, end_process
-from megatron_lightning.strategies.last import with_last_found
+from megatron_lightning.strategies.last import check_named, with_last_found
 from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher, SubprocessScriptLauncher, share_threads
 
 if TYPE_CHECKING:
@@ -184,6 +184,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             ConfigError: If the module or the command cannot be run this way; before any process is started.
         """
         args, kwargs = with_last_found(trainer, args, kwargs)
+        check_named(args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         starter = os.environ.pop(_STARTER_VARIABLE, None)
@@ -293,6 +294,7 @@ class WorkerLauncher(MultiProcessingLauncher):
             KeyboardInterrupt: If this process or a worker was interrupted.
         """
         args, kwargs = with_last_found(trainer, args, kwargs)
+        check_named(args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
         self.procs = []
         watch = ChildWatch(self._children, print_failure)

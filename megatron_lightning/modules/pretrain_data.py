@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import split_matrix
+from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
 
@@ -112,6 +113,15 @@ class PretrainDataModule(pl.LightningDataModule):
     def vocab_size(self) -> int | None:
         """Ids that may occur in the data; None if neither the setting nor a tokenizer says."""
         return self.config.num_ids
+
+    def check_files(self) -> None:
+        """Open the data and close them again, which costs no time; the strategy does it before it starts a process.
+
+        Raises:
+            DataError: If they cannot be read.
+        """
+        if type(self).prepare_data is PretrainDataModule.prepare_data:  # else they may be made there
+            IndexedDataset(self.data_prefix)
 
     def prepare_data(self) -> None:
         """Build the index cache; Lightning calls this once on every node."""
