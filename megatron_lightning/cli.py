@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
 _TRACEBACK_VARIABLE = "MEGATRON_LIGHTNING_TRACEBACK"
+_UNION = re.compile(
+    r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>[^\]]*)\] Errors:"
+    r"(?: - Expected an? <class '\w+'>)+ Given value type: <class '\w+'> Given value: (?P<value>\S+)"
+)
 _USAGE = """usage: megatron-lightning COMMAND [options]
 
   fit         train a model
@@ -231,11 +235,13 @@ def _reason(error: Exception) -> str | None:
     if not frames[-1][0].f_globals["__name__"].startswith("jsonargparse"):
         return None
     # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.
-    words, _, given = " ".join(str(error).split()).partition(" Given value")
-    text, *said = words.split(" - ")
-    specific = [member for member in said if not member.startswith("Expected a")]
+    text, *said = _UNION.sub(_expected, " ".join(str(error).split())).partition(" Given value")[0].split(" - ")
+    specific = [words for words in said if not words.startswith("Expected a")]
     key = re.match(r'Parser key "[^"]*": ', text)
-    if specific or not said:
-        return (key[0] if key else "") + specific[-1] if specific else text
-    kinds = " or ".join(re.sub(r"Expected an? (?:<class '([^']*)'>)?", r"\1", member) for member in said)
-    return f"{key[0] if key else ''}expected {kinds.replace('NoneType', 'null')}; got {given.rpartition('value: ')[2]}"
+    return (key[0] if key else "") + specific[-1] if specific else " - ".join([text, *said])
+
+
+def _expected(union: re.Match[str]) -> str:
+    """Return what a Union of plain types says about a value in fewer words."""
+    kinds = [kind.replace("NoneType", "null") for kind in re.findall(r"<class '(\w+)'>", union["kinds"])]
+    return f"expected {' or '.join(kinds)}; got {union['value']}"

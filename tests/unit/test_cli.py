@@ -206,6 +206,26 @@ def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsy
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ckpt_path=/no/such.ckpt"], "there is no checkpoint at /no/such.ckpt"),
+        (
+            ["--data=PretrainDataModule", "--data.data_prefix=/no/such", "--data.sequence_length=8", "--data.batch_size=2"],
+            "/no/such.idx: cannot be read",
+        ),
+    ],
+)
+def test_a_wrong_path_is_told_before_a_process_starts(
+    config: str, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(_: object) -> None:
+        pytest.fail("processes are started")
+
+    monkeypatch.setattr("megatron_lightning.strategies.launchers.ScriptLauncher._start", start)
+    assert message in _fails(["fit", "--config", config, "--trainer.devices=2", *options], capsys)
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["train"], "there is no command 'train'"),
@@ -214,7 +234,7 @@ def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsy
         (["preprocess", "--output-prefix", "x", "--workers", "few"], "few"),
         (["preprocess", "--input", "x"], "output_prefix"),
         (["checkpoint"], "checkpoint needs a tool: inspect, verify, reshard, consolidate, average, prune."),
-        (["checkpoint", "prune", "x", "--keep-last", "two"], '"keep_last": expected int or null; got two\n'),
+        (["checkpoint", "prune", "x", "--keep-last", "two"], '"keep_last": expected int or null; got two'),
     ],
 )
 def test_a_wrong_command_is_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

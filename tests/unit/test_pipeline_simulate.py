@@ -187,7 +187,7 @@ def test_the_command_takes_costs(tmp_path: Path) -> None:
     [
         ({}, "ranks is None and microbatches is None.*--trace"),
         ({"ranks": 0, "microbatches": 4}, "ranks=0, microbatches=4 and chunks=1: set each to 1"),
-        ({"ranks": 2, "microbatches": 0}, "num_microbatches is 0"),
+        ({"ranks": 2, "microbatches": 0}, "ranks=2, microbatches=0 and chunks=1"),
         ({"ranks": 2, "microbatches": 4, "schedule": "zbv"}, "two model chunks.*there are 1"),
         ({"ranks": 2, "microbatches": 4, "forward": (1.0, 2.0, 3.0)}, "3 numbers, and there are 2 stages"),
         ({"trace": "/no/such/place"}, r"no trace \(\*.jsonl\) in /no/such/place"),
