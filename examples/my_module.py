@@ -29,7 +29,7 @@ class Classifier(pl.LightningModule):
 
 
 if __name__ == "__main__":
-    pl.seed_everything(0)
+    pl.seed_everything(0)  # every process draws the same data
     x = torch.randn(512, 32)
     data = DataLoader(TensorDataset(x, (x.sum(dim=1) > 0).long()), batch_size=64)
     strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=16)

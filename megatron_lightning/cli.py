@@ -58,6 +58,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     arguments = list(sys.argv[1:] if args is None else args)
+    if args is None and os.getcwd() not in sys.path:  # an installed command lacks what `python -m` has: modules that lie here
+        sys.path.insert(0, os.getcwd())
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         raise SystemExit(0 if arguments else 2)
