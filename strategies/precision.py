@@ -113,6 +113,11 @@ class MegatronMixedPrecision(MixedPrecision):
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state_dict)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the loss scale where a plain Trainer's plugin looks for it, too."""
+        if self.loss_scale is not None:
+            checkpoint[MixedPrecision.__qualname__] = self.loss_scale.torch_state_dict()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the loss scale that a plain Trainer saved under the name of its own plugin."""
         theirs = checkpoint.get(MixedPrecision.__qualname__)

@@ -55,6 +55,16 @@ class DynamicLossScale:
         """Return the state under Megatron-Core's names."""
         return {"scale": self.scale, "growth_tracker": self._clean_steps, "hysteresis_tracker": self._overflows_left}
 
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return what a ``torch.amp.GradScaler`` needs to go on; it has no hysteresis."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.options.growth_factor,
+            "backoff_factor": self.options.backoff_factor,
+            "growth_interval": self.options.growth_interval,
+            "_growth_tracker": self._clean_steps,
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the run that returned ``state`` would have; it may be a ``torch.amp.GradScaler``'s."""
         self.scale = float(state["scale"])

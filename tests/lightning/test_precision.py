@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies import MegatronHalfPrecision, MegatronMixedPrecision, MegatronStrategy
+from megatron_lightning.strategies import MegatronHalfPrecision, MegatronMixedPrecision, MegatronStrategy, ShardedCheckpointIO
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import Losses
 from tests.helpers.trainers import trainer as make_trainer
@@ -265,3 +265,20 @@ def test_a_plain_trainers_loss_scale_is_taken_over(tmp_path: Path) -> None:
     assert fit.global_step == 3 and ours.loss_scale is not None
     # Three clean steps in a row, two of them theirs, raise the scale.
     assert ours.loss_scale.state_dict() == {"scale": 128.0, "growth_tracker": 0, "hysteresis_tracker": 2}
+
+
+def test_a_plain_trainer_takes_over_the_loss_scale(tmp_path: Path) -> None:
+    """The other way round, from a directory: the plain Trainer's scaler would begin at 2^16."""
+    make_trainer(
+        MegatronStrategy(),
+        max_steps=2,
+        plugins=[MegatronMixedPrecision("16-mixed", "cpu", OPTIONS)],
+        callbacks=[ModelCheckpoint(tmp_path, "at", every_n_train_steps=2)],
+        enable_checkpointing=True,
+    ).fit(ToyModule(), datamodule=ToyData())
+    theirs = MixedPrecision("16-mixed", "cpu")
+    fit = make_trainer("auto", max_steps=3, plugins=[theirs, ShardedCheckpointIO()])
+    fit.fit(ToyModule(), datamodule=ToyData(), ckpt_path=str(tmp_path / "at.ckpt"))
+    assert fit.global_step == 3
+    scale = OPTIONS.initial_scale * OPTIONS.growth_factor  # three clean steps in a row, two of them ours, raise it
+    assert (theirs.scaler.get_scale(), theirs.scaler._get_growth_tracker()) == (scale, 0)
