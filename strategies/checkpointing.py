@@ -12,6 +12,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -84,6 +85,7 @@ class CheckpointGlue:
         tensors, rest = self._divide(checkpoint)
         info = {"layout": asdict(context.layout), "consumed_samples": self._strategy.consumed_samples}
         info |= {"world_size": context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
+        info["tied"] = dict(self._strategy.assembly.tied)
         config = getattr(self._strategy.module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
             info["config"] = asdict(config)
@@ -254,7 +256,7 @@ class CheckpointGlue:
                 fresh[name] = local[name].clone()
             elif name not in elsewhere:
                 info = stored[f"{key}.{name}"]
-                fresh[name] = next(iter(local.values())).new_empty(info.shape, dtype=info.dtype)
+                fresh[name] = torch.empty(info.shape, dtype=info.dtype, device=self._strategy.root_device)
         shards = [self._shards(f"{key}.{name}", name, tensor) for name, tensor in fresh.items()]
         load_sharded(self.source, shards, prefix=f"{key}.", strict=False, group=self._strategy.context.axis("world"))
         for copy, owner in self._strategy.assembly.tied.items():

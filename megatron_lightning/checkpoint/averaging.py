@@ -42,6 +42,8 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
     own: dict[str, Any] = next((state[OWN] for state in reversed(states) if OWN in state), {})
     # Plain files have tied weights under each of their names, directories under their owner's.
     tensors = [_weights(source, leave_out=own.get("tied", {})) for source in opened]
+    if not tensors[-1]:
+        raise CheckpointError(f"{sources[-1]} holds no weights. Name checkpoints of a model.")
     for path, found in zip(sources, tensors, strict=True):
         _check_same(str(sources[-1]), tensors[-1], str(path), found)
 

@@ -61,8 +61,7 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is a checkpoint directory whose save was completed."""
     if not is_remote(path):
         return (local_path(path) / MANIFEST).is_file()
-    folder = RemoteFolder(str(path))
-    return bool(folder.files.isfile(f"{folder.root}/{MANIFEST}"))
+    return MANIFEST in RemoteFolder(str(path)).sizes()  # a store that does not answer is an error, and not a "no"
 
 
 def pending_save(path: str | os.PathLike[str], identifier: str) -> PendingSave:
@@ -92,8 +91,8 @@ class PendingSave(ABC):
         Raises:
             CheckpointError: If a directory that is no checkpoint has the final name.
         """
-        self._prepare()
         self._begun = True
+        self._prepare()
         self._state_bytes, self._state_checksum = self.folder.write(self._state_file, [state]), zlib.crc32(state)
 
     def commit(self, tensors: Mapping[str, TensorEntry], files: Mapping[str, int], info: Mapping[str, Any]) -> None:
@@ -124,7 +123,8 @@ class PendingSave(ABC):
             yield
         except BaseException:
             if self._begun:
-                self._discard()
+                with suppress(Exception):  # what cannot be deleted now is left to a later save
+                    self._discard()
             raise
 
     @abstractmethod
@@ -174,7 +174,11 @@ class _LocalSave(PendingSave):
             return
         aside = beside(self._path, f".old-{self.identifier}")
         os.rename(self._path, aside)
-        os.rename(self._temporary, self._path)
+        try:
+            os.rename(self._temporary, self._path)
+        except OSError:
+            os.rename(aside, self._path)
+            raise
         aside.unlink()
 
     def _replace(self, manifest: Manifest) -> None:
@@ -222,12 +226,21 @@ class _RemoteSave(PendingSave):
     def _publish(self, manifest: Manifest) -> None:
         replaced = _files_listed(self.folder.files.cat_file(self._manifest)) if is_committed(self.folder.url) else ()
         self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
-        old = [name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and name not in manifest.files]
-        self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
+        with suppress(Exception):  # it is committed; what cannot be deleted now goes when it is old
+            old = [name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and name not in manifest.files]
+            self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
 
     @property
     def _manifest(self) -> str:
         return f"{self.folder.root}/{MANIFEST}"
+
+    @property
+    def _is_published(self) -> bool:
+        """Whether our manifest stands there: a store may do what it is asked to, and its answer is lost."""
+        try:
+            return self._state_file in _files_listed(self.folder.files.cat_file(self._manifest))
+        except FileNotFoundError:
+            return False
 
     def _is_abandoned(self, name: str) -> bool:
         modified = self.folder.modified(name)  # a store that tells no times keeps what killed saves leave
@@ -235,13 +248,15 @@ class _RemoteSave(PendingSave):
 
     def _discard(self) -> None:
         mark = f".{self.identifier}."
-        self.folder.remove(name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and mark in name)
+        if not self._is_published:
+            self.folder.remove(name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and mark in name)
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint (directory, file or link); it disappears from view in one step.
 
-    Missing is fine, also if another job deletes it at the same time.
+    Missing is fine, also if another job deletes it at the same time. A directory of other files is left alone: callbacks have
+    the names that they delete from the checkpoint that they went on from, which anybody may have written.
     """
     if is_remote(path):
         folder = RemoteFolder(str(path))
@@ -253,6 +268,8 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     local = local_path(path)
     if local.is_symlink() or local.is_file():
         local.unlink(missing_ok=True)
+    elif local.is_dir() and _is_foreign(os.listdir(local)):
+        warnings.warn(f"{local} is not deleted: it is a directory with other files, and no checkpoint.", stacklevel=2)
     elif local.is_dir():
         doomed = beside(local, f".tmp-{new_identifier()}")
         with suppress(FileNotFoundError):

@@ -15,8 +15,9 @@ from megatron_lightning.checkpoint.naming import FULL_STATE, OWN, join_tensors, 
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import Piece, header_bytes, header_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
-from megatron_lightning.checkpoint.storage import completed_file
+from megatron_lightning.checkpoint.storage import completed_file, is_remote, local_path
 from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs
+from megatron_lightning.errors import ConfigError
 
 PlainFormat = Literal["lightning", "state_dict", "safetensors"]
 _MODULE = "state_dict."
@@ -92,8 +93,11 @@ def consolidate(
         advance: Progress, in bytes read.
 
     Raises:
+        ConfigError: If the output is a directory.
         CheckpointError: If the checkpoint is incomplete or damaged.
     """
+    if not is_remote(output) and local_path(output).is_dir():
+        raise ConfigError(f"{output} is a directory, and one plain file is to be written. Name another target.")
     if format == "lightning":
         _save(read_full(path, advance=advance), output)
         return

@@ -72,7 +72,8 @@ def find_prunable(
 
     Always: leftovers of saves that were killed, unless a running save holds them or they are younger than ``min_age_s``.
     With ``keep_last`` or ``keep_every``: every committed checkpoint that no rule keeps. Kept are, beside the rules', what a
-    link in the folder points to, and what the newest checkpoint's callbacks call their best and last.
+    link in the folder points to, and what the newest checkpoint's callbacks call their best and last. A checkpoint that lacks a
+    file neither counts nor goes.
 
     Args:
         folder: The folder, or the URL of one.
@@ -99,14 +100,20 @@ def find_prunable(
         return found
     checkpoints = list_checkpoints(top)
     kept = _referred_to(top, checkpoints)
-    kept |= {checkpoint.path for checkpoint in checkpoints[-keep_last:]} if keep_last else set()
-    for checkpoint in checkpoints:
+    sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]  # of the others nobody can go on
+    kept |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
+    for checkpoint in sound:
         by_step = keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
         by_name = any(fnmatchcase(checkpoint.name, pattern) for pattern in keep)
         if checkpoint.path not in kept and not by_step and not by_name:
             size_bytes = sum(folder_of(checkpoint.path).sizes().values())
             found.append(Prunable(checkpoint.path, size_bytes, f"old: step {checkpoint.step}"))
     return found
+
+
+def _has_its_files(path: str) -> bool:
+    """Whether the files that a checkpoint's manifest names are there, each of its size; they are not read."""
+    return read_manifest(path).files.items() <= folder_of(path).sizes().items()
 
 
 def prune(found: Sequence[Prunable]) -> None:

@@ -159,6 +159,10 @@ class PlainSource:
         elif optimizers is not None:
             checkpoint["optimizer_states"] = [{"state": {}, "param_groups": []} for _ in optimizers]
         self._tensors, self._state = split_tensors(checkpoint)
+        for name, tensor in self._tensors.items():
+            if tensor.layout != torch.strided or tensor.is_meta:
+                kind = "without values (meta)" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+                raise CheckpointError(f"{path}: {name} is {kind}, and only dense tensors can be read. Save it as a dense one.")
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""

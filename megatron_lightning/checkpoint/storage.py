@@ -129,7 +129,7 @@ def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
 def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a file to write; it takes the name ``target``, a local path or a URL, when the block ends well."""
     if is_remote(target):
-        files, name = fsspec.core.url_to_fs(str(target))
+        files, name = _file_system(str(target))
         with files.transaction, files.open(name, "wb") as file:
             yield file
         return
@@ -246,8 +246,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.files: Any
-        self.files, self.root = fsspec.core.url_to_fs(self.url)
+        self.files, self.root = _file_system(self.url)
 
     def __str__(self) -> str:
         return self.url

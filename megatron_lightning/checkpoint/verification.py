@@ -15,7 +15,7 @@ from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, Shard,
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import box_name, header_entry
 from megatron_lightning.checkpoint.source import manifest_text
-from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of, opened, read_range
+from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of, is_plain_file, opened, read_range
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 _READ_BYTES = 8 * BLOCK_BYTES
@@ -50,6 +50,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: If there is none, or it is damaged.
     """
+    if is_plain_file(path):
+        raise CheckpointError(f"{path} is a plain file, which has neither manifest nor checksums. Name a checkpoint directory.")
     folder = folder_of(path)
     sizes = folder.sizes()
     if MANIFEST not in sizes:

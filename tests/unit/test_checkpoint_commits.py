@@ -7,12 +7,13 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lightning.checkpoint import consolidate, is_committed, open_checkpoint, remove_checkpoint
+from megatron_lightning.checkpoint import commit, consolidate, is_committed, open_checkpoint, remove_checkpoint
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import assert_equal, load_tensors, save_tensors, some_tensors
 
@@ -113,6 +114,34 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             save_tensors(tmp_path / "a", {"t": torch.ones(1)})
     assert_equal(load_tensors(tmp_path / "a"), some_tensors())
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_where_names_cannot_be_swapped_a_failed_save_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: bool
+) -> None:
+    """As on NFS: what has the name steps aside first."""
+    rename = os.rename
+
+    def fails(old: Path, new: Path) -> None:
+        if failing and ".tmp-" in str(old) and not (tmp_path / "last.ckpt").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old, new)
+
+    (tmp_path / "last.ckpt").write_text("old")
+    monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(CheckpointError, match="Input/output error") if failing else nullcontext():
+        save_tensors(tmp_path / "last.ckpt")
+    assert os.listdir(tmp_path) == ["last.ckpt"] and (tmp_path / "last.ckpt").is_file() == failing
+
+
+def test_directories_of_other_files_are_not_deleted(tmp_path: Path) -> None:
+    """Callbacks delete by names from the checkpoint that they go on from, which may come from anywhere."""
+    (tmp_path / "home" / "thesis").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="is not deleted: it is a directory with other files"):
+        remove_checkpoint(tmp_path / "home")
+    assert (tmp_path / "home" / "thesis").is_dir()
 
 
 def test_remove_and_abandoned_directories(tmp_path: Path) -> None:

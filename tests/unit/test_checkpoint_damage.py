@@ -154,6 +154,15 @@ def test_a_hostile_state_file_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind"), [(torch.ones(3).to_sparse(), "sparse_coo"), (torch.ones(3, device="meta"), "without values")]
+)
+def test_a_plain_file_of_tensors_that_cannot_be_read(tensor: torch.Tensor, kind: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": tensor}}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=f"state_dict.w is {kind}"):
+        open_checkpoint(tmp_path / "x.ckpt")
+
+
 def test_a_plain_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_text("hello")
     with pytest.raises(CheckpointError, match="cannot be read as plain data"):

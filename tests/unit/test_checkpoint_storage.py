@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from torch import Tensor
 
 from megatron_lightning.checkpoint import (
     TensorShards,
@@ -27,7 +27,9 @@ from megatron_lightning.checkpoint import (
     save_sharded,
 )
 from megatron_lightning.checkpoint.commit import MANIFEST, pending_save
+from megatron_lightning.checkpoint.storage import completed_file
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.strategies import ShardedCheckpointIO
 
 URL = "memory://bucket/run/step=1.ckpt"
 
@@ -135,6 +137,51 @@ def test_a_save_cut_off_anywhere_in_an_object_store(
     pytest.fail("the save never came to its end")
 
 
+@pytest.mark.parametrize("carried_out", [False, True])
+def test_one_lost_request_loses_no_checkpoint(
+    store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, carried_out: bool
+) -> None:
+    """Also after the commit, and if the store does what it is asked to and only its answer is lost."""
+    for lost in range(1, 60):
+        store.store.clear()
+        _save(URL, 1)
+        calls = count()
+
+        def once(function: Any, lost: int = lost, calls: Iterator[int] = calls) -> Any:
+            def request(*args: Any, **kwargs: Any) -> Any:
+                is_lost = next(calls) == lost
+                result = function(*args, **kwargs) if carried_out or not is_lost else None
+                if is_lost:
+                    raise OSError("connection lost")
+                return result
+
+            return request
+
+        with monkeypatch.context() as patch:
+            for name in ("open", "cat_file", "pipe_file", "ls", "info", "rm_file", "makedirs"):
+                patch.setattr(MemoryFileSystem, name, once(getattr(MemoryFileSystem, name)))
+            try:
+                _save(URL, 2)
+                expected = {2}
+            except CheckpointError:
+                expected = {1, 2}
+        assert _version(URL) in expected, lost
+        if next(calls) < lost:
+            return
+    pytest.fail("the save never came to its end")
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise OSError("connection lost")
+
+    _save(URL, 1)
+    monkeypatch.setattr(MemoryFileSystem, "info", lost)
+    monkeypatch.setattr(MemoryFileSystem, "ls", lost)
+    with pytest.raises(OSError, match="connection lost"):
+        is_committed(URL)
+
+
 def test_a_failed_save_to_an_object_store_leaves_nothing(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(URL, 1)
     before = _names(store)
@@ -231,5 +278,14 @@ def test_a_link_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_read_full_from_a_store(store: MemoryFileSystem) -> None:
     _save(URL, 3)
-    whole: dict[str, Tensor] = read_full(URL)["state_dict"]
-    assert torch.equal(whole["weight"], torch.full((64, 5), 3.0))
+    for whole in (read_full(URL), ShardedCheckpointIO().load_checkpoint(URL)):
+        assert torch.equal(whole["state_dict"]["weight"], torch.full((64, 5), 3.0))
+    with pytest.raises(MissingCheckpointError):
+        ShardedCheckpointIO().load_checkpoint(f"{URL}.other")
+
+
+@pytest.mark.parametrize("url", ["no-such-protocol://run/a.ckpt", "dask://run/a.ckpt"])
+def test_a_store_that_cannot_be_reached_is_named(url: str) -> None:
+    for use in (open_checkpoint, lambda path: _save(path, 1), remove_checkpoint, lambda path: completed_file(path).__enter__()):
+        with pytest.raises(CheckpointError, match=f"{url} cannot be reached"):
+            use(url)

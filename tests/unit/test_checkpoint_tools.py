@@ -277,6 +277,11 @@ def test_only_what_no_rule_keeps_is_pruned(tmp_path: Path) -> None:
     assert {Path(entry.path).name for entry in old} == {*leftovers, "step=30.ckpt"}
     by_step = find_prunable(tmp_path, keep_every=30)
     assert {Path(entry.path).name for entry in by_step} == {"step=40.ckpt", "step=50.ckpt"}
+    (whole,) = tmp_path.glob("step=40.ckpt/state.*")
+    aside = whole.rename(tmp_path / "aside")  # without it nobody can go on from 40
+    by_count = find_prunable(tmp_path, keep_last=2)
+    assert {Path(entry.path).name for entry in by_count} == set()  # 50 and 30
+    aside.rename(whole)
     prune(old)
     assert [c.step for c in list_checkpoints(tmp_path)] == [10, 20, 40, 50]
     assert {"notes.txt", "mine", "gone.ckpt.old-0123456789ab", "last.ckpt"} <= set(os.listdir(tmp_path))
@@ -336,6 +341,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
         for target, named in ((folder, folder), (file / "b.ckpt", file), ("/proc/b.ckpt", "/proc/b.ckpt")):
             assert str(named) in _fails([*command, str(target), *rest], capsys)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "file", "folder"] and file.read_text() == "text"
+    assert "is a directory, and one plain file is to be written" in _fails(["consolidate", a, str(folder)], capsys)
     for command in (["verify", str(file)], ["inspect", str(file)], ["consolidate", str(file), a], ["prune", str(file)]):
         assert str(file) in _fails(command, capsys)
     assert verify(a) == []
@@ -353,6 +359,9 @@ def test_wrong_commands_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         missing = [*command[:1], "/no/such", *(["/tmp/x"] if command[0] in ("reshard", "consolidate", "average") else [])]
         message = _fails([*missing, *command[1:]], capsys)
         assert "/no/such" in message or "/tmp/x" in message
+    torch.save({"epoch": 1}, tmp_path / "plain.ckpt")
+    assert "has neither manifest nor checksums" in _fails(["verify", str(tmp_path / "plain.ckpt")], capsys)
+    assert "holds no weights" in _fails(["average", str(tmp_path / "mean.ckpt"), str(tmp_path / "plain.ckpt")], capsys)
     assert "num_files" in _fails(["reshard", a, a, "--num_files=many"], capsys)
     assert "pipeline" in _fails(["reshard", a, a, "--pipeline-model-parallel-size", "2"], capsys)
     assert "prune" in _fails(["shrink", a], capsys)
