@@ -43,7 +43,7 @@ def copy_plan(
 
     def write(snapshot: Snapshot, group: AxisGroup) -> None:
         LocalCopies(folder, group, ranks_per_node).write(snapshot)
-        on_first_rank(group, lambda: pointer.write(path))
+        on_first_rank(group, lambda: pointer.write(path, Path(snapshot.path).parent.name))
 
     return Save(path, take, write, replaces=False)
 
@@ -70,7 +70,7 @@ def open_copy(strategy: MegatronSteps, path: str, saver: Saver) -> CheckpointSou
     before, now = (pointer.num_ranks, pointer.ranks_per_node), (context.world_size, ranks_per_node)
     same_layout = before == now and pointer.layout == _sharding(strategy)
     copies = LocalCopies(pointer.folder, saver.group(context), ranks_per_node)
-    copy = copies.open(pointer.num_ranks, same_layout=same_layout)
+    copy = copies.open(pointer.copies, pointer.num_ranks, same_layout=same_layout)
     if copy is not None:
         return copy
     lack = f"of the local copies in {pointer.folder} none has the parts of all {pointer.num_ranks} ranks on some node"

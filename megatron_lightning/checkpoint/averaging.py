@@ -18,13 +18,14 @@ from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs,
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 _WEIGHTS = "state_dict."
+_SUMMED_AS = {dtype: dtype for dtype in (torch.float64, torch.complex64)}  # others as float32
 
 
 def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], *, advance: Advance = silent) -> None:
     """Write a checkpoint whose weights are the mean of the sources'.
 
-    Sums are taken in float32 (float64 for float64) and rounded once. Integer and boolean buffers, hyper-parameters and
-    counters are the last source's. The result is one of weights alone: there is no mean of optimizers.
+    Sums are taken in float32 (float64 and complex64 in their own dtype) and rounded once. Integer and boolean buffers,
+    hyper-parameters and counters are the last source's. The result is one of weights alone: there is no mean of optimizers.
 
     Args:
         target: The checkpoint directory to write.
@@ -49,9 +50,9 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
 
     def fetch(name: str, offset: Shape, shape: Shape) -> Tensor:
         entry = tensors[-1][name]
-        if not entry.dtype.is_floating_point:
+        if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
             return read_box(opened[-1], name, entry.dtype, offset, shape)
-        total = torch.zeros(shape, dtype=torch.float64 if entry.dtype == torch.float64 else torch.float32)
+        total = torch.zeros(shape, dtype=_SUMMED_AS.get(entry.dtype, torch.float32))
         for source in opened:
             total += read_box(source, name, entry.dtype, offset, shape).to(total.dtype)
             advance(prod(shape) * entry.dtype.itemsize)

@@ -7,8 +7,8 @@ is whole on every node (one or two nodes have such ones), from whose parts each 
 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
-A small file on the shared file system, the *pointer*, says where the copies are, so that all ranks know of them, whatever
-their own disks hold. The idea follows NVIDIA Resiliency Extension's local checkpointing.
+A small file on the shared file system, the *pointer*, says where the copies are and which are the run's, so that all ranks
+know of them, whatever their own disks hold. The idea follows NVIDIA Resiliency Extension's local checkpointing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -64,11 +65,18 @@ class Pointer:
     """Step of the newest copy when the file was written."""
     layout: Mapping[str, Any]
     """What decides which rank holds what: sizes of the parallel axes, and how data-parallel ranks share."""
+    copies: Sequence[str] = ()
+    """Names of the run's copies, the newest first; the folder may hold others, of another run."""
 
-    def write(self, path: str) -> None:
-        """Write the file; it replaces the one before when it is whole."""
+    def write(self, path: str, newest: str) -> None:
+        """Write the file with one more copy; it replaces the one before when it is whole."""
+        known: Sequence[str] = ()
+        with suppress(CheckpointError):  # a damaged one is replaced
+            before = Pointer.read(path)
+            known = before.copies if before is not None else ()
+        copies = [newest, *(name for name in known if _step_of(name) < _step_of(newest))][:_NUM_KEPT]
         with completed_file(path) as file:
-            file.write(json.dumps({"format": _FORMAT, **asdict(self)}).encode())
+            file.write(json.dumps({"format": _FORMAT, **asdict(self), "copies": copies}).encode())
 
     @classmethod
     def read(cls, path: str) -> Pointer | None:
@@ -86,8 +94,9 @@ class Pointer:
             return None
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             return None
-        kinds = {"folder": str, "ranks_per_node": int, "num_ranks": int, "step": int, "layout": dict}
-        if content.keys() != kinds.keys() or not all(isinstance(content[key], kind) for key, kind in kinds.items()):
+        kinds = {"folder": str, "ranks_per_node": int, "num_ranks": int, "step": int, "layout": dict, "copies": list}
+        fits = content.keys() == kinds.keys() and all(isinstance(content[key], kind) for key, kind in kinds.items())
+        if not fits or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in content["copies"]):
             raise CheckpointError(f"{path} is a pointer to local copies and is damaged. Delete it and resume from another.")
         return cls(**content)
 
@@ -132,10 +141,11 @@ class LocalCopies:
         self._replicate(name)
         together(self._group, "deleting old local copies", lambda: self._forget_old(name))
 
-    def open(self, num_ranks: int, *, same_layout: bool) -> CheckpointSource | None:
+    def open(self, names: Sequence[str], num_ranks: int, *, same_layout: bool) -> CheckpointSource | None:
         """Return the newest copy of which every part is where it is needed; None if there is none. All ranks call this.
 
         Args:
+            names: The copies that the pointer names, the newest first.
             num_ranks: Ranks of the run that wrote the copies.
             same_layout: Whether each rank of this run needs what the rank of its number wrote, and no more.
 
@@ -146,13 +156,11 @@ class LocalCopies:
         held = group.all_gather_object(self._held())
         places = [set().union(*held)] if same_layout else held
         complete = [
-            name
-            for name in {name for parts in held for name, _ in parts}
-            if all({rank for found, rank in parts if found == name} >= wanted for parts in places)
+            name for name in names if all({rank for found, rank in parts if found == name} >= wanted for parts in places)
         ]
         if not complete:
             return None
-        name = max(complete)
+        name = complete[0]
         if same_layout:
             self._fetch(name, [{rank for n, rank in parts if n == name} for parts in held])
         first = range(group.rank, num_ranks, group.size)
@@ -272,10 +280,13 @@ class LocalCopies:
         """Keep the copy just written and those before it; later steps are of a run that was given up."""
         if self._group.rank % self._ranks_per_node == 0:
             names = {folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)}
-            step = newest.rpartition("-")[0]
-            before = sorted(name for name in names if name.rpartition("-")[0] < step)
+            before = sorted(name for name in names if _step_of(name) < _step_of(newest))
             for name in names - {newest, *before[1 - _NUM_KEPT :]}:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
+
+
+def _step_of(name: str) -> str:
+    return name.rpartition("-")[0]
 
 
 class _Part(NamedTuple):

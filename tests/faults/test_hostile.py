@@ -339,7 +339,8 @@ def test_plain_files_from_anywhere_are_read_as_plain_data(monkeypatch: pytest.Mo
     assert [options["weights_only"] for options in asked] == [True, True, False]
 
 
-POINTERS = [{}, {"folder": 5, "ranks_per_node": 1, "step": 1, "layout": {}}, {"folder": "x", "more": 1}]
+POINTER: dict[str, Any] = {"folder": "x", "ranks_per_node": 1, "num_ranks": 1, "step": 1, "layout": {}, "copies": []}
+POINTERS = [{}, {**POINTER, "folder": 5}, {**POINTER, "more": 1}, {**POINTER, "copies": ["../x"]}, {**POINTER, "copies": [1]}]
 
 
 @pytest.mark.parametrize("content", POINTERS)

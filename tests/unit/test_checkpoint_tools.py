@@ -244,6 +244,15 @@ def test_the_mean_is_taken_in_float32_part_by_part(tmp_path: Path, monkeypatch: 
     assert state["global_step"] == 2 and "optimizer_states" not in state
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.float8_e4m3fn])
+def test_every_kind_of_weight_has_a_mean(dtype: torch.dtype, tmp_path: Path) -> None:
+    for value in (1, 3):
+        whole = TensorShards.whole("state_dict.w", torch.full((2,), value).to(dtype))
+        save_sharded(tmp_path / str(value), [whole], {})
+    average(tmp_path / "mean", [tmp_path / "1", tmp_path / "3"])
+    assert torch.equal(_load(tmp_path / "mean")["state_dict.w"].to(torch.complex64), torch.full((2,), 2.0 + 0j))
+
+
 def test_checkpoints_of_two_models_have_no_mean(tmp_path: Path) -> None:
     _save(tmp_path / "a")
     save_sharded(tmp_path / "b", [TensorShards.whole("state_dict.embed", torch.zeros(96, 63))], {})
