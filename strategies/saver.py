@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.checkpoint import remove_checkpoint
+from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import Snapshot
 from megatron_lightning.config import CheckpointOptions
@@ -95,9 +96,10 @@ class Saver:
                 self._links = PendingLinks(Path(plan.path), plan.links) if plan.links is not None else None
             self._doomed = [doomed for doomed in self._doomed if doomed != plan.path]
         try:
-            snapshot = plan.take(context.axis("world"))
-            if background:
-                group, snapshot = self.group(context), self._buffer.copy_of(snapshot)
+            snapshot = live = plan.take(context.axis("world"))
+            if background:  # a host may lack the memory
+                group = self.group(context)
+                snapshot = together(group, f"copying {plan.path}", lambda: self._buffer.copy_of(live))
                 self.last = SaveReport(plan.path, time.monotonic() - began, num_bytes=snapshot.num_bytes)
                 self._job = BackgroundJob(lambda: self._write(plan, snapshot, group, began)), plan
                 return
