@@ -60,7 +60,7 @@ def load_sharded(
     asked = reduce(or_, (reply.asked for reply in replies))
     unexpected = [name for i, name in enumerate(stored) if name.startswith(prefix) and not asked >> i & 1]
     report = LoadReport(tuple(missing), tuple(unexpected))
-    _refuse_misfits(misfits, report, strict)
+    _refuse_misfits(misfits, report, strict, prefix)
     together(group, "loading the checkpoint", lambda: source.read(_own_reads(request.wanted)))
     for shards in request.wanted:  # in the same order on all replicas
         _exchange(shards)
@@ -122,7 +122,7 @@ def _exchange(shards: TensorShards) -> None:
                 part.view.copy_(buffer)
 
 
-def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool) -> None:
+def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool, prefix: str) -> None:
     problems = [("do not fit", misfits)]
     if strict:
         problems += [
@@ -132,6 +132,8 @@ def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool) ->
     texts = [f"{len(names)} tensors {what}:\n{_listed(names)}" for what, names in problems if names]
     if texts:
         hint = "" if misfits else " strict=False loads what there is."
+        if prefix.startswith("optimizer_states."):  # no part of an optimizer may silently begin anew, or be lost
+            hint = " To go on with other parameters, load the weights alone."
         raise CheckpointError("\n".join(texts) + f"\nLoad it into the model it was saved from.{hint}")
 
 

@@ -17,7 +17,22 @@ from megatron_lightning.errors import CheckpointError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule, samples
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DDP2, DP2, DP4, MICRO, ONE, PP2, PP2_DP2, SINGLE, Layout, assert_close, layouts, run, single
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    DP4,
+    MICRO,
+    ONE,
+    PP2,
+    PP2_DP2,
+    SINGLE,
+    Layout,
+    assert_close,
+    layouts,
+    make_layout,
+    run,
+    single,
+)
 
 STEPS_PER_EPOCH = 5
 
@@ -336,6 +351,13 @@ def test_states_that_are_no_tensors_resume_bit_equal(layout: Layout, kind: type[
     assert run(layout, _unusual_states, tmp_path, kind) == [(True, True)] * layout.ranks
 
 
+class _FewerLayers(ToyModule):
+    """Optimizes less than the run before."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=3)
+
+
 class _OneMore(ToyModule):
     def configure_model(self) -> None:
         super().configure_model()
@@ -347,13 +369,56 @@ def _renamed(layout: Layout, folder: str) -> list[str]:
     layout.trainer(folder, max_steps=1, callbacks=[keep], enable_checkpointing=True).fit(
         ToyModule(), datamodule=_data(layout, False)
     )
-    module = _OneMore()
-    module.strict_loading = False  # the weights: what there is
-    with pytest.raises(CheckpointError) as error:
-        layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
-    return [str(error.value)]
+    errors = []
+    for module in (_OneMore(), _FewerLayers()):
+        module.strict_loading = False  # the weights: what there is
+        layout.trainer(folder).validate(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt", verbose=False)
+        with pytest.raises(CheckpointError) as error:
+            layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
+        errors.append(str(error.value))
+    return errors
 
 
 def test_no_parameter_silently_begins_anew(tmp_path: Path) -> None:
-    for (text,) in run(DP2, _renamed, tmp_path):
-        assert "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, more.bias" in text
+    for more, fewer in run(DP2, _renamed, tmp_path):
+        assert "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, more.bias" in more
+        assert "36 tensors are unexpected in the checkpoint" in fewer and "load the weights alone" in fewer
+
+
+class _Numbered(torch.nn.Module):
+    """Its state is no tensor, and the first of the module's."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"number": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"number": 1}
+
+
+class _WithStatistics(ToyModule):
+    """Keeps a dict of tensors in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"numbered": _Numbered(), **self._modules}
+        self.loaded: dict[str, Tensor] = {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["statistics"] = {"mean": torch.arange(3.0), "count": torch.tensor(4)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["statistics"]
+
+
+def _with_statistics(layout: Layout, folder: str) -> Any:
+    keep, module = ModelCheckpoint(folder, "a", every_n_train_steps=1), _WithStatistics()
+    fit = layout.trainer(folder, max_steps=1, callbacks=[keep], enable_checkpointing=True)
+    fit.fit(_WithStatistics(), datamodule=_data(layout, False))
+    layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
+    return {name: (type(value), value.tolist()) for name, value in module.loaded.items()}
+
+
+@layouts(ONE, slow=[make_layout("fsdp2", 2, 2, data_parallel="fsdp")])
+def test_a_dict_of_tensors_of_the_modules_own_comes_back(layout: Layout, tmp_path: Path) -> None:
+    for loaded in run(layout, _with_statistics, tmp_path):
+        assert loaded == {"mean": (Tensor, [0.0, 1.0, 2.0]), "count": (Tensor, 4)}
