@@ -63,7 +63,7 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         tensors[-1],
         fetch,
         {key: value for key, value in states[-1].items() if key not in FULL_STATE} | ({OWN: own} if own else {}),
-        {"average_of": [str(source) for source in sources]},
+        {"average_of": [str(source) for source in sources], "tied": dict(own.get("tied", {}))},
         files=spread_evenly(tensors[-1], lambda entry: slabs(entry.shape, max(1, PART_BYTES // 4)), 1),
     )
 

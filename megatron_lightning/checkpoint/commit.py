@@ -268,11 +268,12 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     local = local_path(path)
     if local.is_symlink() or local.is_file():
         local.unlink(missing_ok=True)
-    elif local.is_dir() and _is_foreign(os.listdir(local)):
-        warnings.warn(f"{local} is not deleted: it is a directory with other files, and no checkpoint.", stacklevel=2)
     elif local.is_dir():
         doomed = beside(local, f".tmp-{new_identifier()}")
         with suppress(FileNotFoundError):
+            if not _TEMPORARY.fullmatch(local.name) and _is_foreign(os.listdir(local)):
+                warnings.warn(f"{local} is not deleted: it is a directory with other files, and no checkpoint.", stacklevel=2)
+                return
             os.rename(local, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
