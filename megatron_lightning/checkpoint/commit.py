@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping

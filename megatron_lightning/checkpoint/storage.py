@@ -125,6 +125,19 @@ def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
             os.posix_fadvise(descriptor, 0, stop, getattr(os, advice))
 
 
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL and the path there.
+
+    Raises:
+        CheckpointError: If fsspec knows none, or the package for it is not installed.
+    """
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(f"{url} cannot be reached: {error}. Install fsspec's package for it, or name a path.") from error
+    return files, str(path)
+
+
 @contextmanager
 def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a file to write; it takes the name ``target``, a local path or a URL, when the block ends well."""
