@@ -351,13 +351,6 @@ def test_states_that_are_no_tensors_resume_bit_equal(layout: Layout, kind: type[
     assert run(layout, _unusual_states, tmp_path, kind) == [(True, True)] * layout.ranks
 
 
-class _FewerLayers(ToyModule):
-    """Optimizes less than the run before."""
-
-    def __init__(self) -> None:
-        super().__init__(num_layers=3)
-
-
 class _OneMore(ToyModule):
     def configure_model(self) -> None:
         super().configure_model()
@@ -369,20 +362,17 @@ def _renamed(layout: Layout, folder: str) -> list[str]:
     layout.trainer(folder, max_steps=1, callbacks=[keep], enable_checkpointing=True).fit(
         ToyModule(), datamodule=_data(layout, False)
     )
-    errors = []
-    for module in (_OneMore(), _FewerLayers()):
+    for module in (ToyModule(num_layers=3), _OneMore()):
         module.strict_loading = False  # the weights: what there is
         layout.trainer(folder).validate(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt", verbose=False)
-        with pytest.raises(CheckpointError) as error:
-            layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
-        errors.append(str(error.value))
-    return errors
+    with pytest.raises(CheckpointError) as error:
+        layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
+    return [str(error.value)]
 
 
 def test_no_parameter_silently_begins_anew(tmp_path: Path) -> None:
-    for more, fewer in run(DP2, _renamed, tmp_path):
-        assert "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, more.bias" in more
-        assert "36 tensors are unexpected in the checkpoint" in fewer and "load the weights alone" in fewer
+    for (text,) in run(DP2, _renamed, tmp_path):
+        assert "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, more.bias" in text
 
 
 class _Numbered(torch.nn.Module):

@@ -137,6 +137,10 @@ def test_missing_unexpected_and_misshaped_are_listed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"count: torch\.int64 in the checkpoint, torch\.float32 in the model"):
         load_sharded(source, [TensorShards.whole("state_dict.count", torch.zeros(()))], strict=False)
     assert load_sharded(source, [], prefix="optimizer_states.0.").unexpected == ()
+    step = TensorShards.whole("optimizer_states.0.state.w.step", torch.zeros(()))
+    with pytest.raises(CheckpointError, match=r"(?s)w\.step.*load the weights alone") as error:
+        load_sharded(source, [step], prefix="optimizer_states.0.state.")
+    assert "strict=False" not in str(error.value)  # an optimizer takes all or nothing
 
 
 def test_tensors_that_are_not_tiled_once_are_not_saved(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from torch import Tensor
 
 from megatron_lightning.checkpoint import (
     TensorShards,
