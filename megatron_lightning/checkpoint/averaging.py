@@ -18,7 +18,7 @@ from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs,
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 _WEIGHTS = "state_dict."
-_SUMMED_AS = {dtype: dtype for dtype in (torch.float64, torch.complex64)}  # others as float32
+_SUMMED_AS_THEY_ARE = (torch.float64, torch.complex64)  # others as float32
 
 
 def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], *, advance: Advance = silent) -> None:
@@ -52,7 +52,7 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         entry = tensors[-1][name]
         if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
             return read_box(opened[-1], name, entry.dtype, offset, shape)
-        total = torch.zeros(shape, dtype=_SUMMED_AS.get(entry.dtype, torch.float32))
+        total = torch.zeros(shape, dtype=entry.dtype if entry.dtype in _SUMMED_AS_THEY_ARE else torch.float32)
         for source in opened:
             total += read_box(source, name, entry.dtype, offset, shape).to(total.dtype)
             advance(prod(shape) * entry.dtype.itemsize)
