@@ -55,7 +55,8 @@ def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch
     if layout.num_stages == 1 and micro_batch_size is None:
         return
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, hook), "dataloader_iter", explicit=True):
+        step = getattr(module, hook)
+        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):  # None: switched off
             raise ConfigError(
                 f"{type(module).__name__}.{hook} takes the iterator of the data (dataloader_iter), and what it draws from it "
                 f"cannot be cut into micro-batches (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Take batch and "

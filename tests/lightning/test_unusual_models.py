@@ -230,6 +230,14 @@ def test_steps_that_take_the_iterator_are_refused() -> None:
         trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(_Iterates(), loader(MICRO))
 
 
+def test_a_hook_that_is_switched_off() -> None:
+    """As Lightning's tests do it."""
+    module = VectorModule()
+    module.validation_step = None  # type: ignore[assignment, method-assign]
+    trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_steps=1).fit(module, loader(MICRO))
+    assert module.trainer.global_step == 1
+
+
 class _Samples(VectorModule):
     def on_train_epoch_end(self) -> None:
         self.net(torch.ones(2, 8))
