@@ -11,6 +11,7 @@ to the CPU), torch.dtype, torch.device, torch.Size. Stored as something plainer,
     other mappings, Namespace, dataclass  dict             named tuples                  tuple
     other lists and deques                list             frozenset                     set
     subclasses of int, float, str …       the plain type   parameters                    tensors
+    OmegaConf's hyper-parameters          dict             their class                   its name, Lightning's AttributeDict
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import io
 import os
 import zipfile
 from argparse import Namespace
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, MutableSequence
 from enum import Enum
 from pathlib import PurePath
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from megatron_lightning.errors import CheckpointError
 _ATOMS = (bool, int, float, complex, str, bytes)
 _SAFE = (type(None), *_ATOMS, torch.dtype, torch.device, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_CLASS_ENTRIES = ("hparams_type", "datamodule_hparams_type")  # Lightning's, for OmegaConf; it reads a name as AttributeDict
 
 
 def dump_state(state: Mapping[str, Any]) -> bytes:
@@ -45,8 +47,10 @@ def dump_state(state: Mapping[str, Any]) -> bytes:
     Raises:
         CheckpointError: If it holds something that this cannot read, naming its place and type.
     """
+    classes = {key: state[key] for key in _CLASS_ENTRIES if isinstance(state.get(key), type)}
+    names = {key: f"{kind.__module__}.{kind.__qualname__}" for key, kind in classes.items()}
     buffer = io.BytesIO()
-    torch.save(plain(state), buffer)
+    torch.save(plain({**state, **names}), buffer)
     data = buffer.getvalue()
     load_state(data, "the state to be saved")
     return data
@@ -145,7 +149,7 @@ def _plain_container(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         items = {_plain_key(key, path): plain(entry, f"{path}[{key!r}]") for key, entry in value.items()}
         return kind(items) if kind in (OrderedDict, Counter) else items
-    if isinstance(value, (list, tuple, deque)):
+    if isinstance(value, (tuple, MutableSequence)):
         entries = [plain(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
         return tuple(entries) if isinstance(value, tuple) else entries
     if isinstance(value, (set, frozenset)):

@@ -70,6 +70,19 @@ def test_state_becomes_plain() -> None:
     assert type(loaded["tensor"]) is Tensor and torch.equal(loaded["tensor"], base[:2])
 
 
+class _Configured(pl.LightningModule):
+    def __init__(self, conf: Any) -> None:
+        super().__init__()
+        self.width = conf.width
+
+
+def test_hyper_parameters_of_a_class_are_read_by_lightning(tmp_path: Path) -> None:
+    """As OmegaConf's are: Lightning notes their class, which could only be read back by importing it."""
+    state = {"hyper_parameters": {"width": 3}, "hparams_name": "conf", "hparams_type": OrderedDict, "state_dict": {}}
+    (tmp_path / "plain.ckpt").write_bytes(dump_state({**state, "pytorch-lightning_version": pl.__version__}))
+    assert _Configured.load_from_checkpoint(tmp_path / "plain.ckpt", weights_only=True).width == 3
+
+
 @pytest.mark.parametrize("value", [print, object(), int, np.array([object()]), lambda: None, range(3)])
 def test_state_that_needs_code_is_refused_by_place(tmp_path: Path, value: object) -> None:
     state = {"hyper_parameters": {"loss": [0, value]}}
