@@ -1,4 +1,4 @@
-"""Stop and go on: every optimizer with every precision and schedule, and with all kinds of data parallelism and saving.
+"""Stop and go on: every optimizer with every precision, schedule and way of saving, and with all kinds of data parallelism.
 
 Training goes through four steps in one go, saving after the second and the fourth; then from the second's checkpoint on. Losses
 and gradient norms of the last two steps, and every bit of the fourth step's two checkpoints (weights, moments, masters, random
@@ -207,12 +207,13 @@ def _few(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 DISTRIBUTED = [name for name in OPTIMIZERS if name != "lbfgs"]  # LBFGS decides by the whole run, on one device only
-# Every optimizer with every precision and every schedule; the rest turns so that any three values meet somewhere.
+# Every optimizer with every precision, schedule and way of saving; the mode turns so that any three values meet somewhere.
 CASES = [
-    Case(optimizer, precision, schedule, MODES[(i + j + k) % 3], (i + j + k // 3) % 2 == 1)
+    Case(optimizer, precision, schedule, MODES[(i + j + k) % 3], background)
     for i, optimizer in enumerate(DISTRIBUTED)
     for j, precision in enumerate(PRECISIONS)
     for k, schedule in enumerate(SCHEDULES)
+    for background in (False, True)
 ]
 USUAL = list(_few(CASES))
 # Not in bf16-true and 16-mixed, which are refused: it looks at the loss several times a step.
@@ -235,8 +236,9 @@ def test_some_of_everything_resumes_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_everything_resumes_bit_equal(schedule: str, tmp_path: Path) -> None:
-    for precision in PRECISIONS:  # not all in the same processes: torch keeps the groups of every strategy, and their threads
-        cases = [case for case in CASES if (case.precision, case.schedule) == (precision, schedule)]
+    # Not all in the same processes: torch keeps the groups of every strategy, and their threads.
+    for precision, background in product(PRECISIONS, (False, True)):
+        cases = [case for case in CASES if case[1:3] == (precision, schedule) and case.background == background]
         assert run_ranks(RANKS, _run, cases, str(tmp_path), timeout_s=450) == [[]] * RANKS
 
 
