@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import socket
+
+_PORTS = range(20000, 32768)  # below those that systems give to connections, one of which could take it before it is used
 
 
 def free_port() -> str:
     """Return a port on which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as listener:
+            if listener.connect_ex(("127.0.0.1", port)):
+                return str(port)
+    raise RuntimeError(f"all of 100 ports between {_PORTS[0]} and {_PORTS[-1]} are taken")
 
 
 def two_tasks() -> list[dict[str, str]]:
