@@ -9,7 +9,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+
+from tests.helpers.slurm import free_port
 
 _GRACE_S = 10.0  # for a rank to meet the end of another one
 
@@ -78,7 +79,7 @@ class InStep(ClusterEnvironment):
 
 def run_in_step(size: int, test: Callable[[InStep], Any], timeout_s: float) -> list[Outcome]:
     """Run ``test`` in ``size`` forks and return how it ended in each."""
-    port = _free_port()
+    port = int(free_port())
     pids, pipes = [], []
     for rank in range(size):
         here, there = Pipe(duplex=False)
@@ -113,12 +114,6 @@ def _outcomes(pids: list[int], pipes: list[Connection], timeout_s: float) -> lis
                 found[rank] = Outcome("failed", "still running; ended (its stacks are on stderr)")
                 os.kill(pids[rank], signal.SIGABRT)
     return [found[rank] for rank in range(len(pids))]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _be_rank(environment: InStep, test: Callable[[InStep], Any], pipe: Connection) -> None:
