@@ -51,6 +51,7 @@ from megatron_lightning.strategies.callback_checks import check_callbacks, check
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.failure import AgreedStop
 from megatron_lightning.strategies.fsdp import local_size
+from megatron_lightning.strategies.gradient_readers import check_gradient_readers
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.launchers import StartMethod
@@ -174,6 +175,8 @@ class MegatronStrategy(MegatronCheckpoints):
         )
         module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
         check_checkpoint_links(trainer)
+        if fitting:
+            check_gradient_readers(trainer, self.layout, self.data_parallel, replicas)
 
     def forget_connections(self) -> None:
         """See the base class."""
