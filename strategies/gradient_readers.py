@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 
-BY_NORM = frozenset({"clip_grad_norm_", "get_total_norm"})
+BY_NORM = frozenset({"clip_grad_norm_"})
 BY_VALUE = frozenset({"clip_grad_value_"})
 
 
