@@ -322,7 +322,7 @@ class _StepProgram:
         if self._runner.variable_shapes:
             return microbatch
         shapes = tuple((tuple(x.shape), x.dtype) for x in tensors_of(self._step.microbatches[microbatch]))
-        return (self._step.hook, shapes)
+        return (self._step.hook, self._runner.module.trainer.sanity_checking, shapes)  # steps may leave out a sanity check
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Let gradient reduction start."""

@@ -199,3 +199,21 @@ def _looked(layout: Layout, folder: str) -> dict[str, Any]:
 def test_steps_of_an_evaluation_that_do_not_call_the_model(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _looked, tmp_path):
         assert_close(rank, single(_looked))
+
+
+class _SkipsSanityChecks(_Itself):
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
+
+
+def _validated(layout: Layout, folder: str) -> dict[str, Any]:
+    trainer = layout.trainer(folder, max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(_SkipsSanityChecks(), layout.data_module())
+    return {"val_loss": trainer.callback_metrics["val_loss"]}
+
+
+@layouts(PP2)
+def test_a_sanity_check_that_does_not_call_the_model(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _validated, tmp_path):
+        assert_close(rank, single(_validated))
