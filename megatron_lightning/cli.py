@@ -14,6 +14,7 @@ import sys
 import traceback
 import types
 import typing
+from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: With code 2 for a wrong setting, input or checkpoint. The traceback is shown if the environment variable
             ``MEGATRON_LIGHTNING_TRACEBACK`` is set. With code 130 after Ctrl-C.
     """
-    from jsonargparse import ArgumentError, set_parsing_settings
+    from jsonargparse import set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     arguments = list(sys.argv[1:] if args is None else args)
@@ -71,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> None:
             trainer_cli(args)
         else:
             _run(arguments[0], arguments[1:])
-    except (ArgumentError, ValueError, CheckpointError) as error:
+    except Exception as error:
         reason = _reason(error)
         if reason is None or os.environ.get(_TRACEBACK_VARIABLE):
             raise
@@ -234,7 +235,10 @@ def _reason(error: Exception) -> str | None:
     if isinstance(error, (ConfigError, DataError, CheckpointError)):
         return " ".join(str(error).split())
     frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames[-1][0].f_globals["__name__"].startswith("jsonargparse"):
+    raised_by = frames[-1][0].f_globals["__name__"].partition(".")[0]
+    if raised_by == "lightning" and type(error).__name__ in ("MisconfigurationException", "ModuleNotFoundError"):
+        return " ".join(str(error).split())
+    if raised_by != "jsonargparse" or not isinstance(error, ValueError | ArgumentError):
         return None
     # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.
     text, *said = _UNION.sub(_expected, " ".join(str(error).split())).partition(" Given value")[0].split(" - ")

@@ -198,6 +198,9 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
         ("--trainer.strategy.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
         ("--trainer.strategy.tensor_paralel=2", "tensor_paralel"),
         ("--trainer.max_steps=many", "many"),
+        ("--trainer.accelerator=tpu", "torch_xla"),
+        ("--trainer.precision=transformer-engine", "transformer_engine"),
+        ("--trainer.max_time=soon", "soon"),
     ],
 )
 def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
