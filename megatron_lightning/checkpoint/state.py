@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import warnings
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict
@@ -38,22 +39,37 @@ from megatron_lightning.errors import CheckpointError
 _ATOMS = (bool, int, float, complex, str, bytes)
 _SAFE = (type(None), *_ATOMS, torch.dtype, torch.device, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _CLASS_ENTRIES = ("hparams_type", "datamodule_hparams_type")  # Lightning's, for OmegaConf; it reads a name as AttributeDict
 
 
 def dump_state(state: Mapping[str, Any]) -> bytes:
     """Serialise a nested dict so that ``torch.load(..., weights_only=True)`` reads it.
 
+    Hyper-parameters that this cannot read are left out with a warning, as Lightning leaves out what cannot be pickled.
+
     Raises:
-        CheckpointError: If it holds something that this cannot read, naming its place and type.
+        CheckpointError: If it holds something else that this cannot read, naming its place and type.
     """
     classes = {key: state[key] for key in _CLASS_ENTRIES if isinstance(state.get(key), type)}
     names = {key: f"{kind.__module__}.{kind.__qualname__}" for key, kind in classes.items()}
+    values = {key: _storable(key, state[key]) for key in _HYPER_PARAMETERS if isinstance(state.get(key), Mapping)}
     buffer = io.BytesIO()
-    torch.save(plain({**state, **names}), buffer)
+    torch.save(plain({**state, **names, **values}), buffer)
     data = buffer.getvalue()
     load_state(data, "the state to be saved")
     return data
+
+
+def _storable(name: str, hyper_parameters: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the hyper-parameters that have a plain form."""
+    stored = {}
+    for key, value in hyper_parameters.items():
+        try:
+            stored[key] = plain(value, f"[{name!r}][{key!r}]")
+        except CheckpointError as error:
+            warnings.warn(f"checkpoints do without the hyper-parameter {key!r}: {error}", stacklevel=2)
+    return stored
 
 
 def load_state(data: bytes | bytearray, origin: str) -> dict[str, Any]:

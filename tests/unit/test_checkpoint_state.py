@@ -85,10 +85,19 @@ def test_hyper_parameters_of_a_class_are_read_by_lightning(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("value", [print, object(), int, np.array([object()]), lambda: None, range(3)])
 def test_state_that_needs_code_is_refused_by_place(tmp_path: Path, value: object) -> None:
-    state = {"hyper_parameters": {"loss": [0, value]}}
-    with pytest.raises(CheckpointError, match=r"checkpoint\['hyper_parameters'\]\['loss'\]\[1\] is a .*ignore="):
+    state = {"callbacks": {"loss": [0, value]}}
+    with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['loss'\]\[1\] is a .*state_dict\(\)"):
         save_tensors(tmp_path / "a", state=state)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [print, object(), int, lambda: None, nn.Linear(2, 2)])
+def test_hyper_parameters_that_need_code_are_left_out(value: object) -> None:
+    """Lightning warns of modules among them, and leaves out what cannot be pickled."""
+    state = {"hyper_parameters": {"width": 3, "loss": [0, value]}, "datamodule_hyper_parameters": {"transform": value}}
+    with pytest.warns(UserWarning, match=r"without the hyper-parameter '(loss|transform)': checkpoint\['.*ignore="):
+        data = dump_state(state)
+    assert load_state(data, "test") == {"hyper_parameters": {"width": 3}, "datamodule_hyper_parameters": {}}
 
 
 class _Module(pl.LightningModule):
