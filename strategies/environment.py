@@ -230,7 +230,7 @@ class MegatronEnvironment(ParallelStrategy):
         self._context, self._alone = None, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_context": None, "_failure_watch": None, "_launcher": None}
+        return super().__getstate__() | {"_context": None, "_failure_watch": None}
 
     def _check_world(self) -> None:
         """The ranks of an earlier Trainer in this process are there to stay."""

@@ -172,6 +172,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._watch: ChildWatch | None = None
         self._failed = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"procs": [], "_watch": None}
+
     @property
     def is_interactive_compatible(self) -> bool:
         """Whether a notebook may use it: only if there is nothing to start."""

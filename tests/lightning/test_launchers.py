@@ -8,15 +8,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launchers import ScriptLauncher, WorkerLauncher
 from tests.helpers.slurm import free_port, two_tasks
+from tests.helpers.toy import ToyData, ToyModule
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
@@ -66,8 +69,9 @@ def test_one_rank_needs_no_processes_and_works_in_a_notebook() -> None:
 
 
 def test_spawned_workers_can_be_sent_the_strategy() -> None:
-    strategy = _trainer(MegatronStrategy(start_method="spawn"), 2).strategy
-    assert isinstance(pickle.loads(pickle.dumps(strategy)), MegatronStrategy)
+    """With its launcher, by which Lightning's loops see that they run in a worker."""
+    strategy = pickle.loads(pickle.dumps(_trainer(MegatronStrategy(start_method="spawn"), 2).strategy))
+    assert isinstance(strategy, MegatronStrategy) and isinstance(strategy.launcher, WorkerLauncher)
 
 
 def test_one_rank_of_spawn_stays_in_this_process() -> None:
@@ -103,3 +107,13 @@ def test_workers_train(start_method: str, tmp_path: Path) -> None:
     output = _run_all([[*JOB, start_method, "none", "0", "2", "1", str(tmp_path)]], [{}])
     assert re.search("DONE 0 0", output), output
     assert open_checkpoint(tmp_path / "last.ckpt").state()["global_step"] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_workers_predict(start_method: Literal["spawn", "fork"]) -> None:
+    """As in Lightning, workers return no predictions, which may be large; a callback writes them."""
+    trainer = _trainer(MegatronStrategy(start_method=start_method), 2)
+    assert trainer.predict(ToyModule(), datamodule=ToyData()) is None
+    with pytest.raises(ProcessRaisedException, match="`return_predictions` should be set to `False`"):
+        trainer.predict(ToyModule(), datamodule=ToyData(), return_predictions=True)
