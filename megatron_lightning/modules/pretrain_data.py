@@ -33,6 +33,7 @@ class PretrainDataModule(pl.LightningDataModule):
         batch_size: Samples of a batch on one data-parallel rank (b).
         batch_size_schedule: Global batch sizes of training that grow, in the place of ``batch_size``.
         split: Weights of train, validation and test, which cut the documents in file order; a part of weight 0 has no loader.
+            ``predict`` reads the test part.
         seed: Seed of the order of documents and samples.
         num_train_samples: Training samples of the whole run, over as many epochs as they take; leave it out for one epoch,
             which Lightning repeats in the same order.
@@ -133,7 +134,7 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
         """Open the parts that ``stage`` reads, so that a part too small for the run's samples does no harm to another."""
-        needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage, ())
+        needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",), "predict": ("test",)}.get(stage, ())
         parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
         config = self.config if self.vocab_size is not None else replace(self.config, vocab_size=self._model_vocab_size())
         return {
@@ -158,6 +159,10 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the test loader; an empty list if the split gives the test no weight."""
+        return self._loader("test", drop_last=False)
+
+    def predict_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return a loader of the test part."""
         return self._loader("test", drop_last=False)
 
     def _loader(self, name: IndexSplit, *, drop_last: bool) -> DataLoader[Batch] | list[DataLoader[Batch]]:

@@ -46,6 +46,9 @@ class Recorder(pl.LightningModule):
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.seen["test"].append(batch)
 
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return batch["tokens"]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -73,6 +76,9 @@ def test_fit_and_test(prefix: str, num_workers: int) -> None:
     runner.test(module, datamodule=data)
     assert sum(len(batch["tokens"]) for batch in module.seen["test"]) == len(data._datasets["test"])
     assert set(data.sequence_dims) == set(batch)
+    predictions = runner.predict(module, datamodule=data)  # of the test part
+    assert len(predictions) == len(module.seen["test"])
+    assert all(torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(predictions, module.seen["test"], strict=True))
 
 
 def test_parts_without_weight_have_no_loader(prefix: str) -> None:
