@@ -9,6 +9,7 @@ its processes, and each process watches its starter.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -299,7 +300,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         args, kwargs = with_last_found(trainer, args, kwargs)
         check_named(args, kwargs)
         self._strategy.check_before_launch(trainer, _data_module(args, kwargs))
-        self.procs = []
+        self.procs, others = [], set(multiprocessing.active_children())
         watch = ChildWatch(self._children, print_failure)
         watch.start()
         try:
@@ -309,10 +310,12 @@ class WorkerLauncher(MultiProcessingLauncher):
             if getattr(error, "exit_code", None) == _INTERRUPTED:
                 raise KeyboardInterrupt from None
             raise
-        except KeyboardInterrupt:
-            children = self._children()
-            wait_for(children, _GRACE_S)  # Ctrl-C reached them too
-            kill(children)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                wait_for(self._children(), _GRACE_S)  # Ctrl-C reached them too
+            for child in set(multiprocessing.active_children()) - others:  # the launcher knows none before all are started
+                child.kill()
+                child.join()
             raise
         finally:
             watch.stop()

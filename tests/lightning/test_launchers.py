@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +80,25 @@ def test_spawned_workers_can_be_sent_the_strategy() -> None:
 def test_one_rank_of_spawn_stays_in_this_process() -> None:
     launcher = _trainer(MegatronStrategy(start_method="spawn"), 1).strategy.launcher
     assert launcher is not None and launcher.launch(os.getpid) == os.getpid()
+
+
+def test_workers_end_with_what_waits_for_them() -> None:
+    """Whatever ends the wait, such as a handler of SIGALRM; else this process would wait for its workers at its own end."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    launcher = _trainer(MegatronStrategy(start_method="fork"), 2).strategy.launcher
+    assert launcher is not None
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        signal.alarm(1)
+        with pytest.raises(TimeoutError):
+            launcher.launch(time.sleep, 60)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert multiprocessing.active_children() == []
 
 
 def test_popen_refuses_what_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
