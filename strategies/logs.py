@@ -72,7 +72,8 @@ class LogRecorder:
                 arguments["reduce_fx"] = _reduction_name(name, arguments["reduce_fx"])
             metric = value if isinstance(value, Metric) else None
             value = value if metric is None else metric._forward_cache
-            value = value.detach() if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):  # one element may have dims, which Lightning drops as well
+                value = value.detach().squeeze() if value.numel() == 1 else value.detach()
             self._calls.setdefault(name, []).append(_Call(value, batch_size, self.microbatch, arguments, metric))
 
         before = self._module.__dict__.get("log")

@@ -23,6 +23,7 @@ from tests.lightning.support import (
     ONE,
     PP2,
     PP2_DP2,
+    PP2_WHOLE,
     Layout,
     assert_close,
     layouts,
@@ -218,6 +219,20 @@ def test_what_cannot_be_logged_is_told_at_once(tmp_path: Path) -> None:
         module.value = value
         with pytest.raises(ValueError, match=rf"`self.log[(]odd, .*[)]` was called, but {message}"):
             trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(module, loader(MICRO))
+
+
+def _logged_vector(layout: Layout, folder: str) -> dict[str, float]:
+    module = _LogsVectors()
+    module.value = torch.tensor([3])
+    trainer = layout.trainer(folder, max_epochs=1)
+    trainer.fit(module, loader(layout))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@layouts(PP2_WHOLE, slow=[PP2, MICRO])
+def test_a_vector_of_one_element_is_logged_as_a_number(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _logged_vector, tmp_path):
+        assert rank["odd"] == 3.0
 
 
 class _Iterates(VectorModule):
