@@ -87,6 +87,9 @@ class GradientFlow:
         self._released = False
         self._group_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
+    def __deepcopy__(self, memo: object) -> GradientFlow:
+        return self  # met on the way to a copy of the Trainer, whose precision plugin clips by it
+
     def _attach(self) -> None:
         """Build the reduction of the parameters that are trainable now, and let the optimizers step its results."""
         self._names = dict(self._module.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from contextlib import nullcontext
 from functools import partial
@@ -296,6 +297,25 @@ def _observed(layout: Layout, folder: str, resuming: bool) -> dict[str, Any]:
     with nullcontext() if resuming else pytest.raises(KeyError, match="on purpose"):
         fitted.fit(ToyModule(), datamodule=layout.data_module(), ckpt_path=f"{folder}/at.ckpt" if resuming else None)
     return {"lines": logger.lines, "history": history.seen, "progress": _progress(fitted)}
+
+
+class _Copies(pl.Callback):
+    """Copies the other callbacks and, by those that know it, the Trainer; and the module, as weight averaging does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        copied = copy.deepcopy(trainer)
+        assert copied.strategy is not trainer.strategy and copied.global_step == trainer.global_step
+        assert copy.deepcopy(pl_module).state_dict().keys() == pl_module.state_dict().keys()
+
+
+def _copied(layout: Layout, folder: str) -> int:
+    fitted = layout.trainer(folder, max_epochs=1, callbacks=[_Copies()], gradient_clip_val=1.0)
+    fitted.fit(ToyModule(), datamodule=layout.data_module())
+    return int(copy.deepcopy(fitted).global_step)
+
+
+def test_a_trainer_can_be_copied_during_fit(tmp_path: Path) -> None:
+    assert run(PP2, _copied, tmp_path) == [4, 4]
 
 
 class _StopsAt(pl.Callback):
