@@ -255,6 +255,9 @@ class MegatronEnvironment(ParallelStrategy):
         report; Ctrl-C reaches all ranks. From a negative answer on :meth:`barrier` does not wait.
         """
         arrived = 0
+        if not dist.is_initialized():  # a run that failed has taken the connections down
+            self._alone = True
+            return False
         with suppress(dist.DistError):  # rank 0, which keeps the store, has ended
             store = compat.default_store()
             attempt = store.add(f"megatron_lightning/interrupted/{self.global_rank}", 1)

@@ -16,6 +16,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.distributed import DistNetworkError
@@ -266,6 +267,12 @@ def test_a_rank_whose_rank_0_is_gone_is_alone() -> None:
     store.add.side_effect = [1, 1, DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")]
     with mock.patch.object(compat, "default_store", return_value=store):
         assert not strategy.all_ranks_interrupted("step 3")
+
+
+def test_a_rank_that_has_left_the_others_is_alone() -> None:
+    """As after an exception that a script catches, to save a checkpoint."""
+    assert not dist.is_initialized()
+    assert not MegatronStrategy().all_ranks_interrupted("step 3")
 
 
 def _saves(layout: Layout, folder: str, every_n_minutes: float, accumulate: int) -> list[int]:
