@@ -295,7 +295,7 @@ class _Run:
         is_new = key not in self._boundaries
         known = self._boundaries.setdefault(key, boundary)
         if known != boundary:
-            promised, found = (", ".join(map(str, metas)) for metas in (known, boundary))
+            promised, found = (", ".join(map(str, metas)) or "nothing" for metas in (known, boundary))
             signature = self._program.signature(message.microbatch)
             raise PipelineError(
                 f"stage {message.stage - 1} hands on {found} for micro-batch {message.microbatch}, and an earlier micro-batch "

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.config import PipelineOptions
 from tests.helpers.toy import HIDDEN, SEQUENCE, VOCABULARY, ToyData, ToyModule
 from tests.helpers.trainers import Losses
 from tests.lightning.support import (
@@ -22,6 +23,7 @@ from tests.lightning.support import (
     Layout,
     assert_close,
     layouts,
+    make_layout,
     mean_over_ranks,
     metrics_of,
     run,
@@ -217,3 +219,31 @@ def _validated(layout: Layout, folder: str) -> dict[str, Any]:
 def test_a_sanity_check_that_does_not_call_the_model(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _validated, tmp_path):
         assert_close(rank, single(_validated))
+
+
+PP2_VARYING = make_layout(
+    "pp2-varying",
+    2,
+    1,
+    pipeline_model_parallel_size=2,
+    micro_batch_size=2,
+    pipeline_options=PipelineOptions(variable_seq_lengths=True),
+)
+
+
+class _Sometimes(_Itself):
+    """Predicts every second batch."""
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        return self(batch["ids"]) if batch_idx % 2 else None
+
+
+def _sometimes(layout: Layout, folder: str) -> Any:
+    module, data = _Sometimes(), layout.data_module(num_samples=32)
+    return layout.trainer(folder).predict(module, data.val_dataloader())
+
+
+@layouts(PP2_VARYING)
+def test_steps_of_an_evaluation_that_call_the_model_now_and_then(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _sometimes, tmp_path):
+        assert_close(rank, single(_sometimes))
