@@ -30,7 +30,7 @@ from megatron_lightning.parallel.sharding import (
 )
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
-from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module, pipeline_units
+from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module, has_unit, pipeline_units
 from megatron_lightning.strategies.batches import tensors_of
 from megatron_lightning.strategies.module_checks import check_ties, find_tables
 
@@ -131,6 +131,8 @@ def assemble(
             f"the layers of {type(module).__name__} talk over connections that the exception in an earlier run has broken. "
             "Create a new module, and load a checkpoint into it."
         )
+    if mark is not None and _is_built_again(module, mark, context):
+        mark = None
     partition, names = None, mark.names if mark else tuple(module.state_dict())
     if mark is None:
         note_ties(module)
@@ -159,6 +161,15 @@ def assemble(
         assembly.specs = {name: _summed_over_stages(name, spec, assembly) for name, spec in assembly.specs.items()}
     assembly.stage_of = _stage_of(module, assembly)
     return assembly
+
+
+def _is_built_again(module: nn.Module, mark: _Mark, context: ParallelContext) -> bool:
+    """Return whether another ``configure_model``, such as weight averaging calls, has brought other ranks' units back."""
+    if not mark.stages:
+        return False
+    _, pipelined = find_pipelined_module(module)
+    own = mark.placement.stages_of(context.pp.rank)
+    return any(has_unit(pipelined, unit) for stage, units in enumerate(mark.stages) if stage not in own for unit in units)
 
 
 def _stage_of(module: nn.Module, assembly: Assembly) -> dict[str, int]:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.errors import ConfigError
@@ -42,6 +49,7 @@ def check_callbacks(
             gathered.
     """
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    _check_throughput(callbacks, layout)
     sharded = data_parallel != "ddp" and num_replicas > 1
     if overlapped:
         _check_readers(callbacks)
@@ -75,6 +83,16 @@ def check_callbacks(
         raise ConfigError(
             f'{type(averaging).__name__} copies whole modules, and data_parallel="fsdp" keeps their parameters in '
             f'{num_replicas} parts. Set data_parallel="zero1".'
+        )
+
+
+def _check_throughput(callbacks: list[pl.Callback], layout: ParallelLayout) -> None:
+    """Warn of samples that are counted once for each rank that has them."""
+    ranks = layout.tp * layout.cp * layout.pp
+    if ranks > 1 and any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
+        rank_zero_warn(
+            f"ThroughputMonitor takes every rank's samples for others, and {ranks} ranks share each batch: its samples_per_sec "
+            f"and its other sums over devices are {ranks} times too large. Use megatron_lightning.callbacks.SpeedMonitor."
         )
 
 

@@ -118,6 +118,15 @@ def check_units(module: nn.Module, units: Sequence[str]) -> None:
             )
 
 
+def has_unit(module: nn.Module, unit: str) -> bool:
+    """Return whether ``unit`` of a pipelined module is there, and has not been dropped."""
+    try:
+        owner, name = _owner(module, unit)
+    except AttributeError:  # what holds it is absent
+        return False
+    return any(members.get(name) is not None for members in (owner._modules, owner._parameters, owner._buffers))
+
+
 def _no_unit(module: nn.Module, unit: str) -> str:
     return (
         f"pipeline_units() lists {unit!r}, and {type(module).__name__} has no such submodule, parameter or buffer. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -18,13 +19,17 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 
 from megatron_lightning.checkpoint import read_full
+from megatron_lightning.parallel import ParallelLayout
+from megatron_lightning.strategies.callback_checks import check_callbacks
+from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
-from tests.helpers.trainers import Losses
+from tests.helpers.trainers import Losses, trainer
 from tests.lightning.support import (
     DDP2,
     DP2,
@@ -77,6 +82,43 @@ def test_averaged_weights_and_their_resume(layout: Layout, kind: str, tmp_path: 
         assert_close(rank["resumed"], rank["whole"], 0.0)  # stopping and going on changes no bit
         for name, parameter in rank["whole"]["state"].items():
             assert_close(parameter, expected["state"][name], where=name)
+
+
+class _BuildsAnew(ToyModule):
+    def configure_model(self) -> None:
+        self.model = None
+        super().configure_model()
+
+
+def _averaged_anew(layout: Layout, folder: str) -> dict[str, Any]:
+    """Weight averaging calls configure_model before the Trainer does."""
+    module = _BuildsAnew()
+    trainer = layout.trainer(folder, max_epochs=1, callbacks=[_averaging("ema")])
+    trainer.fit(module, datamodule=layout.data_module())
+    return {"metrics": metrics_of(trainer), "state": _weights(module)}
+
+
+@layouts(PP2)
+def test_averaging_of_a_model_that_is_built_anew_by_every_call(layout: Layout, tmp_path: Path) -> None:
+    expected = single(_averaged_anew)
+    ranks = run(layout, _averaged_anew, tmp_path)
+    assert {name for rank in ranks for name in rank["state"]} == expected["state"].keys()
+    for rank in ranks:
+        assert len(rank["state"]) < len(expected["state"])  # each has its part
+        assert_close(rank["metrics"], expected["metrics"])
+        for name, parameter in rank["state"].items():
+            assert_close(parameter, expected["state"][name], where=name)
+
+
+_SHARING = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(4, _SHARING), (1, ParallelLayout())])
+def test_samples_that_ranks_share_are_counted_several_times(ranks: int, layout: ParallelLayout) -> None:
+    told: list[str] = []
+    with mock.patch("megatron_lightning.strategies.callback_checks.rank_zero_warn", told.append):
+        check_callbacks(trainer(MegatronStrategy(), callbacks=[ThroughputMonitor(batch_size_fn=len)]), layout, "zero1", 1)
+    assert len(told) == (ranks > 1) and all(f"are {ranks} times too large. Use" in text for text in told)
 
 
 def _swa(layout: Layout, folder: str) -> dict[str, Any]:
