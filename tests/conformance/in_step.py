@@ -121,8 +121,8 @@ def _be_rank(environment: InStep, test: Callable[[InStep], Any], pipe: Connectio
     try:
         test(environment)
         outcome = Outcome("passed")
-    except BaseException as error:  # the outcomes of pytest's skip and fail among them
-        states = {"Skipped": "skipped", "PeerFailure": "followed"}
+    except BaseException as error:  # the outcomes of pytest's skip, xfail and fail among them
+        states = {"Skipped": "skipped", "XFailed": "skipped", "PeerFailure": "followed"}
         state = states.get(type(error).__name__, "failed")
         outcome = Outcome(state, str(error) if state == "skipped" else _last_lines(error))
     pipe.send_bytes(pickle.dumps(outcome))
