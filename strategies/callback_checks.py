@@ -1,4 +1,4 @@
-"""Checks of the Trainer's callbacks against the layout, before any process group exists."""
+"""Checks of the Trainer's callbacks against the layout, before any process group exists; and of what loggers do for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.strategies.lightning_internals import prunes_by_lottery_ticket
+from megatron_lightning.strategies.lightning_internals import prunes_by_lottery_ticket, uploads_checkpoints
 
 
 def check_checkpoint_links(trainer: pl.Trainer) -> None:
@@ -29,6 +29,16 @@ def check_checkpoint_links(trainer: pl.Trainer) -> None:
             raise ConfigError(
                 f'ModelCheckpoint has save_last="link" and dirpath={callback.dirpath}; an object store has no links. Set '
                 "save_last=True."
+            )
+
+
+def warn_of_uploads(trainer: pl.Trainer) -> None:
+    """Say which loggers pass over checkpoints, because they upload files alone."""
+    for logger in trainer.loggers:
+        if uploads_checkpoints(logger):
+            rank_zero_warn(
+                f"{type(logger).__name__} has log_model set and uploads files alone; a checkpoint is a directory, and it will "
+                "upload none. Make a file of one with `megatron-lightning checkpoint consolidate` and upload that."
             )
 
 

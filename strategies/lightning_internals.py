@@ -29,6 +29,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.loggers import Logger
 
 # Lightning has no public launchers; these start the processes, and ours watch them.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -66,6 +67,7 @@ __all__ = [
     "trainer_state",
     "training_loaders",
     "unwrapped_batch_sampler",
+    "uploads_checkpoints",
     "validated_at",
     "with_sampler",
 ]
@@ -162,6 +164,11 @@ def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
 def prunes_by_lottery_ticket(pruning: ModelPruning) -> bool:
     """Whether ``pruning`` will put other tensors into the place of weights."""
     return bool(pruning._use_lottery_ticket_hypothesis)
+
+
+def uploads_checkpoints(logger: Logger) -> bool:
+    """Whether a logger is asked to upload what ModelCheckpoint saves; those that can have the same attribute."""
+    return bool(getattr(logger, "_log_model", False))
 
 
 def with_sampler(

@@ -47,7 +47,7 @@ from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies import module_checks, preflight
 from megatron_lightning.strategies.buffers import BufferSync
-from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links
+from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links, warn_of_uploads
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.failure import AgreedStop
 from megatron_lightning.strategies.fsdp import local_size
@@ -223,6 +223,8 @@ class MegatronStrategy(MegatronCheckpoints):
         self.barrier()
         if fitting:
             self._setup_training(trainer)
+            if self.user_checkpoint_io is None:
+                warn_of_uploads(trainer)
         self.setup_precision_plugin()
         if fitting and not self.data_parallel_options.optimizer_cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)

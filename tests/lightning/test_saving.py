@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -290,3 +292,23 @@ def _in_an_object_store(layout: Layout, folder: str) -> Any:
 
 def test_model_checkpoint_in_an_object_store(tmp_path: Path) -> None:
     assert run(ONE, _in_an_object_store, tmp_path) == [(({"step=6.ckpt"}, "memory://run/step=6.ckpt"), True, True)]
+
+
+class _Uploader(DummyLogger):
+    """Set to upload checkpoints, as Lightning's own loggers are by ``log_model``."""
+
+    _log_model = True
+
+
+class _FilesIO(TorchCheckpointIO):
+    """A plugin of the user's own, for plain files."""
+
+
+@pytest.mark.parametrize("plugins", [[], [_FilesIO()]])
+def test_a_logger_that_uploads_files_alone_is_named(plugins: list[TorchCheckpointIO]) -> None:
+    fitted = trainer(MegatronStrategy(), max_steps=1, logger=_Uploader(), plugins=plugins)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted.fit(ToyModule(), ToyData(num_samples=8))
+    named = [warning for warning in caught if "_Uploader has log_model set" in str(warning.message)]
+    assert len(named) == (0 if plugins else 1)
