@@ -1,8 +1,12 @@
-"""Mode ``one``: a Trainer that would take Lightning's single-device strategy on the CPU takes ``MegatronStrategy()``."""
+"""Mode ``one``: a Trainer that would take Lightning's single-device strategy on the CPU takes ``MegatronStrategy()``.
+
+Where a test counts the calls of ``Strategy.backward`` by a mock, those of ``MegatronStrategy.backward`` are counted.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -23,6 +27,13 @@ def install(config: pytest.Config) -> None:
 
     _AcceleratorConnector._choose_strategy = choose_megatron
     _MultiProcessingLauncher.launch = skip  # it takes long, and nothing of ours runs there
+    patch = mock.patch.object
+
+    def patch_ours(target: Any, attribute: str, *args: Any, **kwargs: Any) -> Any:
+        overridden = target is Strategy and attribute == "backward"
+        return patch(MegatronStrategy if overridden else target, attribute, *args, **kwargs)
+
+    mock.patch.object = patch_ours
 
 
 def skip(*_: Any, **__: Any) -> NoReturn:

@@ -2,8 +2,8 @@
 
 The suite stays as it is. A mode decides which Trainers get MegatronStrategy: see ``one.py``, ``two.py`` and ``pipeline.py``;
 ``plain`` changes nothing. Whatever else the plugin changes is because a checkpoint of the strategy is a directory: what a
-user reads with ``read_full`` or ``plain_file``, the suite reads with ``torch.load`` and ``load_from_checkpoint``, and where
-it looks for a file with ``os.path.isfile``, a committed checkpoint will do.
+user reads with ``read_full`` or ``plain_file``, the suite reads with ``torch.load``, ``load_from_checkpoint`` and
+``TorchCheckpointIO``, where it looks for a file, a committed checkpoint will do, and its mocks of ``torch.save`` save.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode, results = config.getoption("--megatron"), config.getoption("--megatron-results")
     if mode != "plain":
         read_directories()
+        save_through_mocks()
         import_module(f"tests.conformance.{mode.partition('-')[0]}").install(config)
     if results is not None:
         config.pluginmanager.register(Results(results), "megatron-results")
@@ -39,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def read_directories() -> None:
     """Let ``torch.load`` and ``load_from_checkpoint`` read checkpoint directories, and the tests take them for files."""
     import torch
+    from lightning.fabric.plugins.io import torch_io
     from lightning.fabric.utilities import cloud_io
     from lightning.pytorch.core import saving
 
@@ -52,14 +55,30 @@ def read_directories() -> None:
         return load_any
 
     torch.load = taught(torch.load)
-    cloud_io._load = saving.pl_load = taught(cloud_io._load)
-    is_file = os.path.isfile
+    cloud_io._load = saving.pl_load = torch_io.pl_load = taught(cloud_io._load)
 
-    def is_file_or_checkpoint(path: Any) -> bool:
-        asked_by = sys._getframe(1).f_globals.get("__name__", "")
-        return is_file(path) or (asked_by.startswith("tests_pytorch.") and is_committed(path))
+    def or_checkpoint(is_file: Callable[..., bool]) -> Callable[..., bool]:
+        def is_file_or_checkpoint(path: Any, **options: Any) -> bool:
+            asked_by = sys._getframe(1).f_globals.get("__name__", "")
+            return is_file(path, **options) or (asked_by.startswith("tests_pytorch.") and is_committed(path))
 
-    os.path.isfile = is_file_or_checkpoint
+        return is_file_or_checkpoint
+
+    os.path.isfile = or_checkpoint(os.path.isfile)
+    Path.is_file = or_checkpoint(Path.is_file)  # type: ignore[method-assign]
+
+
+def save_through_mocks() -> None:
+    """Let a mock of ``torch.save`` that counts calls save as well: what a checkpoint holds is read back before it is kept."""
+    import torch
+
+    patch = mock.patch
+
+    def patch_through(target: str, *args: Any, **options: Any) -> Any:
+        return patch(target, *args, **(options or {"wraps": torch.save} if target == "torch.save" else options))
+
+    vars(patch_through).update(vars(patch))
+    mock.patch = patch_through  # type: ignore[assignment]
 
 
 def name_of(nodeid: str) -> str:
