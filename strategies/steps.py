@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.errors import PipelineError
@@ -29,6 +29,7 @@ from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.assembly import Assembly
 from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
+from megatron_lightning.strategies.call_guard import CallGuard
 from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.logs import LogRecorder, replay
 from megatron_lightning.strategies.metrics import MetricSync
@@ -123,25 +124,11 @@ class StepRunner:
         self._epoch = 0
         self._broadcast, self._lists = StageBroadcast(context.pp, context.device), StepLists(module, context.device)
         pipelined = None if assembly.partition is None else assembly.partition.module
-        self._guard = None if pipelined is None else pipelined.register_forward_pre_hook(self._check_in_step)
-
-    def __deepcopy__(self, memo: object) -> StepRunner:
-        return self  # met on the way to a copy of the module
+        self._guard = None if pipelined is None else CallGuard.on(pipelined, context.pp.size)
 
     def release(self) -> None:
         """Give back what was hung on the module."""
         self.metrics.release()
-        if self._guard is not None:
-            self._guard.remove()
-
-    def _check_in_step(self, pipelined: nn.Module, args: Any) -> None:
-        """Refuse to run the layers of this rank as if they were all."""
-        if not self.metrics.in_step:
-            raise PipelineError(
-                f"{type(pipelined).__name__} was called outside of a training, validation, test or predict step, and this rank "
-                f"holds only part of its layers (pipeline {self.context.pp.size}). Call it in a step: trainer.validate and "
-                "trainer.predict run one."
-            )
 
     def place(self) -> tuple[int, int]:
         """Return the stage and the micro-batch that are computed now."""
@@ -197,7 +184,7 @@ class StepRunner:
         schedule = self._schedule(len(step.microbatches), backward)
         self.metrics.in_step = True
         try:
-            with program.intercepted():
+            with program.intercepted(), nullcontext() if self._guard is None else self._guard.opened():
                 self._executor.run(schedule, program, backward=backward)
         finally:
             self.metrics.in_step = False

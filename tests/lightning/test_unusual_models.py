@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -258,15 +261,27 @@ class _Samples(VectorModule):
         self.net(torch.ones(2, 8))
 
 
+_A_PART = r"Net was called outside of a .* step, and this rank holds only part of its layers"
+
+
 def _sampling(layout: Layout, folder: str) -> None:
-    with pytest.raises(
-        PipelineError, match=r"Net was called outside of a .* step, and this rank holds only part of its layers"
-    ):
+    with pytest.raises(PipelineError, match=_A_PART):
         layout.trainer(folder, max_epochs=1).fit(_Samples(), loader(layout))
 
 
-def test_part_of_a_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
-    run(PP2, _sampling, tmp_path)
+def _sampling_afterwards(layout: Layout, folder: str) -> None:
+    module = VectorModule()
+    for _ in range(2):
+        layout.trainer(folder, max_epochs=1).fit(module, loader(layout))
+        for net in (module.net, copy.deepcopy(module.net), pickle.loads(pickle.dumps(module.net))):
+            with pytest.raises(PipelineError, match=_A_PART):
+                net(torch.ones(2, 8))
+    assert len(module.net._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("body", [_sampling, _sampling_afterwards])
+def test_part_of_a_model_is_not_taken_for_the_whole(body: Callable[[Layout, str], None], tmp_path: Path) -> None:
+    run(PP2, body, tmp_path)
 
 
 class _Exemplary(VectorModule):
