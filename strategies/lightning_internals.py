@@ -168,7 +168,7 @@ def prunes_by_lottery_ticket(pruning: ModelPruning) -> bool:
 
 def uploads_checkpoints(logger: Logger) -> bool:
     """Whether a logger is asked to upload what ModelCheckpoint saves; those that can have the same attribute."""
-    return bool(getattr(logger, "_log_model", False))
+    return getattr(logger, "_log_model", False) in (True, "all")  # a DummyLogger has every attribute
 
 
 def with_sampler(

@@ -304,11 +304,14 @@ class _FilesIO(TorchCheckpointIO):
     """A plugin of the user's own, for plain files."""
 
 
-@pytest.mark.parametrize("plugins", [[], [_FilesIO()]])
-def test_a_logger_that_uploads_files_alone_is_named(plugins: list[TorchCheckpointIO]) -> None:
-    fitted = trainer(MegatronStrategy(), max_steps=1, logger=_Uploader(), plugins=plugins)
+@pytest.mark.parametrize(
+    ("logger", "plugins", "warnings_of_it"), [(_Uploader, [], 1), (_Uploader, [_FilesIO()], 0), (DummyLogger, [], 0)]
+)
+def test_a_logger_that_uploads_files_alone_is_named(
+    logger: type[DummyLogger], plugins: list[TorchCheckpointIO], warnings_of_it: int
+) -> None:
+    fitted = trainer(MegatronStrategy(), max_steps=1, logger=logger(), plugins=plugins)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted.fit(ToyModule(), ToyData(num_samples=8))
-    named = [warning for warning in caught if "_Uploader has log_model set" in str(warning.message)]
-    assert len(named) == (0 if plugins else 1)
+    assert sum("has log_model set" in str(warning.message) for warning in caught) == warnings_of_it
