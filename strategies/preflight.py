@@ -233,7 +233,7 @@ def check_optimizers(
     Raises:
         ConfigError: For an optimizer that evaluates the step several times, where it decides by what this rank sees of it, or
             steps copies of the weights, so that it would see the loss of others than it tries; for an object that is no
-            torch optimizer, where the data-parallel ranks step shards.
+            torch optimizer, where the data-parallel ranks step shards; for one that shards its own state.
     """
     foreign = next((optimizer for optimizer in optimizers if not isinstance(optimizer, Optimizer)), None)
     if sharded and foreign is not None:
@@ -241,6 +241,13 @@ def check_optimizers(
             f"configure_optimizers returned a {type(foreign).__name__}, which is no torch.optim.Optimizer, and data_parallel "
             'is "zero1" or "fsdp", which put shards into the param_groups of one. Derive it from torch.optim.Optimizer, or set '
             'data_parallel="ddp".'
+        )
+    apart = next((optimizer for optimizer in optimizers if hasattr(optimizer, "consolidate_state_dict")), None)
+    if apart is not None:  # torch's name for it, and that of optimizers after its model
+        raise ConfigError(
+            f"configure_optimizers returned a {type(apart).__name__}, which shares its state out among the ranks, where "
+            "checkpoints do not find it. Return the optimizer that it is made of: the strategy shares out its state with "
+            'data_parallel="zero1".'
         )
     searching = [optimizer for optimizer in optimizers if isinstance(optimizer, LBFGS)]
     if searching and (world_size > 1 or micro_batch_size is not None):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from megatron_lightning.config import DataParallelOptions, PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
@@ -28,7 +29,7 @@ from megatron_lightning.strategies.launchers import ScriptLauncher
 from megatron_lightning.strategies.preflight import check_optimizers, warn_of_few_microbatches
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
-from tests.lightning.support import DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
+from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,11 @@ class _TwoPipelines(ToyModule):
         self.second = other.model
 
 
+class _ZeroRedundancy(ToyModule):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.1)
+
+
 class _Lbfgs(ToyModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1)
@@ -271,6 +277,8 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "no-parameters": (PP2, _NothingToTrain, ConfigError, r"no parameters for an optimizer on pipeline rank 1 of 2"),
     "recompute": (RECOMPUTE, ToyModule, ConfigError, r"'self_atn' of recompute_modules matches .* Did you mean 'self_attn'\?"),
     "sparse": (PP2_DP2, _Sparse, ConfigError, r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"),
+    "zero-redundancy": (DP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shares its state .*zero1"),
+    "zero-redundancy-ddp": (DDP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shares its state .*zero1"),
     "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS.* Set|LBFGS.* Use"),
     "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
     "lbfgs-masters": (ONE, _LowLbfgs, ConfigError, r"LBFGS, which tries weights .* fp32 masters of torch.bfloat16 .* Use"),
