@@ -47,7 +47,8 @@ class MegatronCheckpoints(MegatronSteps):
         self._checkpoints.remembered.start()
         samplers = self.train_samplers()
         loaders = training_loaders(self.module.trainer)
-        if loaders and len(samplers) == len(loaders):  # Lightning looks for state_dict on loaders
+        knows = self._checkpoints.progress.knows_position  # a plain checkpoint does not
+        if knows and len(samplers) == len(loaders):  # Lightning looks for state_dict on loaders
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         self._checkpoints.progress.restore_position(samplers)
 

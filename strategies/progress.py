@@ -109,6 +109,11 @@ class RunProgress:
         if self._random_state is not None:
             self._strategy.runner.rng.set_state(self._random_state)
 
+    @property
+    def knows_position(self) -> bool:
+        """Whether the run goes on in the middle of a pass over the data, and the checkpoint says where."""
+        return bool(self._positions)
+
     def restore_position(self, samplers: Sequence[ResumableSampler]) -> None:
         """Continue the pass over the data that the checkpoint was saved in; called when training starts."""
         if not self._positions:

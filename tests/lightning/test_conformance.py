@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -344,3 +345,18 @@ def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> No
             assert_close(rank["lines"], expected["lines"] if index == 0 else [], where="lines")
             for key in ("history", "progress"):
                 assert_close(rank[key], expected[key], where=key)
+
+
+@pytest.mark.parametrize("saved_by", ["plain", "megatron"])
+def test_data_that_comes_again_is_warned_of(saved_by: str, tmp_path: Path) -> None:
+    """A checkpoint of plain Lightning from the middle of an epoch does not know the position in the data."""
+    path = tmp_path / "a.ckpt"
+    first = trainer(MegatronStrategy() if saved_by == "megatron" else "auto", max_steps=2)
+    first.fit(ToyModule(), ToyData(num_samples=32))
+    assert first.num_training_batches > 2
+    first.save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        rest = trainer(MegatronStrategy(), max_steps=3)
+        warnings.simplefilter("always")
+        rest.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=path)
+    assert any("You're resuming" in str(warning.message) for warning in caught) == (saved_by == "plain")
