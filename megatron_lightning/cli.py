@@ -30,6 +30,7 @@ _UNION = re.compile(
     r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>[^\]]*)\] Errors:"
     r"(?: - Expected an? <class '\w+'>)+ Given value type: <class '\w+'> Given value: (?P<value>\S+)"
 )
+_GENERAL = re.compile("Does not validate|Expected an? (?!dot import path)|Not a valid subclass|a class path|a dict with")
 _USAGE = """usage: megatron-lightning COMMAND [options]
 
   fit         train a model
@@ -235,16 +236,16 @@ def _reason(error: Exception) -> str | None:
     if isinstance(error, (ConfigError, DataError, CheckpointError)):
         return " ".join(str(error).split())
     frames = list(traceback.walk_tb(error.__traceback__))
-    raised_by = frames[-1][0].f_globals["__name__"].partition(".")[0]
+    raised_by = frames[-1][0].f_globals.get("__name__", "").partition(".")[0]
     if raised_by == "lightning" and type(error).__name__ in ("MisconfigurationException", "ModuleNotFoundError"):
         return " ".join(str(error).split())
     if raised_by != "jsonargparse" or not isinstance(error, ValueError | ArgumentError):
         return None
     # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.
     text, *said = _UNION.sub(_expected, " ".join(str(error).split())).partition(" Given value")[0].split(" - ")
-    specific = [words for words in said if not words.startswith("Expected a")]
-    key = re.match(r'Parser key "[^"]*": ', text)
-    return (key[0] if key else "") + specific[-1] if specific else " - ".join([text, *said])
+    specific = [words for words in said if not _GENERAL.match(words)]
+    key = re.match(r'Parser key "[^"]*":', text)
+    return (f"{key[0]} " if key else "") + specific[-1] if specific else " - ".join([text, *said])
 
 
 def _expected(union: re.Match[str]) -> str:

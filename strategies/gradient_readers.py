@@ -27,7 +27,8 @@ def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_par
         num_replicas: Data-parallel ranks.
 
     Raises:
-        ConfigError: For a hook that clips what is not the whole gradient. Of norms that are only logged the user is warned.
+        ConfigError: For a hook that clips what is not the whole gradient; one that also calls ``clip_gradients`` chooses
+            between the two by strategy. Of norms that are only logged the user is warned.
     """
     sharded = data_parallel != "ddp" and num_replicas > 1
     if not sharded and layout.tp * layout.pp == 1:
@@ -39,7 +40,7 @@ def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_par
     for owner in owners:
         for hook in _own_hooks(owner):
             names = set(_names(hook.__code__))
-            if names & clips:
+            if names & clips and "clip_gradients" not in names:
                 raise ConfigError(
                     f"{type(owner).__name__}.{hook.__name__} calls {min(names & clips)}, which sees the gradients that one "
                     f"rank holds: a part of them, or none ({found}). Call the LightningModule's clip_gradients(optimizer, "
@@ -54,12 +55,14 @@ def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_par
 
 
 def _own_hooks(owner: pl.LightningModule | pl.Callback) -> Iterator[types.FunctionType]:
-    """Yield the methods that replace one of Lightning's."""
+    """Yield the methods that replace one of Lightning's, without their decorators."""
     base = pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback
     for name in dir(base):
         method = getattr(type(owner), name, None)
-        if method is not getattr(base, name) and isinstance(method, types.FunctionType):
-            yield inspect.unwrap(method)
+        if method is not getattr(base, name) and callable(method):
+            hook = inspect.unwrap(method)
+            if isinstance(hook, types.FunctionType):
+                yield hook
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

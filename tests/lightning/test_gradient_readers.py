@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -32,6 +35,30 @@ class ClipsInStep(ToyModule):
 
         clip()
         return super().training_step(batch, batch_idx)
+
+
+class Chooses(ToyModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            self.trainer.strategy.model.clip_grad_norm_(0.5)
+        else:
+            self.clip_gradients(optimizer, 0.5, "norm")
+
+
+class _Timed:
+    """A decorator that is no function."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+
+class Decorated(ToyModule):
+    @wraps(_Timed(ToyModule.on_train_start))
+    def on_train_start(self) -> None:
+        return None
 
 
 class ClipsValues(ToyModule):
@@ -73,6 +100,14 @@ def test_clipping_by_hand_is_refused_before_any_process_starts(
     with pytest.raises(ConfigError, match=message):
         trainer(MegatronStrategy(**options), devices=2, max_steps=1, callbacks=callbacks).fit(module(), ToyData())
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("module", [Chooses, Decorated])
+def test_hooks_that_clip_rightly_or_not_at_all_pass(module: type[pl.LightningModule]) -> None:
+    strategy = MegatronStrategy()
+    run = trainer(strategy, devices=2, max_steps=1)
+    run.strategy.connect(module())
+    check_gradient_readers(run, strategy.layout, strategy.data_parallel, 2)
 
 
 @pytest.mark.parametrize(("module", "options"), [(ClipsInHook, {}), (ClipsValues, PP2)])

@@ -201,6 +201,8 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
         ("--trainer.accelerator=tpu", "torch_xla"),
         ("--trainer.precision=transformer-engine", "transformer_engine"),
         ("--trainer.max_time=soon", "soon"),
+        ("--trainer.callbacks=NoSuch", 'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch'),
+        ("--trainer.callbacks+=EarlyStopping", "EarlyStopping': the following arguments are required: monitor"),
     ],
 )
 def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +253,15 @@ def test_an_interrupt_needs_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as exit_:
         main(["preprocess"])
     assert exit_.value.code == 130 and capsys.readouterr().err == ""
+
+
+def test_an_error_in_generated_code_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions made by exec, as some libraries do, belong to no module."""
+    generated: dict[str, Any] = {}
+    exec("def fails(*_):\n    raise RuntimeError('not a setting')", generated)
+    monkeypatch.setattr("megatron_lightning.cli._run", generated["fails"])
+    with pytest.raises(RuntimeError, match="not a setting"):
+        main(["preprocess"])
 
 
 @pytest.mark.parametrize("command", ["preprocess", "generate", "schedule", "checkpoint"])
