@@ -83,7 +83,8 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
     """Put the outputs of one step's micro-batches together.
 
     Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors and arrays are concatenated
-    on dim 0, lists of plain values or with an entry for each sample are joined; nested structures are followed.
+    on dim 0, lists of plain values or with an entry for each sample are joined; nested structures are followed. What is one
+    and the same for all stays as it is.
 
     Args:
         outputs: What the step gave for each micro-batch; None: nothing.
@@ -119,7 +120,7 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if _is_dataclass_object(first):
         return _with_fields(first, {name: merge([getattr(o, name) for o in outputs]) for name in _names(first)})
-    return list(outputs)
+    return first if all(output is first for output in outputs) else list(outputs)
 
 
 def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,11 @@ class _Batch:
 
     def __post_init__(self) -> None:
         self.number = len(self.names)
+
+
+class _Kind(Enum):
+    A = "a"
+    B = "b"
 
 
 class _Pair(NamedTuple):
@@ -77,6 +83,10 @@ def test_outputs_of_every_form_are_merged() -> None:
     assert merged["names"] == ["1.0", "4.0"]
     same = merge_outputs([{"kind": "a", "count": 3, "name": "b"}, {"kind": "a", "count": 3, "name": "c"}], [1.0, 2.0])
     assert same == {"kind": "a", "count": 3, "name": ["b", "c"]}
+    assert merge_outputs([{"kind": _Kind.A, "name": _Kind.A}, {"kind": _Kind.A, "name": _Kind.B}], [1.0, 2.0]) == {
+        "kind": _Kind.A,
+        "name": [_Kind.A, _Kind.B],
+    }
 
 
 def test_texts_alone_are_cut() -> None:
