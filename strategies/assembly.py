@@ -164,9 +164,9 @@ def assemble(
 
 
 def _is_built_again(module: nn.Module, mark: _Mark, context: ParallelContext) -> bool:
-    """Return whether another ``configure_model``, such as weight averaging calls, has brought other ranks' units back."""
+    """Return whether another ``configure_model``, such as weight averaging calls, has brought other ranks' parts back."""
     if not mark.stages:
-        return False
+        return context.layout.tp > 1 and sum(parameter.numel() for parameter in module.parameters()) == mark.num_parameters
     _, pipelined = find_pipelined_module(module)
     own = mark.placement.stages_of(context.pp.rank)
     return any(has_unit(pipelined, unit) for stage, units in enumerate(mark.stages) if stage not in own for unit in units)

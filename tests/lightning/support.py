@@ -74,6 +74,7 @@ PP2 = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=
 PP2_WHOLE = make_layout("pp2-whole", 2, 1, pipeline_model_parallel_size=2)
 TP2 = make_layout("tp2", 2, 1, tensor_model_parallel_size=2)
 TP2_DP2 = make_layout("tp2-dp2", 4, 2, tensor_model_parallel_size=2)
+TP2_TOY = make_layout("tp2-toy", 2, 1, tensor_model_parallel_size=2, sequence_parallel=False, sharding_plan=TOY_TABLE)
 DP2 = make_layout("dp2", 2, 2)
 DP4 = make_layout("dp4", 4, 4)
 DDP2 = make_layout("ddp2", 2, 2, data_parallel="ddp")

@@ -36,6 +36,7 @@ from tests.lightning.support import (
     MICRO,
     PP2,
     PP2_DP2,
+    TP2_TOY,
     Layout,
     assert_close,
     layouts,
@@ -108,6 +109,23 @@ def test_averaging_of_a_model_that_is_built_anew_by_every_call(layout: Layout, t
         assert_close(rank["metrics"], expected["metrics"])
         for name, parameter in rank["state"].items():
             assert_close(parameter, expected["state"][name], where=name)
+
+
+def _fitted_twice(layout: Layout, folder: str) -> dict[str, Any]:
+    module, sizes = _BuildsAnew(), []
+    for _ in range(2):
+        trainer = layout.trainer(folder, max_epochs=1)
+        trainer.fit(module, datamodule=layout.data_module())
+        sizes.append(sum(parameter.numel() for parameter in module.parameters()))
+    return {"metrics": metrics_of(trainer), "sizes": sizes}
+
+
+@layouts(TP2_TOY)
+def test_a_model_that_is_built_anew_is_divided_again(layout: Layout, tmp_path: Path) -> None:
+    expected = single(_fitted_twice)
+    for rank in run(layout, _fitted_twice, tmp_path):
+        assert rank["sizes"][0] == rank["sizes"][1] < expected["sizes"][0]
+        assert_close(rank["metrics"], expected["metrics"])
 
 
 _SHARING = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
