@@ -201,6 +201,9 @@ class MegatronEnvironment(ParallelStrategy):
                 self.forget_connections()
             self._failure_watch = FailureWatch(write_logs=self.write_logs)
             self._failure_watch.start()
+            trainer = internals.attached_trainer(self.module)
+            if trainer is not None:
+                internals.note_sigterm(trainer)
         if self._context is None:
             # What users draw from here on is what one device would draw, however the ranks came to life.
             internals.set_random_states(self.broadcast(internals.random_states(include_cuda=False)))

@@ -7,7 +7,9 @@ of Lightning's in other files.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,6 +55,7 @@ __all__ = [
     "connector_of",
     "init_process_group",
     "is_accumulating",
+    "note_sigterm",
     "optimizers_to_device",
     "prunes_by_lottery_ticket",
     "random_states",
@@ -144,6 +147,24 @@ def validated_at(trainer: pl.Trainer) -> float:
 def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
     """Let Lightning count from another time."""
     vars(trainer)["_last_val_time"] = seconds
+
+
+def note_sigterm(trainer: pl.Trainer) -> None:
+    """Let the handler of SIGTERM only take a note and tell the processes that the launcher has started.
+
+    Lightning's broadcasts as well, which in the middle of a step waits forever for ranks that wait for this one. Its loops
+    share the note before every batch.
+    """
+    connector = trainer._signal_connector
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        print(f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}", file=sys.stderr, flush=True)
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    vars(connector)["_sigterm_notifier_fn"] = note
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:

@@ -56,6 +56,16 @@ class Fault(pl.Callback):
         _announce()
         raise ValueError("the injected fault")
 
+    def _terminate(self, module: pl.LightningModule) -> None:
+        """SIGTERM for this rank alone in the middle of a step, whose messages the other one waits for."""
+
+        def end(*_: Any) -> None:
+            hook.remove()
+            _announce()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        hook = next(iter(module.model.layers.values())).register_forward_pre_hook(end)
+
     _hang = _raise
 
     def _kill(self, module: pl.LightningModule) -> None:

@@ -117,6 +117,14 @@ def test_an_interrupted_job_ends_and_says_so(launcher: str, rank: int, fault: st
         assert "Traceback" not in ended.output, ended.output
 
 
+@on_all_launchers(("popen", 1))
+def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: Path) -> None:
+    """Lightning's handler would broadcast in the middle of the step."""
+    ended = run_job(launcher, "terminate", rank, tmp_path)
+    assert ended.elapsed_s < RAISE_S, f"{ended.elapsed_s} s\n{ended.output}"
+    assert "Received SIGTERM" in ended.output and "SIGTERMException" in ended.output, ended.output
+
+
 @pytest.mark.parametrize("launcher", ["popen", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS[1:])])
 def test_a_rank_that_no_exception_reaches_is_ended_and_loses_nothing(launcher: str, tmp_path: Path) -> None:
     """The main thread of rank 0, which logs, hangs."""
