@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.config import NonFinite
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.split_backward import join_backwards
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies import preflight
@@ -315,6 +315,20 @@ class MegatronSteps(MegatronModules):
         if self._agreement is not None:
             self._agreement.detach()
         self._held = self._toggling = self._agreement = None
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object on every rank.
+
+        Raises:
+            PipelineError: In the middle of a step, when the stages of a pipeline do not meet.
+        """
+        if self._runner is not None and self._runner.metrics.in_step and self.context.pp.size > 1:
+            raise PipelineError(
+                "something that all ranks exchange, such as trainer.log_dir, was asked for in the middle of a step of "
+                f"{type(self.module).__name__}, and the {self.context.pp.size} pipeline ranks run their parts of it one after "
+                "another. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
+            )
+        return super().broadcast(obj, src)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

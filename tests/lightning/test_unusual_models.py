@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.errors import ConfigError, PipelineError, ShardingError
 from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.failure import PeerFailure
 from tests.helpers.trainers import Losses, trainer
 from tests.lightning.support import (
     DDP2,
@@ -277,6 +278,23 @@ def _sampling_afterwards(layout: Layout, folder: str) -> None:
             with pytest.raises(PipelineError, match=_A_PART):
                 net(torch.ones(2, 8))
     assert len(module.net._forward_pre_hooks) == 1
+
+
+class _AsksInStep(VectorModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.trainer.log_dir
+        return super().training_step(batch, batch_idx)
+
+
+def _asking(layout: Layout, folder: str) -> None:
+    with pytest.raises((PipelineError, PeerFailure)) as error:
+        layout.trainer(folder, max_epochs=1).fit(_AsksInStep(), loader(layout))
+    assert isinstance(error.value, PeerFailure) or "Ask for it in a hook before the step" in str(error.value)
+
+
+def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(tmp_path: Path) -> None:
+    """It would wait forever."""
+    run(PP2, _asking, tmp_path)
 
 
 @pytest.mark.parametrize("body", [_sampling, _sampling_afterwards])
