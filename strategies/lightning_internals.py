@@ -7,7 +7,7 @@ of Lightning's in other files.
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -158,7 +158,7 @@ def note_sigterm(trainer: pl.Trainer) -> None:
     connector = trainer._signal_connector
 
     def note(signum: int, frame: FrameType | None) -> None:
-        print(f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}", file=sys.stderr, flush=True)
+        os.write(2, f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}\n".encode())  # print may be under way
         launcher = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(signum)
