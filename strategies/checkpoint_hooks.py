@@ -172,6 +172,7 @@ class MegatronCheckpoints(MegatronSteps):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             self._checkpoints.progress.take_from(checkpoint)
             return checkpoint
+        self.end_if_left_alone()
         self._prepare_to_load()
         self.finish_saving()
         return self._checkpoints.load(self.broadcast(committed_requeue(str(checkpoint_path))))

@@ -272,6 +272,18 @@ class MegatronEnvironment(ParallelStrategy):
         self._alone = arrived < self.context.world_size
         return not self._alone
 
+    def end_if_left_alone(self) -> None:
+        """End the job of an error that the tuner has caught on some ranks only; the others are still in the step.
+
+        Raises:
+            Exception: That error.
+        """
+        error = internals.caught_by_tuner()
+        if error is None or self._failure_watch is None or self.all_ranks_interrupted("tuning"):
+            return
+        self._failure_watch.report(error)
+        raise error
+
     def write_logs(self) -> None:
         """Let loggers write what they hold, before this process ends against its will."""
         module = self.lightning_module

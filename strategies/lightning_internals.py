@@ -8,6 +8,7 @@ of Lightning's in other files.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -51,6 +52,7 @@ __all__ = [
     "TunerExit",
     "all_reduce",
     "attached_trainer",
+    "caught_by_tuner",
     "checkpoint_folder",
     "connector_of",
     "init_process_group",
@@ -96,6 +98,17 @@ INHERITED: Mapping[str, frozenset[str]] = {name: frozenset(names.split()) for na
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     """Return the module's Trainer; the public property raises where there is none."""
     return module._trainer
+
+
+def caught_by_tuner() -> Exception | None:
+    """Return the error in whose handling Lightning's tuner is now: it restores the weights before it lets go of one.
+
+    A traceback begins in the function that handles the error.
+    """
+    error = sys.exc_info()[1]
+    trace = None if error is None else error.__traceback__
+    handler = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return error if isinstance(error, Exception) and handler.startswith("lightning.pytorch.tuner.") else None
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:

@@ -316,19 +316,28 @@ class MegatronSteps(MegatronModules):
             self._agreement.detach()
         self._held = self._toggling = self._agreement = None
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object on every rank.
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; an error in the middle of a pipelined step."""
+        self._check_ranks_meet("a barrier")
+        super().barrier(name)
 
-        Raises:
-            PipelineError: In the middle of a step, when the stages of a pipeline do not meet.
-        """
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object on every rank; an error in the middle of a pipelined step."""
+        self._check_ranks_meet("a broadcast, such as that of trainer.log_dir,")
+        return super().broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the world; an error in the middle of a pipelined step."""
+        self._check_ranks_meet("a decision of all ranks")
+        return super().reduce_boolean_decision(decision, all)
+
+    def _check_ranks_meet(self, what: str) -> None:
         if self._runner is not None and self._runner.metrics.in_step and self.context.pp.size > 1:
             raise PipelineError(
-                "something that all ranks exchange, such as trainer.log_dir, was asked for in the middle of a step of "
-                f"{type(self.module).__name__}, and the {self.context.pp.size} pipeline ranks run their parts of it one after "
-                "another. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
+                f"{what} was asked for in the middle of a step of {type(self.module).__name__}, and the "
+                f"{self.context.pp.size} pipeline ranks run their parts of it one after another, so that they would wait for "
+                "each other forever. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
             )
-        return super().broadcast(obj, src)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

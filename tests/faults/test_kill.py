@@ -125,6 +125,15 @@ def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: 
     assert "Received SIGTERM" in ended.output and "SIGTERMException" in ended.output, ended.output
 
 
+@on_all_launchers(("popen", 0))
+def test_an_exception_while_the_learning_rate_is_sought_ends_the_job(launcher: str, rank: int) -> None:
+    """Lightning's tuner restores the weights before it lets go of an exception, with ranks that are still in the step."""
+    ended = run_job(launcher, "tuning", rank)
+    assert ended.code != 0 and ended.elapsed_s < KILL_S, f"{ended.elapsed_s} s\n{ended.output}"
+    assert re.search(rf"rank {rank} on \S+ failed.*: ValueError: the injected fault", ended.output), ended.output
+    assert LOST not in ended.output, ended.output
+
+
 @pytest.mark.parametrize("launcher", ["popen", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS[1:])])
 def test_a_rank_that_no_exception_reaches_is_ended_and_loses_nothing(launcher: str, tmp_path: Path) -> None:
     """The main thread of rank 0, which logs, hangs."""

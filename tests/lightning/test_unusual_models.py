@@ -280,21 +280,33 @@ def _sampling_afterwards(layout: Layout, folder: str) -> None:
     assert len(module.net._forward_pre_hooks) == 1
 
 
+_ASKING: dict[str, Callable[[pl.Trainer], Any]] = {
+    "log_dir": lambda trainer: trainer.log_dir,
+    "barrier": lambda trainer: trainer.strategy.barrier(),
+    "decision": lambda trainer: trainer.strategy.reduce_boolean_decision(True),
+}
+
+
 class _AsksInStep(VectorModule):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        assert self.trainer.log_dir
+        _ASKING[self.what](self.trainer)
         return super().training_step(batch, batch_idx)
 
 
-def _asking(layout: Layout, folder: str) -> None:
+def _asking(layout: Layout, folder: str, what: str) -> None:
     with pytest.raises((PipelineError, PeerFailure)) as error:
-        layout.trainer(folder, max_epochs=1).fit(_AsksInStep(), loader(layout))
+        layout.trainer(folder, max_epochs=1).fit(_AsksInStep(what), loader(layout))
     assert isinstance(error.value, PeerFailure) or "Ask for it in a hook before the step" in str(error.value)
 
 
-def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", _ASKING)
+def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(what: str, tmp_path: Path) -> None:
     """It would wait forever."""
-    run(PP2, _asking, tmp_path)
+    run(PP2, _asking, tmp_path, what)
 
 
 @pytest.mark.parametrize("body", [_sampling, _sampling_afterwards])
