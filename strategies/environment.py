@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
@@ -123,14 +122,27 @@ class MegatronEnvironment(ParallelStrategy):
         return self.layout.num_stages
 
     @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes plain files: a plugin of the user's own, or ours."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ShardedCheckpointIO()
+        elif isinstance(self._checkpoint_io, AsyncCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = ShardedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
     def user_checkpoint_io(self) -> CheckpointIO | None:
         """A checkpoint plugin of the user's own; None: checkpoints are sharded directories.
 
-        Lightning's ``AsyncCheckpointIO`` around its default asks for sharded directories that are written in the background.
+        Lightning's ``AsyncCheckpointIO`` around no other asks for sharded directories that are written in the background.
         """
         plugin = self._checkpoint_io
         inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
-        return None if inner is None or type(inner) in (TorchCheckpointIO, ShardedCheckpointIO) else plugin
+        return None if inner is None or type(inner) is ShardedCheckpointIO else plugin
 
     @property
     def failure_watch(self) -> FailureWatch | None:

@@ -18,7 +18,7 @@ BY_VALUE = frozenset({"clip_grad_value_"})
 
 
 def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_parallel: str, num_replicas: int) -> None:
-    """Check which functions of gradients the hooks of the module and of the callbacks call.
+    """Check which functions of gradients the hooks of the module and of the callbacks call, and what these call of the user's.
 
     Args:
         trainer: Who is going to fit a module.
@@ -30,7 +30,7 @@ def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_par
         ConfigError: For a hook that clips what is not the whole gradient; one that also calls ``clip_gradients`` chooses
             between the two by strategy. Of norms that are only logged the user is warned.
     """
-    sharded = data_parallel != "ddp" and num_replicas > 1
+    sharded = data_parallel != "ddp" and num_replicas * layout.cp > 1
     if not sharded and layout.tp * layout.pp == 1:
         return
     found = f'tensor {layout.tp} x pipeline {layout.pp}, data_parallel="{data_parallel}" over {num_replicas}'
@@ -39,7 +39,8 @@ def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_par
     owners: list[pl.LightningModule | pl.Callback] = [trainer.lightning_module, *callbacks]
     for owner in owners:
         for hook in _own_hooks(owner):
-            names = set(_names(hook.__code__))
+            used = [(function, name) for function in _reached(hook, type(owner)) for name in _names(function.__code__)]
+            names = {name for _, name in used}
             if names & clips and "clip_gradients" not in names:
                 raise ConfigError(
                     f"{type(owner).__name__}.{hook.__name__} calls {min(names & clips)}, which sees the gradients that one "
@@ -47,7 +48,7 @@ def check_gradient_readers(trainer: pl.Trainer, layout: ParallelLayout, data_par
                     "gradient_clip_val=..., gradient_clip_algorithm=...) instead, or set Trainer(gradient_clip_val=...): both "
                     "clip by what all ranks hold."
                 )
-            if any(hook.__globals__.get(name) is grad_norm for name in names):
+            if any(function.__globals__.get(name) is grad_norm for function, name in used):
                 rank_zero_warn(
                     f"{type(owner).__name__}.{hook.__name__} calls grad_norm, which sees the gradients that one rank holds: a "
                     f"part of them, or none ({found}). The callback GradientNormMonitor logs the norm over all ranks."
@@ -63,6 +64,24 @@ def _own_hooks(owner: pl.LightningModule | pl.Callback) -> Iterator[types.Functi
             hook = inspect.unwrap(method)
             if isinstance(hook, types.FunctionType):
                 yield hook
+
+
+def _reached(hook: types.FunctionType, owner: type) -> Iterator[types.FunctionType]:
+    """Yield ``hook`` and the user's own methods and functions that it calls by their names, directly or by way of others."""
+    waiting, seen = [hook], {hook}
+    while waiting:
+        function = waiting.pop()
+        yield function
+        for name in _names(function.__code__):
+            for found in (getattr(owner, name, None), function.__globals__.get(name)):
+                called = inspect.unwrap(found) if callable(found) else None
+                if isinstance(called, types.FunctionType) and called not in seen and not _is_of_a_library(called):
+                    seen.add(called)
+                    waiting.append(called)
+
+
+def _is_of_a_library(function: types.FunctionType) -> bool:
+    return function.__module__.partition(".")[0] in ("torch", "lightning", "lightning_utilities", "megatron_lightning")
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

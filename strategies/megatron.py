@@ -221,9 +221,10 @@ class MegatronStrategy(MegatronCheckpoints):
         )
         self._buffers = BufferSync(module, self.assembly, self.context)
         self.barrier()
+        self._learn_log_dir(trainer)
         if fitting:
             self._setup_training(trainer)
-            if self.user_checkpoint_io is None:
+            if self.user_checkpoint_io is None and trainer.checkpoint_callbacks:
                 warn_of_uploads(trainer)
         self.setup_precision_plugin()
         if fitting and not self.data_parallel_options.optimizer_cpu_offload:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
@@ -61,6 +62,8 @@ class MegatronSteps(MegatronModules):
         self._verdict_used = False  # by an optimizer step since
         self._toggling: Toggling | None = None
         self._validation_clock = ValidationClock(self)
+        self._log_dirs: dict[str | None, str | None] = {}  # this rank's own, and the one that all use
+        self._learns_log_dir = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -321,18 +324,34 @@ class MegatronSteps(MegatronModules):
         self._check_ranks_meet("a barrier")
         super().barrier(name)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object on every rank; an error in the middle of a pipelined step."""
-        self._check_ranks_meet("a broadcast, such as that of trainer.log_dir,")
-        return super().broadcast(obj, src)
-
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over the world; an error in the middle of a pipelined step."""
         self._check_ranks_meet("a decision of all ranks")
         return super().reduce_boolean_decision(decision, all)
 
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object on every rank; of ``trainer.log_dir`` alone in the middle of a pipelined step."""
+        if self._in_pipelined_step and isinstance(obj, str) and obj in self._log_dirs:
+            return self._log_dirs[obj]
+        self._check_ranks_meet("a broadcast")
+        result = super().broadcast(obj, src)
+        if self._learns_log_dir:
+            self._log_dirs[obj] = result
+        return result
+
+    def _learn_log_dir(self, trainer: pl.Trainer) -> None:
+        """Ask for ``trainer.log_dir``, which is a broadcast, while the ranks meet: Lightning's own example is a step."""
+        if self.context.pp.size > 1:
+            self._log_dirs, self._learns_log_dir = {}, True
+            _ = trainer.log_dir
+            self._learns_log_dir = False
+
+    @property
+    def _in_pipelined_step(self) -> bool:
+        return self._runner is not None and self._runner.metrics.in_step and self.context.pp.size > 1
+
     def _check_ranks_meet(self, what: str) -> None:
-        if self._runner is not None and self._runner.metrics.in_step and self.context.pp.size > 1:
+        if self._in_pipelined_step:
             raise PipelineError(
                 f"{what} was asked for in the middle of a step of {type(self.module).__name__}, and the "
                 f"{self.context.pp.size} pipeline ranks run their parts of it one after another, so that they would wait for "

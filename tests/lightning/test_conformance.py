@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -122,6 +123,18 @@ def test_the_users_checkpoint_plugin_saves_and_resumes(tmp_path: Path) -> None:
     _, rest = _fit(4, plugins=[plugin], ckpt_path=path)
     assert plugin.loaded == 1
     assert first + rest == whole  # bit-equal
+
+
+@pytest.mark.parametrize(
+    ("plugin", "is_file"),
+    [(TorchCheckpointIO(), True), (AsyncCheckpointIO(TorchCheckpointIO()), True), (AsyncCheckpointIO(), False)],
+)
+def test_lightnings_own_plugin_asks_for_plain_files(plugin: CheckpointIO, is_file: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    stopped, _ = _fit(2, plugins=[plugin])
+    stopped.save_checkpoint(path)
+    stopped.strategy.teardown()  # what is written in the background
+    assert path.exists() and path.is_file() == is_file
 
 
 def test_a_checkpoint_plugin_is_refused_on_several_ranks() -> None:

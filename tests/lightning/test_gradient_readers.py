@@ -45,6 +45,20 @@ class Chooses(ToyModule):
             self.clip_gradients(optimizer, 0.5, "norm")
 
 
+def _clip(module: pl.LightningModule) -> None:
+    clip_grad_norm_(module.parameters(), 0.5)
+
+
+class ClipsInHelper(ToyModule):
+    """By way of a method of its own, and of a function."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.limit()
+
+    def limit(self) -> None:
+        _clip(self)
+
+
 class _Timed:
     """A decorator that is no function."""
 
@@ -90,6 +104,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
         ),
         (ClipsInHook, [], PP2, r"configure_gradient_clipping calls clip_grad_norm_.*tensor 1 x pipeline 2"),
         (ClipsInStep, [], {}, "ClipsInStep.training_step calls clip_grad_norm_"),
+        (ClipsInHelper, [], {}, "ClipsInHelper.on_before_optimizer_step calls clip_grad_norm_"),
         (ClipsValues, [], {}, "ClipsValues.on_after_backward calls clip_grad_value_"),
         (ToyModule, [ClippingCallback()], {}, "ClippingCallback.on_before_optimizer_step calls clip_grad_norm_"),
     ],

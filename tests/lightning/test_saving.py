@@ -300,17 +300,20 @@ class _Uploader(DummyLogger):
     _log_model = True
 
 
-class _FilesIO(TorchCheckpointIO):
-    """A plugin of the user's own, for plain files."""
-
-
 @pytest.mark.parametrize(
-    ("logger", "plugins", "warnings_of_it"), [(_Uploader, [], 1), (_Uploader, [_FilesIO()], 0), (DummyLogger, [], 0)]
+    ("logger", "options", "warnings_of_it"),
+    [
+        (_Uploader, {}, 1),
+        (_Uploader, {"plugins": [TorchCheckpointIO()]}, 0),
+        (_Uploader, {"enable_checkpointing": False}, 0),
+        (DummyLogger, {}, 0),
+    ],
 )
 def test_a_logger_that_uploads_files_alone_is_named(
-    logger: type[DummyLogger], plugins: list[TorchCheckpointIO], warnings_of_it: int
+    logger: type[DummyLogger], options: dict[str, Any], warnings_of_it: int, tmp_path: Path
 ) -> None:
-    fitted = trainer(MegatronStrategy(), max_steps=1, logger=logger(), plugins=plugins)
+    saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    fitted = trainer(MegatronStrategy(), **{"max_steps": 1, "logger": logger(), **saving, **options})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted.fit(ToyModule(), ToyData(num_samples=8))

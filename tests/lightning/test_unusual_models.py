@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -281,25 +282,25 @@ def _sampling_afterwards(layout: Layout, folder: str) -> None:
 
 
 _ASKING: dict[str, Callable[[pl.Trainer], Any]] = {
-    "log_dir": lambda trainer: trainer.log_dir,
     "barrier": lambda trainer: trainer.strategy.barrier(),
+    "broadcast": lambda trainer: trainer.strategy.broadcast("a word"),
     "decision": lambda trainer: trainer.strategy.reduce_boolean_decision(True),
 }
 
 
 class _AsksInStep(VectorModule):
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: Callable[[pl.Trainer], Any]) -> None:
         super().__init__()
-        self.what = what
+        self.what, self.answers = what, set[Any]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        _ASKING[self.what](self.trainer)
+        self.answers.add(self.what(self.trainer))
         return super().training_step(batch, batch_idx)
 
 
 def _asking(layout: Layout, folder: str, what: str) -> None:
     with pytest.raises((PipelineError, PeerFailure)) as error:
-        layout.trainer(folder, max_epochs=1).fit(_AsksInStep(what), loader(layout))
+        layout.trainer(folder, max_epochs=1).fit(_AsksInStep(_ASKING[what]), loader(layout))
     assert isinstance(error.value, PeerFailure) or "Ask for it in a hook before the step" in str(error.value)
 
 
@@ -307,6 +308,19 @@ def _asking(layout: Layout, folder: str, what: str) -> None:
 def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(what: str, tmp_path: Path) -> None:
     """It would wait forever."""
     run(PP2, _asking, tmp_path, what)
+
+
+def _log_dirs(layout: Layout, folder: str) -> set[str]:
+    module = _AsksInStep(lambda trainer: trainer.log_dir)
+    for _ in range(2):  # the second run has a folder of its own
+        layout.trainer(folder, max_epochs=1, logger=CSVLogger(folder)).fit(module, loader(layout))
+    return module.answers
+
+
+@layouts(PP2, slow=[PP2_DP2, DP2])
+def test_the_log_dir_is_known_in_a_step(layout: Layout, tmp_path: Path) -> None:
+    folders = {f"{tmp_path}/lightning_logs/version_{i}" for i in range(2)}
+    assert run(layout, _log_dirs, tmp_path) == [folders] * layout.ranks
 
 
 @pytest.mark.parametrize("body", [_sampling, _sampling_afterwards])
