@@ -31,6 +31,7 @@ _UNION = re.compile(
     r"(?: - Expected an? <class '\w+'>)+ Given value type: <class '\w+'> Given value: (?P<value>\S+)"
 )
 _GENERAL = re.compile("Does not validate|Expected an? (?!dot import path)|Not a valid subclass|a class path|a dict with")
+_OPTIONS_OF_A_CLASS = "Options go with the name of a class, as in --trainer.strategy=MegatronStrategy."
 _USAGE = """usage: megatron-lightning COMMAND [options]
 
   fit         train a model
@@ -245,7 +246,9 @@ def _reason(error: Exception) -> str | None:
     text, *said = _UNION.sub(_expected, " ".join(str(error).split())).partition(" Given value")[0].split(" - ")
     specific = [words for words in said if not _GENERAL.match(words)]
     key = re.match(r'Parser key "[^"]*":', text)
-    return (f"{key[0]} " if key else "") + specific[-1] if specific else " - ".join([text, *said])
+    reason = (f"{key[0]} " if key else "") + specific[-1] if specific else " - ".join([text, *said])
+    named = 'Parser key "trainer.strategy": Expected a dot import path string' in reason
+    return f"{reason}. {_OPTIONS_OF_A_CLASS}" if named else reason
 
 
 def _expected(union: re.Match[str]) -> str:

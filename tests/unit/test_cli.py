@@ -209,6 +209,11 @@ def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsy
     assert message in _fails(["fit", "--config", config, option], capsys)
 
 
+def test_options_of_a_strategy_go_with_its_class(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trainer.strategy=megatron", "--trainer.strategy.tensor_model_parallel_size=2"]
+    assert "as in --trainer.strategy=MegatronStrategy." in _fails(["fit", "--config", config, *options], capsys)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
