@@ -22,6 +22,11 @@ class CheckpointError(MegatronLightningError, RuntimeError):
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A path at which no checkpoint stands."""
 
+    @classmethod
+    def at(cls, path: object) -> MissingCheckpointError:
+        """Say so of ``path``, in Lightning's words."""
+        return cls(f"Checkpoint file not found: {path}. There is neither a file nor a directory; check the path.")
+
 
 class ShardingError(MegatronLightningError, RuntimeError):
     """A parameter or module whose declared sharding does not hold."""

@@ -62,7 +62,7 @@ def check_named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if path in ("", "best", "last", "hpc") or path.startswith("registry") or is_remote(path):
         return
     if not Path(committed_requeue(path)).exists():
-        raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
+        raise MissingCheckpointError.at(path)
 
 
 def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:

@@ -198,7 +198,7 @@ def open_checkpoint(
     parsed: list[Manifest] = []  # on the first rank
     content = on_first_rank(group, lambda: _read_directory(path, parsed))
     if content == _MISSING:
-        raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
+        raise MissingCheckpointError.at(path)
 
     def build() -> CheckpointSource:
         if content is None:

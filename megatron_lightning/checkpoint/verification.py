@@ -56,7 +56,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     sizes = folder.sizes()
     if MANIFEST not in sizes:
         if not sizes:
-            raise MissingCheckpointError(f"there is no checkpoint at {path}. Check the path.")
+            raise MissingCheckpointError.at(path)
         raise CheckpointError(f"{path} has no {MANIFEST}, so it is not a committed checkpoint directory. Name one that is.")
     try:
         return Manifest.loads(manifest_text(folder, sizes[MANIFEST]))

@@ -200,7 +200,7 @@ def test_what_one_rank_cannot_load_raises_everywhere(tmp_path: Path) -> None:
     errors = run_ranks(2, _load_expecting_error, path, _LAYOUTS["tp2"][1])
     assert all("state_dict.more" in error for error in errors), errors
     errors = run_ranks(2, _load_expecting_error, str(tmp_path / "b"), {})
-    assert all("no checkpoint at" in error for error in errors), errors
+    assert all("Checkpoint file not found" in error for error in errors), errors
 
 
 # Kills

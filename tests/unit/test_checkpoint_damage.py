@@ -92,7 +92,7 @@ def test_incomplete_and_absent_directories_are_refused(tmp_path: Path) -> None:
     assert not is_committed(tmp_path / "a")
     with pytest.raises(CheckpointError, match="save was never completed"):
         open_checkpoint(tmp_path / "a")
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(CheckpointError, match="Checkpoint file not found"):
         open_checkpoint(tmp_path / "b")
 
 

@@ -79,7 +79,7 @@ def test_an_object_store_holds_the_same_format(store: MemoryFileSystem, tmp_path
     remove_checkpoint(URL)
     remove_checkpoint("memory://bucket/plain.ckpt")
     assert not store.store
-    with pytest.raises(MissingCheckpointError, match="no checkpoint at memory://bucket"):
+    with pytest.raises(MissingCheckpointError, match="Checkpoint file not found: memory://bucket"):
         open_checkpoint(URL)
 
 

@@ -217,7 +217,7 @@ def test_options_of_a_strategy_go_with_its_class(config: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ckpt_path=/no/such.ckpt"], "there is no checkpoint at /no/such.ckpt"),
+        (["--ckpt_path=/no/such.ckpt"], "Checkpoint file not found: /no/such.ckpt"),
         (
             ["--data=PretrainDataModule", "--data.data_prefix=/no/such", "--data.sequence_length=8", "--data.batch_size=2"],
             "/no/such.idx: cannot be read",
