@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -168,16 +169,15 @@ def note_sigterm(trainer: pl.Trainer) -> None:
     Lightning's broadcasts as well, which in the middle of a step waits forever for ranks that wait for this one. Its loops
     share the note before every batch.
     """
-    connector = trainer._signal_connector
+    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = partial(_note_sigterm, trainer)  # can be pickled with it
 
-    def note(signum: int, frame: FrameType | None) -> None:
-        os.write(2, f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}\n".encode())  # print may be under way
-        launcher = trainer.strategy.launcher
-        if launcher is not None and not connector.received_sigterm:
-            launcher.kill(signum)
-        connector.received_sigterm = True
 
-    vars(connector)["_sigterm_notifier_fn"] = note
+def _note_sigterm(trainer: pl.Trainer, signum: int, frame: FrameType | None) -> None:
+    os.write(2, f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}\n".encode())  # print may be under way
+    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
+    if launcher is not None and not connector.received_sigterm:
+        launcher.kill(signum)
+    connector.received_sigterm = True
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:

@@ -324,12 +324,12 @@ class _Copies(pl.Callback):
 
 def _copied(layout: Layout, folder: str) -> int:
     fitted = layout.trainer(folder, max_epochs=1, callbacks=[_Copies()], gradient_clip_val=1.0)
-    fitted.fit(ToyModule(), datamodule=layout.data_module())
-    return int(copy.deepcopy(fitted).global_step)
+    fitted.fit(ToyModule(plateau=True), datamodule=layout.data_module())  # its other scheduler has a lambda
+    return int(copy.deepcopy(fitted).global_step) + int(pickle.loads(pickle.dumps(fitted)).global_step)
 
 
-def test_a_trainer_can_be_copied_during_fit(tmp_path: Path) -> None:
-    assert run(PP2, _copied, tmp_path) == [4, 4]
+def test_a_trainer_can_be_copied_during_fit_and_pickled_after_it(tmp_path: Path) -> None:
+    assert run(PP2, _copied, tmp_path) == [4 + 4] * 2
 
 
 class _StopsAt(pl.Callback):
