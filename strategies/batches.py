@@ -124,15 +124,20 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
 
 
 def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
-    """Return whether lists hold an entry for each sample (texts, other things, single tensors) and no tensors of a batch."""
+    """Return whether lists hold an entry for each sample: texts, other things, or tensors of one sample each.
+
+    A list may have as many entries as a micro-batch has samples by chance. Scalars and tensors of a whole micro-batch, and
+    tensors that are not of one kind, are taken for results of the step at fixed places.
+    """
     items = [item for output in outputs for item in output]
     if not any(isinstance(item, Tensor) for item in items):
         return isinstance(outputs[0], list) or (bool(items) and all(isinstance(item, str | bytes) for item in items))
-    batched = [
-        all(isinstance(item, Tensor) and item.ndim and item.shape[0] == size for item in output)
-        for output, size in zip(outputs, sizes, strict=True)
-    ]
-    return [len(output) for output in outputs] == list(sizes) and not all(batched)
+    if not isinstance(outputs[0], list) or [len(output) for output in outputs] != list(sizes):
+        return False
+    if len(set(sizes)) > 1:
+        return True
+    kinds = {(item.ndim, item.dtype) if isinstance(item, Tensor) and item.ndim else None for item in items}
+    return len(kinds) == 1 and None not in kinds and not all(item.shape[0] == sizes[0] for item in items)
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:

@@ -289,7 +289,7 @@ class GradientFlow:
         total = self._num_items.clone()
         if group.process_group is not None:
             dist.all_reduce(total, group=group.process_group)
-        return 1.0 / total.clamp(min=1.0)
+        return 1.0 / torch.where(total > 0, total, 1.0)  # weights that are no counts may add up to less than one
 
     # ------------------------------------------------------------------------------------------------ clipping
 

@@ -1,7 +1,7 @@
 """Send small nested values from the last stage of a pipeline to its other stages, once a step.
 
 A value is split into its numbers and the rest (names, keyword arguments, structure). The numbers travel as one float64
-tensor. The rest changes rarely: it is sent when it is new and remembered under its hash.
+tensor. The rest changes rarely: it is sent when it is new and remembered under its hash. Tensors with dims follow one by one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
+_REMEMBERED = 64  # structures; outputs with texts have a new one in every step
+
 
 class _Number:
     """Stands for a number in the structure: how to make it from a float64."""
@@ -29,8 +31,23 @@ class _Number:
         return number.to(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype(number.item())
 
 
+class _Block:
+    """Stands for a tensor with dims in the structure, whose bytes follow."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, float | int) or (isinstance(leaf, Tensor) and leaf.ndim == 0)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory; backends know few dtypes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _packed(structure: Any) -> bytes:
@@ -45,44 +62,59 @@ def _packed(structure: Any) -> bytes:
 
 
 class StageBroadcast:
-    """Broadcast of nested values from pipeline coordinate 0, where the last stage is.
-
-    Tensors with dims do not travel: they are None on the other stages.
-    """
+    """Broadcast of nested values from pipeline coordinate 0, where the last stage is."""
 
     def __init__(self, pipeline: AxisGroup, device: torch.device) -> None:
         self._pipeline, self._device = pipeline, device
         self._structures: dict[int, bytes] = {}
 
-    def __call__(self, value: Any) -> Any:
-        """Return the last stage's ``value`` (there unchanged); other stages pass anything."""
+    def __call__(self, value: Any, *, tensors: bool = False) -> Any:
+        """Return the last stage's ``value`` (there unchanged); other stages pass anything.
+
+        Tensors with dims travel if ``tensors``, which all stages say alike; else they are None on the other stages.
+        """
         if self._pipeline.size == 1:
             return value
-        if self._pipeline.rank == 0:
-            self._send(value)
-            return value
-        return self._receive()
+        if self._pipeline.rank > 0:
+            return self._receive()
+        self._send(value if tensors else tree_map_only(Tensor, lambda x: None if x.ndim else x, value))
+        return value
 
     def _send(self, value: Any) -> None:
         numbers = [leaf for leaf in tree_leaves(value) if _is_number(leaf)]
-        packed = _packed(tree_map(lambda x: _Number(x) if _is_number(x) else None if isinstance(x, Tensor) else x, value))
+        packed = _packed(tree_map(lambda x: _Number(x) if _is_number(x) else _Block(x) if isinstance(x, Tensor) else x, value))
         key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
         new = key not in self._structures
         self._broadcast(torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device))
         if new:
-            self._structures[key] = packed
+            self._remember(key, packed)
             self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
         if numbers:
             on_device = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
             self._broadcast(torch.stack(on_device))
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor) and tensor.ndim:
+                self._broadcast(_as_bytes(tensor.detach().to(self._device).contiguous()))
 
     def _receive(self) -> Any:
         key, count, packed_bytes = self._broadcast(torch.empty(3, dtype=torch.int64, device=self._device)).tolist()
         if packed_bytes:
             packed = self._broadcast(torch.empty(packed_bytes, dtype=torch.uint8, device=self._device))
-            self._structures[key] = packed.cpu().numpy().tobytes()
+            self._remember(key, packed.cpu().numpy().tobytes())
         numbers = iter(self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device)) if count else ())
-        return tree_map_only(_Number, lambda number: number.restore(next(numbers)), pickle.loads(self._structures[key]))
+        value = tree_map_only(_Number, lambda number: number.restore(next(numbers)), pickle.loads(self._structures[key]))
+        return tree_map_only(_Block, self._receive_block, value)
+
+    def _receive_block(self, block: _Block) -> Tensor:
+        tensor = block.empty(self._device)
+        self._broadcast(_as_bytes(tensor))
+        return tensor
+
+    def _remember(self, key: int, packed: bytes) -> None:
+        """Keep the newest structures; all stages forget the same ones."""
+        self._structures[key] = packed
+        if len(self._structures) > _REMEMBERED:
+            del self._structures[next(iter(self._structures))]
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=self._pipeline.ranks[0], group=self._pipeline.process_group)

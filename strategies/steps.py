@@ -192,9 +192,9 @@ class StepRunner:
             step.after_backwards()
         if self.num_stages > 1:
             self.rng.end_step()
-        return self._share(program, sharing_tensors=step.hook == "predict_step")
+        return self._share(program, step.hook)
 
-    def _share(self, program: _StepProgram, *, sharing_tensors: bool) -> StepResult:
+    def _share(self, program: _StepProgram, hook: str) -> StepResult:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
         shared: Any = None
         grown = b""
@@ -205,7 +205,8 @@ class StepRunner:
             grown = self._lists.grown() if self.num_stages > 1 else b""
             shared = (output, program.num_items, entries, self.metrics.counts(), bool(grown))
         if self.num_stages > 1:
-            shared = self._broadcast_objects(shared) if sharing_tensors else self._broadcast(shared)
+            predicting = hook == "predict_step"
+            shared = self._broadcast_objects(shared) if predicting else self._broadcast(shared, tensors=self._are_read(hook))
         output, num_items, entries, counts, has_grown = shared
         self.metrics.follow(counts)
         if has_grown and self.context.pp.size > 1:
@@ -215,8 +216,15 @@ class StepRunner:
         replay(self.module, entries)
         return StepResult(output, num_items)
 
+    def _are_read(self, hook: str) -> bool:
+        """Whether the module or a callback, other than Lightning's own and ours, has the hook that is handed the outputs."""
+        name = f"on_{hook.removesuffix('_step').replace('training', 'train')}_batch_end"
+        trainer: Any = self.module.trainer
+        hooks = [getattr(owner, name) for owner in (self.module, *trainer.callbacks)]
+        return any(hook.__module__.partition(".")[0] not in ("lightning", "megatron_lightning") for hook in hooks)
+
     def _broadcast_objects(self, value: Any) -> Any:
-        """Send tensors with dims as well: predictions, on the CPU."""
+        """Send all tensors: predictions, on the CPU."""
         return self.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))
 
 

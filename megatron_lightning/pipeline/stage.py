@@ -3,7 +3,7 @@
 The module that is pipelined states its units in ``pipeline_units()``, paths in the order of its forward, and its forward
 tolerates absent ones: a child of a ``ModuleList`` or ``ModuleDict`` (or ``Sequential``) is gone, any other attribute is
 None. What is left keeps its name, so that checkpoints, optimizers and summaries see one ordinary module. A ``ModuleList``
-keeps the integer names of its remaining children: iterate over it, since indices no longer fit.
+keeps the integer names of its remaining children, and indices count all of them (see ``containers``): a forward iterates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.pipeline.containers import keep_positions
 from megatron_lightning.pipeline.partition import Unit, unit_names
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -139,6 +140,7 @@ def _drop(module: nn.Module, unit: str) -> None:
     for members in (owner._modules, owner._parameters, owner._buffers):
         if name in members:
             if isinstance(owner, _CONTAINERS):
+                keep_positions(owner)
                 del members[name]
             else:
                 members[name] = None

@@ -113,6 +113,16 @@ def test_lists_with_an_entry_for_each_sample_are_joined() -> None:
     assert [tuple(tensor.shape) for tensor in pair] == [(4, 3), (4, 3)], "two tensors of a batch of two"
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_results_at_fixed_places_are_averaged_whatever_the_micro_batch_size(kind: type) -> None:
+    """Two entries, two samples: no entry for each sample."""
+    loss, accuracy = merge_outputs([kind([torch.tensor(x), torch.tensor(10 * x)]) for x in (1.0, 4.0)], [1, 1], [2, 2])
+    assert (loss, accuracy) == (2.5, 25.0)
+    output = [torch.ones(2, 4), torch.tensor(1.0)]
+    predictions, loss = merge_outputs([kind(output), kind(output)], [1, 1], [2, 2])
+    assert predictions.shape == (4, 4) and loss == 1.0
+
+
 def test_what_cannot_be_cut_is_named() -> None:
     class Graphs:
         pass

@@ -1,0 +1,90 @@
+"""Lists of modules that are cut: an index keeps its meaning.
+
+``Sequential`` and ``ModuleList`` count what they hold, so that ``layers[0]`` and ``layers[:2]`` would be other layers on every
+stage, for an optimizer's groups or for freezing, say. Once cut they count what the whole model has.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.errors import PipelineError
+
+
+class AbsentUnit(nn.Module):
+    """In the place of a module that another pipeline rank holds: it has no parameters, and cannot be called."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Say that this is no layer.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError(
+            "a layer that is on another pipeline rank was called by its index. In the forward of a pipelined module iterate "
+            "over its ModuleList, which then gives the layers of this stage."
+        )
+
+
+def keep_positions(container: nn.Module) -> None:
+    """Let a ``Sequential`` or ``ModuleList``, from which modules are about to be taken, be indexed as it is now.
+
+    Indices and slices count all modules; in the place of an absent one is an :class:`AbsentUnit`, and slices are of what is
+    there. A ``Sequential`` that runs its modules in order has its length and iteration, too, which a forward of one's own
+    and every ``ModuleList`` have of what is there alone. Copies are of the original class.
+    """
+    if isinstance(container, nn.Sequential | nn.ModuleList) and not isinstance(container, _Positions):
+        vars(container)["_positions"] = tuple(container._modules)
+        kind: type = type(container)
+        object.__setattr__(container, "__class__", _with_positions(kind))
+
+
+class _Positions:
+    """The index of a list of modules that has been cut."""
+
+    _original: type[nn.Module]
+    _positions: tuple[str, ...]
+    _modules: dict[str, nn.Module]
+
+    def __getitem__(self, index: Any) -> nn.Module:
+        if not isinstance(index, slice):
+            module = self._modules.get(self._positions[operator.index(index)])
+            return AbsentUnit() if module is None else module
+        there = OrderedDict((name, self._modules[name]) for name in self._positions[index] if name in self._modules)
+        return nn.Sequential(there) if isinstance(self, nn.Sequential) else nn.ModuleList(there.values())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return _make, (self._original,), *state
+
+
+class _PlainSequential(_Positions):
+    """That of a ``Sequential`` which runs its modules in order."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([self[index] for index in range(len(self))])
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def forward(self, input: Any) -> Any:
+        for module in self._modules.values():
+            input = module(input)
+        return input
+
+
+def _make(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+@lru_cache
+def _with_positions(kind: type) -> type:
+    plain = issubclass(kind, nn.Sequential) and kind.forward is nn.Sequential.forward
+    attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_original": kind}
+    return type(kind.__name__, (_PlainSequential if plain else _Positions, kind), attributes)
