@@ -126,8 +126,8 @@ class MegatronEnvironment(ParallelStrategy):
         """What reads and writes plain files: a plugin of the user's own, or ours."""
         if self._checkpoint_io is None:
             self._checkpoint_io = ShardedCheckpointIO()
-        elif isinstance(self._checkpoint_io, AsyncCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = ShardedCheckpointIO()
+        elif hasattr(self._checkpoint_io, "checkpoint_io"):
+            self._checkpoint_io.checkpoint_io = ShardedCheckpointIO()  # of Lightning's wrappers, those with another keep it
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -140,9 +140,10 @@ class MegatronEnvironment(ParallelStrategy):
 
         Lightning's ``AsyncCheckpointIO`` around no other asks for sharded directories that are written in the background.
         """
-        plugin = self._checkpoint_io
-        inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
-        return None if inner is None or type(inner) is ShardedCheckpointIO else plugin
+        inner = self._checkpoint_io
+        while isinstance(inner, AsyncCheckpointIO):
+            inner = inner.checkpoint_io
+        return None if inner is None or type(inner) is ShardedCheckpointIO else self._checkpoint_io
 
     @property
     def failure_watch(self) -> FailureWatch | None:

@@ -127,13 +127,19 @@ def test_the_users_checkpoint_plugin_saves_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("plugin", "is_file"),
-    [(TorchCheckpointIO(), True), (AsyncCheckpointIO(TorchCheckpointIO()), True), (AsyncCheckpointIO(), False)],
+    [
+        (TorchCheckpointIO(), True),
+        (AsyncCheckpointIO(TorchCheckpointIO()), True),
+        (AsyncCheckpointIO(), False),
+        (AsyncCheckpointIO(AsyncCheckpointIO()), False),
+    ],
 )
 def test_lightnings_own_plugin_asks_for_plain_files(plugin: CheckpointIO, is_file: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     stopped, _ = _fit(2, plugins=[plugin])
     stopped.save_checkpoint(path)
     stopped.strategy.teardown()  # what is written in the background
+    assert isinstance(stopped.strategy.checkpoint_io, CheckpointIO)
     assert path.exists() and path.is_file() == is_file
 
 
