@@ -238,8 +238,10 @@ def _reason(error: Exception) -> str | None:
         return " ".join(str(error).split())
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_by = frames[-1][0].f_globals.get("__name__", "").partition(".")[0]
-    if raised_by == "lightning" and type(error).__name__ in ("MisconfigurationException", "ModuleNotFoundError"):
-        return " ".join(str(error).split())
+    if raised_by == "lightning":
+        from megatron_lightning.strategies.lightning_internals import refuses_settings
+
+        return " ".join(str(error).split()) if refuses_settings(error) else None
     if raised_by != "jsonargparse" or not isinstance(error, ValueError | ArgumentError):
         return None
     # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.

@@ -87,9 +87,10 @@ class MegatronModules(MegatronCounts):
                 planned = module_checks.planned_module(module)
                 if planned is not None:
                     self._check_layers(planned, trainer)
-        if trainer is not None and trainer.state.fn != TrainerFn.PREDICTING and isinstance(data, PretrainDataModule):
-            data.check_files()
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        stage = None if trainer is None else trainer.state.fn
+        if stage is not None and stage != TrainerFn.PREDICTING and isinstance(data, PretrainDataModule):
+            data.check_files(stage)
+        if stage == TrainerFn.FITTING:
             data_parallel_size = self.layout.data_parallel_size(self._planned_world_size)
             preflight.check_batches(self.pipeline_schedule, self.micro_batch_size, data_parallel_size, data)
 

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning import compat
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
-from megatron_lightning.strategies.lightning_internals import TunerExit
+from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
 
 _FAILURE, _ALARM = "failure", "alarm"
 _STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
@@ -78,12 +78,13 @@ class Failure:
     @classmethod
     def of(cls, rank: int, exception: BaseException) -> Failure:
         """Describe ``exception`` as raised on ``rank``."""
-        summary = "".join(traceback.format_exception_only(exception)).strip().splitlines()
+        summary = "".join(traceback.format_exception_only(exception)).strip()
         interrupted = isinstance(exception, KeyboardInterrupt)
-        needless = interrupted or isinstance(exception, (ConfigError, DataError, CheckpointError))
-        details = "" if needless else "".join(traceback.format_exception(exception))
+        mendable = isinstance(exception, (ConfigError, DataError, CheckpointError)) or refuses_settings(exception)
+        first_line = " ".join(summary.split()) if mendable else summary.splitlines()[0]  # further ones stand in the traceback
+        details = "" if interrupted or mendable else "".join(traceback.format_exception(exception))
         position = str(getattr(exception, "pipeline_position", None) or "")
-        return cls(rank, socket.gethostname(), summary[0], details, position, interrupted)
+        return cls(rank, socket.gethostname(), first_line, details, position, interrupted)
 
 
 def end_process(write_logs: Callable[[], object]) -> NoReturn:

@@ -8,7 +8,9 @@ of Lightning's in other files.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from types import FrameType
@@ -25,6 +27,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 
 # All-reduces any dtype, and means with backends that have none.
 from lightning.fabric.utilities.distributed import _sync_ddp as all_reduce
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # Moves the states of optimizers that were made before the module had its device.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -62,6 +65,7 @@ __all__ = [
     "optimizers_to_device",
     "prunes_by_lottery_ticket",
     "random_states",
+    "refuses_settings",
     "requeue_path",
     "restart_fetching",
     "seconds_between_validations",
@@ -94,6 +98,26 @@ _SHARED: Mapping[str, str] = {
 }
 INHERITED: Mapping[str, frozenset[str]] = {name: frozenset(names.split()) for name, names in _SHARED.items()}
 """Private names of Lightning's classes that our subclasses of them use, by the class that has them."""
+
+# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere these are as well errors of somebody's
+# code, which are looked for with a traceback.
+_READS_SETTINGS = re.compile(
+    r"lightning\.pytorch\.(trainer\.trainer|callbacks\..*|loggers\..*)\.__init__"
+    r"|lightning\.pytorch\.trainer\.connectors\.(accelerator_connector\..*|checkpoint_connector\._parse_ckpt_path)"
+    r"|lightning\.pytorch\.loops\.fit_loop\.setup_data"
+    r"|lightning\.pytorch\.callbacks\.gradient_accumulation_scheduler\.on_train_start"
+    r"|lightning\.fabric\.(accelerators|utilities\.device_parser|utilities\.seed)\..*"
+)
+
+
+def refuses_settings(error: BaseException) -> bool:
+    """Whether Lightning says with ``error`` that settings of the Trainer cannot work: its text is all that the user needs."""
+    where = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the last one has raised it
+        where = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
+    if isinstance(error, ValueError | TypeError):
+        return _READS_SETTINGS.fullmatch(where) is not None
+    return where.startswith("lightning.") and isinstance(error, MisconfigurationException | ModuleNotFoundError)
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:

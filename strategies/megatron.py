@@ -176,6 +176,7 @@ class MegatronStrategy(MegatronCheckpoints):
         module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
         check_checkpoint_links(trainer)
         if fitting:
+            preflight.check_accumulation(trainer.accumulate_grad_batches)
             check_gradient_readers(trainer, self.layout, self.data_parallel, replicas)
 
     def forget_connections(self) -> None:

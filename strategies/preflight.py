@@ -199,6 +199,18 @@ def check_batches(
             schedule.table(count if micro_batch_size else 1)
 
 
+def check_accumulation(num_batches: int) -> None:
+    """Check how many batches make an optimizer step.
+
+    Raises:
+        ConfigError: If none does, by which Lightning's loop would divide.
+    """
+    if num_batches < 1:
+        raise ConfigError(
+            f"accumulate_grad_batches is {num_batches}; it counts the batches of an optimizer step. Set it to 1 or more."
+        )
+
+
 @contextmanager
 def explained_empty_optimizers(layout: ParallelLayout, pp_rank: int) -> Iterator[None]:
     """Say what torch's complaint about an optimizer without parameters means in a pipeline.

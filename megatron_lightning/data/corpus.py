@@ -112,6 +112,8 @@ def input_files(inputs: str | Sequence[str]) -> list[Path]:
     if not files:
         raise DataError(f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files")
     for path in files:
+        if path.is_dir():
+            raise DataError(f"{path} is a directory, and input takes files; list those in it, as in --input {path}/*.txt")
         try:
             path.open("rb").close()
         except OSError as error:

@@ -14,7 +14,14 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_lightning.data.files import atomic_write
-from megatron_lightning.data.gpt_index import SampleIndices, build_indices, plan_epochs, split_matrix, split_sequences
+from megatron_lightning.data.gpt_index import (
+    EpochPlan,
+    SampleIndices,
+    build_indices,
+    plan_epochs,
+    split_matrix,
+    split_sequences,
+)
 from megatron_lightning.data.indexed import IndexedDataset, idx_path
 from megatron_lightning.data.tokenizers import NO_PAD, Tokenizer
 from megatron_lightning.errors import ConfigError, DataError
@@ -71,6 +78,40 @@ class GPTDatasetConfig:
         return self.tokenizer.vocab_size if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
 
 
+def plan_part(
+    indexed: IndexedDataset, config: GPTDatasetConfig, index_split: IndexSplit, num_samples: int | None
+) -> tuple[npt.NDArray[np.int32], EpochPlan]:
+    """Return the sequences [D] of one part of the split and how they are read; it takes no more than their lengths.
+
+    Raises:
+        ConfigError: If the part has no share of the documents.
+        DataError: If it has too few tokens.
+    """
+    bounds = split_matrix(config.split)[_SPLITS.index(index_split)]
+    if bounds is None:
+        raise ConfigError(f"split={config.split!r}: the {index_split} part has no weight; set it above 0")
+    sequences, extra = split_sequences(bounds, len(indexed)), config.extra_tokens
+    lengths = indexed.sequence_lengths[sequences[0] : sequences[-1] + 1] if len(sequences) else np.empty(0, np.int32)
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    if num_tokens == 0:
+        raise DataError(
+            f"{indexed.prefix}: the {index_split} part of split={config.split!r} gets {len(sequences)} of {len(indexed)} "
+            "documents and no token; give it a larger weight, or 0 to go without it"
+        )
+    plan = plan_epochs(num_tokens, num_samples, config.sequence_length, extra, _drops_last(config, index_split))
+    if plan.num_samples == 0:
+        raise DataError(
+            f"{indexed.prefix}: the {index_split} part of split={config.split!r} has {num_tokens} tokens, but a sample takes "
+            f"{config.sequence_length + extra}; set a smaller sequence_length, a larger weight, or num_samples to read it "
+            "repeatedly"
+        )
+    return sequences, plan
+
+
+def _drops_last(config: GPTDatasetConfig, index_split: IndexSplit) -> bool:
+    return index_split != "valid" or config.drop_last_partial_validation_sequence
+
+
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s], "loss_mask": float32 [s]}``.
 
@@ -116,7 +157,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         # Megatron leaves these out and would serve the cache of another setting; its defaults keep its names
         if not config.add_extra_token_to_sequence:
             fields["add_extra_token_to_sequence"] = False
-        if not self._drop_last:
+        if not _drops_last(config, self.index_split):
             fields["drop_last_partial_validation_sequence"] = False
         return json.dumps(fields, indent=4)
 
@@ -140,32 +181,13 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         """Row of the sample index that is served as sample i [n]."""
         return self._indices.shuffle_index
 
-    @property
-    def _drop_last(self) -> bool:
-        return self.index_split != "valid" or self.config.drop_last_partial_validation_sequence
-
     def _cache_path(self, name: str) -> Path:
         folder = self.config.cache_dir or f"{self.indexed.prefix}/cache/{type(self).__name__}_indices"
         return Path(folder) / f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split}-{name}"
 
     def _load_or_build(self) -> SampleIndices:
-        sequences = self._split_sequences()
         config, extra = self.config, self.config.extra_tokens
-        num_tokens = (
-            int(self.indexed.sequence_lengths[sequences[0] : sequences[-1] + 1].sum(dtype=np.int64)) if len(sequences) else 0
-        )
-        if num_tokens == 0:
-            raise DataError(
-                f"{self.indexed.prefix}: the {self.index_split} part of split={config.split!r} gets {len(sequences)} of "
-                f"{len(self.indexed)} documents and no token; give it a larger weight, or 0 to go without it"
-            )
-        plan = plan_epochs(num_tokens, self.num_samples, config.sequence_length, extra, self._drop_last)
-        if plan.num_samples == 0:
-            raise DataError(
-                f"{self.indexed.prefix}: the {self.index_split} part of split={config.split!r} has {num_tokens} tokens, but a "
-                f"sample takes {config.sequence_length + extra}; set a smaller sequence_length, a larger weight, or "
-                "num_samples to read it repeatedly"
-            )
+        sequences, plan = plan_part(self.indexed, config, self.index_split, self.num_samples)
         shapes = ((plan.num_epochs * len(sequences),), (plan.num_samples + 1, 2), (plan.num_samples,))
         cached = self._load(shapes, self._cache_time())
         if cached is None:
@@ -176,12 +198,6 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         if cached is None:
             raise DataError(f"{self._cache_path('*')}: unreadable just after it was written; set cache_dir to another folder")
         return cached
-
-    def _split_sequences(self) -> npt.NDArray[np.int32]:
-        bounds = split_matrix(self.config.split)[_SPLITS.index(self.index_split)]
-        if bounds is None:
-            raise ConfigError(f"split={self.config.split!r}: the {self.index_split} part has no weight; set it above 0")
-        return split_sequences(bounds, len(self.indexed))
 
     def _cache_time(self) -> float:
         """Age limit of the cache: older files belong to data that have been replaced since."""

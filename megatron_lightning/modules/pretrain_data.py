@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
-from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
+from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
@@ -115,14 +115,17 @@ class PretrainDataModule(pl.LightningDataModule):
         """Ids that may occur in the data; None if neither the setting nor a tokenizer says."""
         return self.config.num_ids
 
-    def check_files(self) -> None:
-        """Open the data and close them again, which costs no time; the strategy does it before it starts a process.
+    def check_files(self, stage: str) -> None:
+        """Look whether the data are enough for ``stage``, before the strategy starts a process; nothing is built.
 
         Raises:
-            DataError: If they cannot be read.
+            ConfigError: If there is no part to train on.
+            DataError: If they cannot be read, or a part of the split has too few tokens.
         """
         if type(self).prepare_data is PretrainDataModule.prepare_data:  # else they may be made there
-            IndexedDataset(self.data_prefix)
+            indexed = IndexedDataset(self.data_prefix)
+            for name, num_samples in self._parts(stage).items():
+                plan_part(indexed, self.config, name, num_samples)
 
     def prepare_data(self) -> None:
         """Build the index cache; Lightning calls this once on every node."""
@@ -132,16 +135,19 @@ class PretrainDataModule(pl.LightningDataModule):
         """Map the data and their indices into memory."""
         self._datasets.update(self._open(stage))
 
-    def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
-        """Open the parts that ``stage`` reads, so that a part too small for the run's samples does no harm to another."""
+    def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
+        """Return the samples wanted of the parts that ``stage`` reads: one that is too small does no harm to another."""
         needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",), "predict": ("test",)}.get(stage, ())
         parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
-        config = self.config if self.vocab_size is not None else replace(self.config, vocab_size=self._model_vocab_size())
         return {
-            name: GPTDataset(self.data_prefix, config, name, wanted)
+            name: wanted
             for (name, wanted), bounds in parts
             if name in needed and (bounds or name == "train")  # which nothing can be trained without
         }
+
+    def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
+        config = self.config if self.vocab_size is not None else replace(self.config, vocab_size=self._model_vocab_size())
+        return {name: GPTDataset(self.data_prefix, config, name, wanted) for name, wanted in self._parts(stage).items()}
 
     def _model_vocab_size(self) -> int | None:
         """Return the vocabulary of the module that is run, if it says so as :class:`GPTLightningModule` does."""

@@ -396,6 +396,14 @@ def test_modules_are_refused_before_any_process_starts(
         refused.fit(module(), datamodule=ToyData())
 
 
+@pytest.mark.parametrize("num_batches", [0, -1])
+def test_steps_of_no_batch_are_refused_before_any_process_starts(num_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptLauncher, "_start", lambda self: pytest.fail("a process is started"))
+    refused = trainer(MegatronStrategy(), devices=2, accumulate_grad_batches=num_batches)
+    with pytest.raises(ConfigError, match=rf"accumulate_grad_batches is {num_batches}; .* Set it to 1 or more"):
+        refused.fit(ToyModule(), datamodule=ToyData())
+
+
 def test_shards_are_not_given_to_what_is_no_torch_optimizer() -> None:
     """Lightning steps any object that has the methods; what it holds would be whole parameters without gradients."""
     check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=False)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
 import megatron_lightning
 from megatron_lightning.cli import _spelled_out, main, trainer_cli
+from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -201,6 +204,10 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
         ("--trainer.accelerator=tpu", "torch_xla"),
         ("--trainer.precision=transformer-engine", "transformer_engine"),
         ("--trainer.max_time=soon", "soon"),
+        ("--trainer.num_nodes=0", "`num_nodes` must be a positive integer, but got 0."),
+        ("--trainer.devices=-1", "`devices` selected with `CPUAccelerator` should be an int > 0."),
+        ("--trainer.val_check_interval=5000", "`val_check_interval` (5000) must be less than or equal to the number of"),
+        ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches is 0; it counts the batches"),
         ("--trainer.callbacks=NoSuch", 'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch'),
         ("--trainer.callbacks+=EarlyStopping", "EarlyStopping': the following arguments are required: monitor"),
     ],
@@ -232,6 +239,39 @@ def test_a_wrong_path_is_told_before_a_process_starts(
 
     monkeypatch.setattr("megatron_lightning.strategies.launchers.ScriptLauncher._start", start)
     assert message in _fails(["fit", "--config", config, "--trainer.devices=2", *options], capsys)
+
+
+def test_a_part_without_documents_is_told_before_a_process_starts(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_lightning.strategies.launchers.ScriptLauncher._start", lambda _: pytest.fail("started"))
+    with IndexedDatasetWriter("six", "uint16") as writer:
+        for _ in range(6):
+            writer.add_document(np.arange(1, 30))
+    data = ["--data=PretrainDataModule", "--data.data_prefix=six", "--data.sequence_length=8", "--data.batch_size=2"]
+    reason = _fails(["fit", "--config", config, "--trainer.devices=2", *data, "--data.split=95,5,0"], capsys)
+    assert "six: the valid part of split='95,5,0' gets 0 of 6 documents and no token; give it a larger weight" in reason
+
+
+def test_a_setting_that_ranks_find_wrong_is_one_line(config: str) -> None:
+    """The length of the data is known to the ranks only."""
+    options = ["--trainer.devices=2", "--trainer.val_check_interval=5000"]
+    command = [sys.executable, "-m", "megatron_lightning", "fit", "--config", config, *options]
+    environment = os.environ | {"PYTHONPATH": str(Path(megatron_lightning.__file__).parents[1])}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("megatron-lightning: error:")]
+    assert len(said) == 1 and "`val_check_interval` (5000) must be less than or equal to the number of" in said[0]
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_an_error_in_a_step_keeps_its_traceback(config: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise error("in a step")
+
+    monkeypatch.setattr(ToyModule, "training_step", fails)
+    with pytest.raises(error, match="in a step"):
+        main(["fit", "--config", config])
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pyte
     ("settings", "error", "message"),
     [
         ({"input": "missing.jsonl"}, DataError, r"missing\.jsonl: cannot be read \(No such file"),
-        ({"input": "."}, DataError, r"cannot be read \(Is a directory"),
+        ({"input": "."}, DataError, r"\. is a directory, and input takes files; list those in it, as in --input \./\*\.txt"),
         ({"input": []}, DataError, "names no file"),
         ({"workers": 0}, ConfigError, "workers=0"),
         ({"json_keys": []}, ConfigError, "json_keys"),

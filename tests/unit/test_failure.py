@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
@@ -45,6 +46,13 @@ def test_a_failure_names_rank_position_and_reason() -> None:
     assert "_error" in failure.details
     for mendable in (ConfigError("set it to 1"), DataError("no such file"), MissingCheckpointError("no checkpoint")):
         assert Failure.of(3, mendable).details == ""  # the command line promises one line
+
+
+def test_what_lightning_says_of_a_setting_needs_no_traceback() -> None:
+    with pytest.raises(ValueError, match="num_nodes") as refused:
+        pl.Trainer(num_nodes=0)
+    failure = Failure.of(0, refused.value)
+    assert failure.details == "" and failure.summary == "ValueError: `num_nodes` must be a positive integer, but got 0."
 
 
 def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
