@@ -125,6 +125,7 @@ def main() -> None:
         devices=devices,
         num_nodes=num_nodes,
         max_epochs=2,
+        default_root_dir=folder,
         callbacks=callbacks,
         logger=folder is not None and CSVLogger(folder, version=0, flush_logs_every_n_steps=1000),
         log_every_n_steps=1,

@@ -126,9 +126,9 @@ def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: 
 
 
 @on_all_launchers(("popen", 0))
-def test_an_exception_while_the_learning_rate_is_sought_ends_the_job(launcher: str, rank: int) -> None:
+def test_an_exception_while_the_learning_rate_is_sought_ends_the_job(launcher: str, rank: int, tmp_path: Path) -> None:
     """Lightning's tuner restores the weights before it lets go of an exception, with ranks that are still in the step."""
-    ended = run_job(launcher, "tuning", rank)
+    ended = run_job(launcher, "tuning", rank, tmp_path)
     assert ended.code != 0 and ended.elapsed_s < KILL_S, f"{ended.elapsed_s} s\n{ended.output}"
     assert re.search(rf"rank {rank} on \S+ failed.*: ValueError: the injected fault", ended.output), ended.output
     assert LOST not in ended.output, ended.output
