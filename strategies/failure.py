@@ -36,6 +36,7 @@ _FAILURE, _ALARM = "failure", "alarm"
 _STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
 _ROLL_CALL_S = 3.0  # for every rank's thread to answer, also on a busy machine
 _LAST_S = 2.0  # for what a process writes at its end, when its main thread hangs
+_TERMINATED = 128 + signal.SIGTERM  # exit code, as shells have it
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited", "imed out")
 _GLOO = "gloo/"  # a path in gloo's own source begins each of its messages; its errors have no class of their own
 
@@ -169,6 +170,8 @@ class FailureWatch:
         """
         if isinstance(exception, AgreedStop | TunerExit):
             return False
+        if isinstance(exception, SIGTERMException):  # code None is success, with which an agent waits for the other nodes
+            exception.code = _TERMINATED
         lost = self._follows = _is_lost_connection(exception)
         self._leaving.set()
         if lost and threading.current_thread() is threading.main_thread():

@@ -121,7 +121,7 @@ def test_an_interrupted_job_ends_and_says_so(launcher: str, rank: int, fault: st
 def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: Path) -> None:
     """Lightning's handler would broadcast in the middle of the step."""
     ended = run_job(launcher, "terminate", rank, tmp_path)
-    assert ended.elapsed_s < RAISE_S, f"{ended.elapsed_s} s\n{ended.output}"
+    assert ended.code != 0 and ended.elapsed_s < RAISE_S, f"{ended.elapsed_s} s\n{ended.output}"
     assert "Received SIGTERM" in ended.output and "SIGTERMException" in ended.output, ended.output
 
 
