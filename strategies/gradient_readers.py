@@ -74,14 +74,14 @@ def _reached(hook: types.FunctionType, owner: type) -> Iterator[types.FunctionTy
         yield function
         for name in _names(function.__code__):
             for found in (getattr(owner, name, None), function.__globals__.get(name)):
-                called = inspect.unwrap(found) if callable(found) else None
+                called = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
                 if isinstance(called, types.FunctionType) and called not in seen and not _is_of_a_library(called):
                     seen.add(called)
                     waiting.append(called)
 
 
 def _is_of_a_library(function: types.FunctionType) -> bool:
-    return function.__module__.partition(".")[0] in ("torch", "lightning", "lightning_utilities", "megatron_lightning")
+    return str(function.__module__).partition(".")[0] in ("torch", "lightning", "lightning_utilities", "megatron_lightning")
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -71,7 +71,7 @@ class StageBroadcast:
     def __call__(self, value: Any, *, tensors: bool = False) -> Any:
         """Return the last stage's ``value`` (there unchanged); other stages pass anything.
 
-        Tensors with dims travel if ``tensors``, which all stages say alike; else they are None on the other stages.
+        Tensors with dims travel if the last stage says ``tensors``; else they are None on the other stages.
         """
         if self._pipeline.size == 1:
             return value

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -62,7 +63,7 @@ class MegatronSteps(MegatronModules):
         self._verdict_used = False  # by an optimizer step since
         self._toggling: Toggling | None = None
         self._validation_clock = ValidationClock(self)
-        self._log_dirs: dict[str | None, str | None] = {}  # this rank's own, and the one that all use
+        self._log_dirs: dict[Any, Any] = {}  # this rank's own, and the one that all use
         self._learns_log_dir = False
 
     @property
@@ -331,7 +332,7 @@ class MegatronSteps(MegatronModules):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s object on every rank; of ``trainer.log_dir`` alone in the middle of a pipelined step."""
-        if self._in_pipelined_step and isinstance(obj, str) and obj in self._log_dirs:
+        if self._in_pipelined_step and isinstance(obj, str | os.PathLike) and obj in self._log_dirs:
             return self._log_dirs[obj]
         self._check_ranks_meet("a broadcast")
         result = super().broadcast(obj, src)

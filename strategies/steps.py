@@ -221,7 +221,8 @@ class StepRunner:
         name = f"on_{hook.removesuffix('_step').replace('training', 'train')}_batch_end"
         trainer: Any = self.module.trainer
         hooks = [getattr(owner, name) for owner in (self.module, *trainer.callbacks)]
-        return any(hook.__module__.partition(".")[0] not in ("lightning", "megatron_lightning") for hook in hooks)
+        libraries = ("lightning", "megatron_lightning")
+        return any(str(getattr(hook, "__module__", None)).partition(".")[0] not in libraries for hook in hooks)
 
     def _broadcast_objects(self, value: Any) -> Any:
         """Send all tensors: predictions, on the CPU."""

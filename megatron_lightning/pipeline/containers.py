@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -28,16 +27,15 @@ class AbsentUnit(nn.Module):
         """
         raise PipelineError(
             "a layer that is on another pipeline rank was called by its index. In the forward of a pipelined module iterate "
-            "over its ModuleList, which then gives the layers of this stage."
+            "over its ModuleList or Sequential, which gives the layers of this stage."
         )
 
 
 def keep_positions(container: nn.Module) -> None:
     """Let a ``Sequential`` or ``ModuleList``, from which modules are about to be taken, be indexed as it is now.
 
-    Indices and slices count all modules; in the place of an absent one is an :class:`AbsentUnit`, and slices are of what is
-    there. A ``Sequential`` that runs its modules in order has its length and iteration, too, which a forward of one's own
-    and every ``ModuleList`` have of what is there alone. Copies are of the original class.
+    Indices, slices and the length count all modules; in the place of an absent one is an :class:`AbsentUnit`, and slices are
+    of what is there. Iteration gives what is there, for a forward that runs it. Copies are of the original class.
     """
     if isinstance(container, nn.Sequential | nn.ModuleList) and not isinstance(container, _Positions):
         vars(container)["_positions"] = tuple(container._modules)
@@ -59,24 +57,12 @@ class _Positions:
         there = OrderedDict((name, self._modules[name]) for name in self._positions[index] if name in self._modules)
         return nn.Sequential(there) if isinstance(self, nn.Sequential) else nn.ModuleList(there.values())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = tuple(super().__reduce_ex__(protocol))
-        return _make, (self._original,), *state
-
-
-class _PlainSequential(_Positions):
-    """That of a ``Sequential`` which runs its modules in order."""
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter([self[index] for index in range(len(self))])
-
     def __len__(self) -> int:
         return len(self._positions)
 
-    def forward(self, input: Any) -> Any:
-        for module in self._modules.values():
-            input = module(input)
-        return input
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return _make, (self._original,), *state
 
 
 def _make(kind: type[nn.Module]) -> nn.Module:
@@ -85,6 +71,5 @@ def _make(kind: type[nn.Module]) -> nn.Module:
 
 @lru_cache
 def _with_positions(kind: type) -> type:
-    plain = issubclass(kind, nn.Sequential) and kind.forward is nn.Sequential.forward
     attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_original": kind}
-    return type(kind.__name__, (_PlainSequential if plain else _Positions, kind), attributes)
+    return type(kind.__name__, (_Positions, kind), attributes)

@@ -21,7 +21,7 @@ class _ByIndex(VectorModule):
         net: Any = self.net
         for parameter in net[2].parameters():
             parameter.requires_grad_(False)
-        groups = [{"params": list(layer.parameters()), "lr": 0.1 * 0.5**place} for place, layer in enumerate(net)]
+        groups = [{"params": list(net[place].parameters()), "lr": 0.1 * 0.5**place} for place in range(len(net))]
         groups[-1]["params"] = list(net[-1:].parameters())
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 

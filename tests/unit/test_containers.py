@@ -31,7 +31,7 @@ class _OwnForward(_Sequential):
 class _List(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
 
     def pipeline_units(self) -> list[str]:
         return [f"layers.{i}" for i in range(4)]
@@ -73,20 +73,23 @@ def test_an_index_means_the_same_layer_on_every_stage(kind: str) -> None:
         left[0](torch.ones(1, 2))
 
 
-def test_a_sequential_counts_all_and_runs_what_is_there() -> None:
+@pytest.mark.parametrize("kind", LISTS)
+def test_all_are_counted_and_iteration_gives_what_is_there(kind: str) -> None:
     layers = _layers()
-    left = _cut(_Sequential(*layers))
-    assert len(left) == 4 and [sum(p.numel() for p in layer.parameters()) for layer in left] == [0, 0, 6, 6]
-    x = torch.ones(1, 2)
-    assert torch.equal(left(x), layers[3](layers[2](x)))
+    left = LISTS[kind](layers)
+    assert len(left) == 4 and list(left) == layers[2:]
+    assert [sum(p.numel() for p in left[i].parameters()) for i in range(len(left))] == [0, 0, 6, 6]
     assert list(left.state_dict()) == ["2.weight", "2.bias", "3.weight", "3.bias"]
 
 
-def test_a_forward_iterates_over_what_is_there() -> None:
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+def test_a_forward_iterates_over_what_is_there(kind: Callable[..., nn.Module]) -> None:
     layers, x = _layers(), torch.ones(1, 2)
+    assert torch.equal(_cut(_Sequential(*layers))(x), layers[3](layers[2](x)))
     assert torch.equal(_cut(_OwnForward(*layers))(x), layers[3](layers[2](x) + 1) + 1)
     module = _List(*layers)
-    assert len(_cut(module, "layers.")) == 2
+    module.layers = kind(*layers) if kind is nn.Sequential else kind(layers)
+    _cut(module, "layers.")
     assert torch.equal(module(x), layers[3](layers[2](x)))
 
 
