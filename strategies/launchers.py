@@ -110,8 +110,9 @@ class ChildWatch(threading.Thread):
             if self.announce():
                 wait_for(children, _GRACE_S)
                 kill(children)
-                if self._end is not None and not self._stopped.is_set():
-                    self._end()  # the main thread may wait in a collective for the rank that is gone
+                # The main thread may wait in a collective for the rank that is gone, or be about to meet the same error.
+                if self._end is not None and not self._stopped.wait(_GRACE_S):
+                    self._end()
                 return
             if children and all(child.exit_code() == 0 for child in children):
                 return

@@ -202,6 +202,22 @@ def test_the_cause_is_named_among_several_ends(codes: tuple[int, ...], named: in
     assert failures == [named]
 
 
+def test_a_process_has_time_to_meet_the_error_that_ended_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong for all ranks is found by one first, and its own exit code and words are to be the job's."""
+    children, ends = [_child(1, "raise SystemExit(2)")], []
+    watch = ChildWatch(lambda: children, lambda rank, how: None, end=lambda: ends.append("soon"))
+    watch.start()
+    wait_for(children, 10)
+    time.sleep(1)
+    watch.stop()
+    watch.join(timeout=10)
+    assert not ends and not watch.is_alive()
+
+    monkeypatch.setattr("megatron_lightning.strategies.launchers._GRACE_S", 0.1)
+    ChildWatch(lambda: children, lambda rank, how: None, end=lambda: ends.append("in the end")).run()
+    assert ends == ["in the end"]
+
+
 def test_children_that_end_well_are_left_alone() -> None:
     children = [_child(1, "pass")]
     watch = ChildWatch(lambda: children, lambda rank, how: pytest.fail("no child failed"))
