@@ -47,7 +47,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         maximum = all_reduce(shifted.amax(dim=-1), group, "max")
         shifted = shifted - maximum[..., None]
         picked = shifted.gather(-1, local[..., None]).squeeze(-1).masked_fill(outside, 0.0)
-        picked, total = all_reduce(torch.stack((picked, shifted.exp().sum(dim=-1))), group).unbind()
+        picked, total = all_reduce(torch.stack((picked, shifted.exp_().sum(dim=-1))), group).unbind()
         log_total = total.log()
         ctx.save_for_backward(logits, local, outside, maximum + log_total)
         return log_total - picked
@@ -55,9 +55,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, local, outside, normalizer = ctx.saved_tensors
-        probabilities = (logits.float() - normalizer[..., None]).exp()
-        onehot = torch.zeros_like(local, dtype=probabilities.dtype).masked_fill(~outside, -1.0)
-        grad_logits = probabilities.scatter_add(-1, local[..., None], onehot[..., None]) * grad[..., None]
+        grad_logits = (logits.float() - normalizer[..., None]).exp_()  # in place: nothing else is as large as the logits
+        onehot = torch.zeros_like(local, dtype=grad_logits.dtype).masked_fill(~outside, -1.0)
+        grad_logits.scatter_add_(-1, local[..., None], onehot[..., None]).mul_(grad[..., None])
         return grad_logits.to(logits.dtype), None, None, None
 
 
