@@ -22,6 +22,7 @@ from megatron_lightning.parallel.collectives import (
     finish,
     gather,
     gather_sequence,
+    overlaps,
     reduce_from_axis,
     reduce_scatter,
     reduce_scatter_start,
@@ -37,7 +38,8 @@ class _ColumnLinear(torch.autograd.Function):
     """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or reduce-scattered) backward.
 
     Backward keeps the sequence shard only and gathers it again while the input's gradient is computed; that gradient's
-    reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed.
+    reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed. Where
+    nothing would run beside a gather (on CPUs), the whole input is kept, unless the weight's gradient is put off.
     """
 
     @staticmethod
@@ -50,11 +52,11 @@ class _ColumnLinear(torch.autograd.Function):
         sequence_dim: int | None,
         owner: Owner | HiddenWeight | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        whole = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
+        ctx.gathers = sequence_dim is not None and (owner is not None or overlaps(x))
+        ctx.save_for_backward(x if ctx.gathers else whole, weight)
         ctx.group, ctx.sequence_dim, ctx.owner = group, sequence_dim, owner
-        if sequence_dim is not None:
-            x = finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
-        return F.linear(x, weight.to(x.dtype), bias)
+        return F.linear(whole, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
@@ -62,13 +64,13 @@ class _ColumnLinear(torch.autograd.Function):
         group, dim, owner = ctx.group, ctx.sequence_dim, ctx.owner
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        if dim is not None and need_weight:
+        if ctx.gathers and need_weight:
             started = all_gather_start(x, group, dim)
         if need_x:
             grad_x = grad.matmul(weight.to(grad.dtype))
             grad_x = all_reduce_start(grad_x, group) if dim is None else reduce_scatter_start(grad_x, group, dim)
         if need_weight:
-            whole = x if dim is None else finish(started, group, dim)
+            whole = finish(started, group, dim) if ctx.gathers else x
             grad_weight = grad.flatten(0, -2).t().matmul(whole.flatten(0, -2))
         elif owner is not None:
             owner.deliver(grad, x)

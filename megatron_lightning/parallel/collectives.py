@@ -36,6 +36,11 @@ def _name(group: AxisGroup) -> str:
     return group.process_group.group_name
 
 
+def overlaps(x: Tensor) -> bool:
+    """Whether a gather or scatter of ``x`` runs beside other work; that of a CPU tensor is complete when it returns."""
+    return x.device.type != "cpu"
+
+
 def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     """Begin to reduce ``x`` over the group; ``op`` is sum or max."""
     return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, _name(group))
@@ -45,7 +50,7 @@ def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """Begin to concatenate the ranks' ``x`` along ``dim``."""
     if group.size == 1:
         return x
-    gather = torch.ops.megatron_lightning.all_gather if x.device.type == "cpu" else _ops.all_gather_into_tensor
+    gather = _ops.all_gather_into_tensor if overlaps(x) else torch.ops.megatron_lightning.all_gather
     started: Tensor = gather(x.movedim(dim, 0).contiguous(), group.size, _name(group))
     return started
 
@@ -61,10 +66,10 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
         return x
     x = x.movedim(dim, 0).contiguous()
     started: Tensor
-    if x.device.type == "cpu":
-        started = torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group))
-    else:
+    if overlaps(x):
         started = _ops.reduce_scatter_tensor(x, "sum", group.size, _name(group))
+    else:
+        started = torch.ops.megatron_lightning.reduce_scatter(x, group.size, _name(group))
     return started
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,6 +102,17 @@ def several_steps(options: dict[str, Any], sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_equal_one_process(size: int, variant: str, sequence_parallel: bool) -> None:
     run_ranks(size, several_steps, VARIANTS[variant], sequence_parallel)
+
+
+def steps_as_on_gpus() -> None:
+    """Keep the sequence shards of inputs only, which backward gathers again."""
+    with patch("megatron_lightning.layers.linear.overlaps", return_value=True) as asked:
+        several_steps(VARIANTS["llama"], True)
+    assert asked.call_count == 2 * 3 * (2 * 2 + 1)  # two forwards in 3 steps; two such layers in each block, and the output
+
+
+def test_steps_of_layers_that_gather_again_equal_one_process() -> None:
+    run_ranks(2, steps_as_on_gpus)
 
 
 def test_steps_equal_one_process_on_four_ranks() -> None:
