@@ -39,7 +39,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     Backward keeps the sequence shard only and gathers it again while the input's gradient is computed; that gradient's
     reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed. Where
-    nothing would run beside a gather (on CPUs), the whole input is kept, unless the weight's gradient is put off.
+    nothing would run beside a gather (on CPUs), the whole input is kept for a weight that takes its gradient here.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class _ColumnLinear(torch.autograd.Function):
         owner: Owner | HiddenWeight | None,
     ) -> Tensor:
         whole = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
-        ctx.gathers = sequence_dim is not None and (owner is not None or overlaps(x))
+        ctx.gathers = sequence_dim is not None and (overlaps(x) or not weight.requires_grad)
         ctx.save_for_backward(x if ctx.gathers else whole, weight)
         ctx.group, ctx.sequence_dim, ctx.owner = group, sequence_dim, owner
         return F.linear(whole, weight.to(x.dtype), bias)
