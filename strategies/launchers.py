@@ -38,7 +38,7 @@ StartMethod = Literal["popen", "spawn", "fork"]
 
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _POLL_S = 0.2
-_GRACE_S = 3.0  # for the others to meet their own errors or to be ended by their watches, and to write what they hold
+_GRACE_S = 3.0  # for processes to meet their own errors or to be ended by their watches, and to write what they hold
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
 _LINGER_S = 0.5  # by which a rank that ends because of another one outlives that one, whom a starter then takes for the cause
 _INTERRUPTED = 128 + signal.SIGINT  # exit code of a worker that SIGINT reached, as shells have it
@@ -85,7 +85,7 @@ class ChildWatch(threading.Thread):
     Args:
         children: Returns the processes to watch; empty as long as none is started.
         on_failure: Called once with the failed rank and how it ended, before the others are ended; says so to the user.
-        end: Called last, to end this process as well; None: it is no rank.
+        end: Called last, to end this process as well unless the watch was stopped; None: it is no rank.
     """
 
     def __init__(
@@ -108,10 +108,11 @@ class ChildWatch(threading.Thread):
         while not self._stopped.wait(_POLL_S):
             children = self._children()
             if self.announce():
+                deadline = time.monotonic() + _GRACE_S
                 wait_for(children, _GRACE_S)
                 kill(children)
-                # The main thread may wait in a collective for the rank that is gone, or be about to meet the same error.
-                if self._end is not None and not self._stopped.wait(_GRACE_S):
+                # The main thread may be about to meet the same error, or wait in a collective for the rank that is gone.
+                if self._end is not None and not self._stopped.wait(max(0.0, deadline - time.monotonic())):
                     self._end()
                 return
             if children and all(child.exit_code() == 0 for child in children):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.split_backward import HiddenWeight, Owner, Splittable, hide, linear
 from megatron_lightning.parallel.collectives import (
@@ -37,9 +38,9 @@ Self = TypeVar("Self", bound="_ParallelLinear")
 class _ColumnLinear(torch.autograd.Function):
     """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or reduce-scattered) backward.
 
-    Backward keeps the sequence shard only and gathers it again while the input's gradient is computed; that gradient's
-    reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed. Where
-    nothing would run beside a gather (on CPUs), the whole input is kept for a weight that takes its gradient here.
+    What is kept for backward is the sequence shard, gathered again while the input's gradient is computed; that gradient's
+    reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed. On CPUs,
+    where nothing runs beside a gather, the whole input is kept for a weight gradient that is computed at once.
     """
 
     @staticmethod
@@ -59,6 +60,7 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(whole, weight.to(x.dtype), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         group, dim, owner = ctx.group, ctx.sequence_dim, ctx.owner

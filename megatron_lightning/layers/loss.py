@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.embedding import local_ids
 from megatron_lightning.parallel.collectives import all_reduce
@@ -45,7 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, group: AxisGroup) -> Tensor:
         shifted = logits.float()
         maximum = all_reduce(shifted.amax(dim=-1), group, "max")
-        shifted = shifted - maximum[..., None]
+        shifted = shifted - maximum[..., None]  # in place from here on: every temporary would be of the logits' size
         picked = shifted.gather(-1, local[..., None]).squeeze(-1).masked_fill(outside, 0.0)
         picked, total = all_reduce(torch.stack((picked, shifted.exp_().sum(dim=-1))), group).unbind()
         log_total = total.log()
@@ -53,9 +54,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return log_total - picked
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, local, outside, normalizer = ctx.saved_tensors
-        grad_logits = (logits.float() - normalizer[..., None]).exp_()  # in place: nothing else is as large as the logits
+        grad_logits = (logits.float() - normalizer[..., None]).exp_()
         onehot = torch.zeros_like(local, dtype=grad_logits.dtype).masked_fill(~outside, -1.0)
         grad_logits.scatter_add_(-1, local[..., None], onehot[..., None]).mul_(grad[..., None])
         return grad_logits.to(logits.dtype), None, None, None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel
 from megatron_lightning.models import GPTModel, TransformerConfig
@@ -207,7 +207,10 @@ def test_megatron_core_run_is_reproduced(index: int) -> None:
             assert norm == pytest.approx(want_norm, rel=2e-5)  # its layouts differ from each other by 5e-6
 
 
-def compiled_and_checkpointed() -> None:
+def compiled_and_checkpointed(as_on_gpus: bool) -> None:
+    """Compile and recompute a layer, on CPUs or with inputs that backward gathers again."""
+    if as_on_gpus:
+        linear.overlaps = lambda x: True  # of this process; a mock cannot be traced
     context, config = tensor_parallel(True), TransformerConfig(**BASE)
     model = sharded(config, context)
     layer = model.decoder.layers["0"]
@@ -229,8 +232,9 @@ def compiled_and_checkpointed() -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # equal operations; fusion may reassociate
 
 
-def test_a_layer_compiles_whole_and_recomputes() -> None:
-    run_ranks(2, compiled_and_checkpointed)
+@pytest.mark.parametrize("as_on_gpus", [False, True], ids=["cpu", "gather-again"])
+def test_a_layer_compiles_whole_and_recomputes(as_on_gpus: bool) -> None:
+    run_ranks(2, compiled_and_checkpointed, as_on_gpus)
 
 
 def split_and_compiled() -> None:
