@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
 from megatron_lightning.strategies.failure import AgreedStop
 from megatron_lightning.strategies.lightning_internals import connector_of, is_accumulating, requeue_path
-from megatron_lightning.strategies.replica_rng import ReplicaRng
 
 
 class RescueCheckpoint(ModelCheckpoint):

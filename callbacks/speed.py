@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.batches import batch_size_of
+from megatron_lightning.pipeline.microbatches import batch_size_of
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 

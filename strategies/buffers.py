@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import Tensor, nn
 
+from megatron_lightning.assembly.assemble import Assembly, disagreeing, fingerprint
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.strategies.assembly import Assembly, disagreeing, fingerprint
 
 
 class BufferSync:

@@ -11,6 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
+from megatron_lightning.assembly import checks
+from megatron_lightning.assembly.assemble import Assembly, assemble, can_be_cut, check_replicas, is_assembled
+from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, shard_units
 from megatron_lightning.config import DataParallel, DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
@@ -19,11 +22,10 @@ from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.strategies import module_checks, preflight
-from megatron_lightning.strategies.assembly import Assembly, assemble, can_be_cut, check_replicas, is_assembled
+from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.buffers import synchronise_layers
+from megatron_lightning.strategies.checks.module import check_param_groups, is_built_later, planned_module
 from megatron_lightning.strategies.counting import MegatronCounts
-from megatron_lightning.strategies.fsdp import check_unsharded, is_sharded, shard_units
 from megatron_lightning.strategies.launchers import StartMethod
 
 
@@ -83,8 +85,8 @@ class MegatronModules(MegatronCounts):
             explicit = options.pipeline_model_parallel_layout is not None
             preflight.check_config(module, self.layout, self._planned_world_size, data, explicit_stages=explicit)
             if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
-                module_checks.check_cut(module, self.pipeline_schedule.placement, options)
-                planned = module_checks.planned_module(module)
+                checks.check_cut(module, self.pipeline_schedule.placement, options, is_built=not is_built_later(module))
+                planned = planned_module(module)
                 if planned is not None:
                     self._check_layers(planned, trainer)
         stage = None if trainer is None else trainer.state.fn
@@ -133,11 +135,12 @@ class MegatronModules(MegatronCounts):
     def _check_layers(self, module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
         """Check all layers of the module: on every rank alike, since none has taken its part yet."""
         tensor_size = self.layout.tp if self.sharding_plan is None else 1
-        module_checks.check_layers(module, self.recompute, tensor_size=tensor_size)
+        checks.check_layers(module, self.recompute, tensor_size=tensor_size)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             num_replicas = self.layout.data_parallel_size(self._planned_world_size)
             sharded = self.data_parallel == "fsdp"
-            module_checks.check_trained_layers(module, self.pipeline_schedule, num_replicas, sharded=sharded)
+            check_param_groups(module)
+            checks.check_trained_layers(module, self.pipeline_schedule, num_replicas, sharded=sharded)
 
     def _assemble(self) -> None:
         placement, options = self.pipeline_schedule.placement, self.pipeline_options

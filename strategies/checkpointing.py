@@ -31,11 +31,11 @@ from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import local_rows
+from megatron_lightning.optim.group_names import groups_of_rank, merge_groups
 from megatron_lightning.optim.state import StateTensor
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import ShardSpec
 from megatron_lightning.strategies.gradients import unwrapped
-from megatron_lightning.strategies.group_names import groups_of_rank, merge_groups
 from megatron_lightning.strategies.lightning_internals import attached_trainer
 from megatron_lightning.strategies.local_copies import copy_plan, open_copy
 from megatron_lightning.strategies.progress import RunProgress

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.batches import weighted_mean
+from megatron_lightning.pipeline.microbatches import weighted_mean
 
 
 @dataclass

@@ -31,6 +31,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
+from megatron_lightning.assembly.checks import check_sharded_units
+from megatron_lightning.assembly.fsdp import local_size
 from megatron_lightning.config import (
     CheckpointOptions,
     DataParallel,
@@ -45,12 +47,12 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies import module_checks, preflight
+from megatron_lightning.strategies import preflight
 from megatron_lightning.strategies.buffers import BufferSync
 from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links, warn_of_uploads
 from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
+from megatron_lightning.strategies.checks.module import check_module, check_one_backward, is_built_later
 from megatron_lightning.strategies.failure import AgreedStop
-from megatron_lightning.strategies.fsdp import local_size
 from megatron_lightning.strategies.gradient_readers import check_gradient_readers
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
@@ -168,12 +170,16 @@ class MegatronStrategy(MegatronCheckpoints):
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        module_checks.check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
+        check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
         replicas = self.layout.data_parallel_size(self._planned_world_size)
         check_callbacks(
             trainer, self.layout, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
         )
-        module_checks.check_sharded_units(self.module, self.data_parallel, replicas, fitting=fitting)
+        if self.data_parallel == "fsdp" and replicas > 1:
+            if not is_built_later(self.module):
+                check_sharded_units(self.module)
+            if fitting:
+                check_one_backward(self.module, replicas)
         check_checkpoint_links(trainer)
         if fitting:
             preflight.check_accumulation(trainer.accumulate_grad_batches)

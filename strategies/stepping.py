@@ -16,18 +16,18 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_lightning.assembly.assemble import check_same_batch
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.split_backward import join_backwards
+from megatron_lightning.optim.finite_watch import FiniteWatch
+from megatron_lightning.optim.replicated_gradients import GradientAgreement
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.pipeline.microbatches import batch_size_of
 from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.assembly import check_same_batch
-from megatron_lightning.strategies.batches import batch_size_of
 from megatron_lightning.strategies.buffers import BufferSync
 from megatron_lightning.strategies.building import MegatronModules
 from megatron_lightning.strategies.explicit import ExplicitStep, not_in_a_step
-from megatron_lightning.strategies.finiteness import FiniteWatch
-from megatron_lightning.strategies.gradient_agreement import GradientAgreement
 from megatron_lightning.strategies.gradients import GradientFlow
 from megatron_lightning.strategies.held_schedulers import HeldSchedulers
 from megatron_lightning.strategies.lightning_internals import skips_backward

@@ -20,21 +20,21 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_lightning.assembly.assemble import Assembly
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
+from megatron_lightning.pipeline.broadcast import StageBroadcast
+from megatron_lightning.pipeline.call_guard import CallGuard
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.microbatches import batch_size_of, merge_outputs, split_batch, tensors_of
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.assembly import Assembly
-from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
-from megatron_lightning.strategies.call_guard import CallGuard
-from megatron_lightning.strategies.finiteness import FiniteWatch
 from megatron_lightning.strategies.logs import LogRecorder, replay
 from megatron_lightning.strategies.metrics import MetricSync
-from megatron_lightning.strategies.replica_rng import ReplicaRng
-from megatron_lightning.strategies.stage_sync import StageBroadcast
 from megatron_lightning.strategies.step_lists import StepLists
 
 

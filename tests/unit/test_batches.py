@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.batches import batch_size_of, merge_outputs, split_batch, tensors_of
+from megatron_lightning.pipeline.microbatches import batch_size_of, merge_outputs, split_batch, tensors_of
 
 
 @dataclass(frozen=True)

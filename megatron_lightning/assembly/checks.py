@@ -1,26 +1,17 @@
-"""Checks of the LightningModule and its layers: before any process group exists as far as they are known then.
+"""Checks of a full module and its layers against the layout, before this rank's part is taken of it.
 
-Layers that ``configure_model`` builds are looked at on every rank when it has built them, before this rank's part is taken of
-them, so that all ranks find the same. Those of :class:`GPTLightningModule` follow from its configuration, and are known before.
+All ranks run them on the same full module, so that all find the same.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.modules.gpt import GPTLightningModule
-from megatron_lightning.optim.param_groups import check_rows
-from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan, sharding_plans, shared_names
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
@@ -29,56 +20,14 @@ from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.stage import check_units, find_pipelined_module, pipeline_units
 
 
-def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
-    """Return the module with all its layers, on ``meta`` if need be; None: hooks will build what cannot be known before."""
-    if not _is_built_later(module):
-        return module
-    if type(module).configure_model is not GPTLightningModule.configure_model or is_overridden("setup", module):
-        return None
-    planned = copy.copy(module)
-    planned._modules = dict(module._modules)
-    with torch.device("meta"):
-        planned.configure_model()
-    return planned
-
-
-def _is_built_later(module: pl.LightningModule) -> bool:
-    return is_overridden("configure_model", module) or is_overridden("setup", module)
-
-
-def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, *, fitting: bool) -> None:
-    """Check what the LightningModule does against the layout.
-
-    Raises:
-        ConfigError: For steps that a schedule of micro-batches cannot run.
-    """
-    if layout.num_stages == 1 and micro_batch_size is None:
-        return
-    for hook in ("training_step", "validation_step", "test_step", "predict_step"):
-        step = getattr(module, hook)
-        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):  # None: switched off
-            raise ConfigError(
-                f"{type(module).__name__}.{hook} takes the iterator of the data (dataloader_iter), and what it draws from it "
-                f"cannot be cut into micro-batches (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Take batch and "
-                "batch_idx instead, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
-            )
-    if not fitting:
-        return
-    if not module.automatic_optimization:
-        raise ConfigError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with a schedule of micro-batches "
-            f"the strategy runs the backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Set "
-            "automatic_optimization=True, or pipeline_model_parallel_size=1 and micro_batch_size=None."
-        )
-    if is_overridden("backward", module):
-        raise ConfigError(
-            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the "
-            "override, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
-        )
-
-
-def check_cut(module: pl.LightningModule, placement: Placement, options: PipelineOptions) -> None:
+def check_cut(module: nn.Module, placement: Placement, options: PipelineOptions, *, is_built: bool) -> None:
     """Check that the model can be cut into stages as the user wants, as far as its layers are known before it exists.
+
+    Args:
+        module: The full module.
+        placement: Where the stages live.
+        options: How the model is cut.
+        is_built: Whether its layers exist already.
 
     Raises:
         ConfigError: If no submodule, or more than one, has ``pipeline_units()``, or these do not fit the model or the stages.
@@ -90,7 +39,7 @@ def check_cut(module: pl.LightningModule, placement: Placement, options: Pipelin
         units = pipeline_units(pipelined)
         if placement.num_stages > 1:
             check_units(pipelined, unit_names(units))
-    elif placement.num_stages > 1 and not _is_built_later(module):
+    elif placement.num_stages > 1 and is_built:
         find_pipelined_module(module)  # says what is missing
         return
     elif isinstance(config, TransformerConfig):
@@ -127,32 +76,23 @@ def check_ties(module: nn.Module, path: str, stages: Sequence[Sequence[str]], pl
             )
 
 
-def check_sharded_units(module: pl.LightningModule, data_parallel: str, num_replicas: int, *, fitting: bool) -> None:
-    """Check that FSDP2 finds units to shard, and that one backward pass makes a step.
+def check_sharded_units(module: nn.Module) -> None:
+    """Check that FSDP2 finds units to shard.
 
     Raises:
-        ConfigError: For a model without ``pipeline_units()`` that exists already, and for manual optimization.
+        ConfigError: For a model without ``pipeline_units()``.
     """
-    if data_parallel != "fsdp" or num_replicas == 1:
-        return
-    if not _is_built_later(module):
-        try:
-            find_pipelined_module(module)
-        except ConfigError as error:
-            raise ConfigError(
-                f'data_parallel="fsdp" shards the units that a model lists in pipeline_units(), and {type(module).__name__} '
-                "does not have exactly one submodule with that method. Give it to the model that the step calls, or set "
-                'data_parallel="zero1".'
-            ) from error
-    if fitting and not module.automatic_optimization:
+    try:
+        find_pipelined_module(module)
+    except ConfigError as error:
         raise ConfigError(
-            f'{type(module).__name__} optimizes manually (automatic_optimization=False), and with data_parallel="fsdp" the '
-            f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass that ends a step. Set "
-            'automatic_optimization=True, or data_parallel="zero1".'
-        )
+            f'data_parallel="fsdp" shards the units that a model lists in pipeline_units(), and {type(module).__name__} '
+            "does not have exactly one submodule with that method. Give it to the model that the step calls, or set "
+            'data_parallel="zero1".'
+        ) from error
 
 
-def check_layers(module: pl.LightningModule, recompute: RecomputeOptions, *, tensor_size: int) -> None:
+def check_layers(module: nn.Module, recompute: RecomputeOptions, *, tensor_size: int) -> None:
     """Check all layers of the module.
 
     Args:
@@ -168,9 +108,7 @@ def check_layers(module: pl.LightningModule, recompute: RecomputeOptions, *, ten
         find_tables(module, tensor_size)
 
 
-def check_trained_layers(
-    module: pl.LightningModule, schedule: ScheduleChoice, num_replicas: int, *, sharded: bool = False
-) -> None:
+def check_trained_layers(module: nn.Module, schedule: ScheduleChoice, num_replicas: int, *, sharded: bool = False) -> None:
     """Check what all layers of the module do in training.
 
     Args:
@@ -180,20 +118,15 @@ def check_trained_layers(
         sharded: Whether FSDP2 shards them.
 
     Raises:
-        ConfigError: For sparse gradients over several replicas, sharded, compiled layers that should put off gradients, and
-            a table of parameter groups or a schedule of ours that does not fit them.
+        ConfigError: For sparse gradients over several replicas, and sharded, compiled layers that should put off gradients.
     """
-    if isinstance(module, GPTLightningModule):
-        check_rows(module, module.param_groups)
-        if not is_overridden("configure_optimizers", module, GPTLightningModule):
-            module.configure_optimizers()  # says itself which rates contradict each other
     if num_replicas > 1:
         _check_dense_gradients(module, num_replicas)
     if sharded and num_replicas > 1 and schedule.splits_backward:
         _check_uncompiled(module, schedule)
 
 
-def _check_dense_gradients(module: pl.LightningModule, num_replicas: int) -> None:
+def _check_dense_gradients(module: nn.Module, num_replicas: int) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise ConfigError(
@@ -202,7 +135,7 @@ def _check_dense_gradients(module: pl.LightningModule, num_replicas: int) -> Non
             )
 
 
-def _check_uncompiled(module: pl.LightningModule, schedule: ScheduleChoice) -> None:
+def _check_uncompiled(module: nn.Module, schedule: ScheduleChoice) -> None:
     """Check that no layer is compiled: one puts off with a view of its parameter, in whose place FSDP2 has another."""
     compiled = next((name for name, child in module.named_modules() if child._compiled_call_impl is not None), None)
     if compiled is not None:
@@ -213,7 +146,7 @@ def _check_uncompiled(module: pl.LightningModule, schedule: ScheduleChoice) -> N
         )
 
 
-def find_tables(module: pl.LightningModule, tensor_size: int) -> dict[str, ShardingPlan]:
+def find_tables(module: nn.Module, tensor_size: int) -> dict[str, ShardingPlan]:
     """Return the tensor-parallel tables of the modules that have one, by their paths.
 
     Raises:

@@ -8,13 +8,13 @@ forward from the first stage on and backward from the last; what comes after it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from megatron_lightning.config import NonFinite
@@ -104,7 +104,8 @@ class FiniteWatch:
             raise NonFiniteError(
                 f'{message} Look at the batch and at the learning rate; non_finite="skip" leaves such steps out.'
             )
-        rank_zero_warn(f"{message} The optimizer step is skipped.")
+        if self._context.rank == 0:
+            warnings.warn(f"{message} The optimizer step is skipped.", stacklevel=2)
         return True
 
     def _shared(self, mine: _Finding | None) -> list[_Finding]:

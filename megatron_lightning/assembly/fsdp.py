@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_lightning.assembly.assemble import Assembly
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import main_dtype
@@ -20,7 +20,6 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import initial_value, materialize
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
-from megatron_lightning.strategies.assembly import Assembly
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -34,7 +33,7 @@ def local_size(module: nn.Module) -> int:
     return sum(part.numel() for part in parts)
 
 
-def check_unsharded(module: pl.LightningModule) -> None:
+def check_unsharded(module: nn.Module) -> None:
     """Check that no earlier strategy has sharded the module.
 
     Raises:
@@ -48,7 +47,7 @@ def check_unsharded(module: pl.LightningModule) -> None:
 
 
 def shard_units(
-    module: pl.LightningModule,
+    module: nn.Module,
     assembly: Assembly,
     context: ParallelContext,
     options: DataParallelOptions,

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lightning.assembly.checks import check_ties, find_tables
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -30,9 +30,8 @@ from megatron_lightning.parallel.sharding import (
 )
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import cut_units
+from megatron_lightning.pipeline.microbatches import tensors_of
 from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module, has_unit, pipeline_units
-from megatron_lightning.strategies.batches import tensors_of
-from megatron_lightning.strategies.module_checks import check_ties, find_tables
 
 
 class _Mark(NamedTuple):
@@ -86,18 +85,18 @@ class Assembly:
         return next((stage for prefix, stage in stages if name == prefix or name.startswith(f"{prefix}.")), None)
 
 
-def is_assembled(module: pl.LightningModule) -> bool:
+def is_assembled(module: nn.Module) -> bool:
     """Return whether the module has been reduced to a rank's part already."""
     return "_megatron_mark" in module.__dict__
 
 
-def can_be_cut(module: pl.LightningModule) -> bool:
+def can_be_cut(module: nn.Module) -> bool:
     """Return whether the model exists and says how it is cut."""
     return any(hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan") for child in module.modules())
 
 
 def assemble(
-    module: pl.LightningModule,
+    module: nn.Module,
     context: ParallelContext,
     plan: ShardingPlan | None,
     placement: Placement,
@@ -195,7 +194,7 @@ def _summed_over_stages(name: str, spec: ShardSpec, assembly: Assembly) -> Shard
     return spec if assembly.in_unit(name) else replace(spec, partial_over=(*spec.partial_over, "pp"))
 
 
-def _parallelize(module: pl.LightningModule, context: ParallelContext, plan: ShardingPlan | None) -> None:
+def _parallelize(module: nn.Module, context: ParallelContext, plan: ShardingPlan | None) -> None:
     plans = find_tables(module, context.layout.tp) if plan is None else {"": plan}
     for path, table in plans.items():
         parallelize(module.get_submodule(path), context, table)
