@@ -1,6 +1,6 @@
 # Every command runs in .venv, which is made on first use from any Python of at least 3.10 and follows constraints.txt.
 .DEFAULT_GOAL := help
-.PHONY: help install lint format test test-all conformance demo gpu gpu-bench clean
+.PHONY: help install lint format check test test-all conformance demo gpu gpu-bench clean some-tests
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -36,8 +36,15 @@ format: $(INSTALLED)  ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint  ## lint, then every test but the slow and the GPU ones
-	$(BIN)/python -m pytest -q
+check: $(INSTALLED)  ## lint beside the tests of one process, on two cores: for the edit loop
+	@$(MAKE) --no-print-directory -j2 lint some-tests SOME=tests/unit
+
+test: $(INSTALLED)  ## lint, and every test but the slow and the GPU ones
+	@$(MAKE) --no-print-directory -j2 lint some-tests SOME="tests/unit tests/project"
+	$(BIN)/python -m pytest -q --ignore=tests/unit --ignore=tests/project
+
+some-tests: $(INSTALLED)
+	$(BIN)/python -m pytest -q $(SOME)
 
 test-all: lint  ## lint, then every test that needs no GPU
 	$(BIN)/python -m pytest -q -m "not gpu"

@@ -1,1 +1,1 @@
-"""Programs that measure; their results, with machine, date and versions, are kept in ``results``."""
+"""Benchmark programs; the newest pages of results, with machine, date and versions, are in ``results``."""

@@ -1,13 +1,13 @@
-"""Saving and loading a checkpoint beside plain ``torch.distributed.checkpoint`` and ``dd`` on the same disk, in one run.
+"""Time of saving and loading a checkpoint, compared with plain ``torch.distributed.checkpoint`` and ``dd`` on the same disk.
 
     python -m benchmarks.bench_checkpoint            # 1 GiB, 18 rounds; writes benchmarks/results
     python -m benchmarks.bench_checkpoint --quick    # seconds: 16 MiB, to see that everything runs
 
-Every round does everything once, in every order in turn and after a pause, so that what else the disk does hits all alike.
-Files are flushed to the disk when they are written (``conv=fsync``) and thrown out of the page cache before they are read.
-Checksums are on, as always. Memory that an operation will take, also as page cache, is claimed before: see ``claim_memory``.
-The stall of an asynchronous save is the time until training may go on; its yardstick is a plain copy of the same bytes. Memory
-is the most of this process beyond what it held before, as Linux counts it.
+Every round does everything once, in alternating order and after a pause, so that other load on the disk affects all alike.
+Files are flushed to the disk when they are written (``conv=fsync``) and dropped from the page cache before they are read.
+Checksums are on, as always. Memory that an operation needs, page cache included, is claimed before it: see ``claim_memory``.
+The stall of an asynchronous save is the time until training continues, compared with a plain copy of the same bytes. Memory is
+the peak of this process above its size before the operation, as Linux counts it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 
 COLUMNS = 4096
 NUM_TENSORS = 16
-PAUSE_S = 0.5  # virtual disks lend a burst to whoever comes after a pause: everybody gets it
+PAUSE_S = 0.5  # virtual disks grant a burst after a pause: every operation gets one
 MIB = 1 << 20
 
 
@@ -54,23 +54,23 @@ class Comparison:
 
     @property
     def met(self) -> bool:
-        """Whether the goal lies inside the interval or on its good side, with the tolerance of all our goals."""
+        """Whether the interval meets the goal, within the tolerance of all goals."""
         return self.ratio.meets(self.goal) if self.at_least else self.ratio.keeps(self.goal)
 
 
 def make_state(num_bytes: int) -> dict[str, Tensor]:
-    """Return random fp32 matrices of about that size together."""
+    """Return random fp32 matrices of about ``num_bytes`` in total."""
     rows = max(1, num_bytes // (4 * COLUMNS * NUM_TENSORS))
     generator = torch.Generator().manual_seed(0)
     return {f"layers.{i}.weight": torch.randn(rows, COLUMNS, generator=generator) for i in range(NUM_TENSORS)}
 
 
 class Bench:
-    """The operations that are timed, on one folder and one state.
+    """Timed operations on one folder and one state.
 
     Args:
-        folder: On the disk to measure.
-        state: What is saved.
+        folder: A folder on the disk to measure.
+        state: The tensors to save.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -88,7 +88,7 @@ class Bench:
         return self.folder / "raw"
 
     def _shards(self, tensors: Mapping[str, Tensor]) -> list[TensorShards]:
-        return [TensorShards.whole(name, tensor) for name, tensor in tensors.items()]
+        return [TensorShards.full(name, tensor) for name, tensor in tensors.items()]
 
     def dd_write(self) -> None:
         """Write the same bytes with dd."""
@@ -120,23 +120,23 @@ class Bench:
             self._copy[name].copy_(tensor)
 
     def async_stall(self) -> BackgroundJob:
-        """Begin an asynchronous save; returns when training may go on."""
+        """Start an asynchronous save; return when training may continue."""
         snapshot = self._buffer.copy_of(take_snapshot(self.folder / "async", self._shards(self.state), {}))
         return BackgroundJob(lambda: write_snapshot(snapshot))
 
     def check(self) -> None:
-        """Compare what was loaded last.
+        """Compare the tensors loaded last with the state.
 
         Raises:
-            RuntimeError: If it is not what was saved.
+            RuntimeError: If they differ.
         """
         if any(not torch.equal(self.state[name], self._copy[name]) for name in self.state):
-            raise RuntimeError("what was loaded is not what was saved; the times mean nothing.")
+            raise RuntimeError("the loaded tensors differ from the saved ones; the times mean nothing.")
         for tensor in self._copy.values():
             tensor.zero_()
 
     def forget(self, name: str) -> None:
-        """Throw a file or folder out of the page cache, whose memory it has claimed by being read once."""
+        """Drop a file or folder from the page cache, after one read that claims the cache's memory."""
         path = self.folder / name
         buffer = bytearray(8 * MIB)
         for file in path.rglob("*") if path.is_dir() else [path]:
@@ -164,7 +164,7 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def claim_memory(num_bytes: int) -> None:
-    """Touch memory and let it go: a virtual machine gives free memory back to its host and waits for what it needs again."""
+    """Touch memory and free it: a virtual machine returns free memory to its host and waits when it needs it again."""
     pages = np.empty(num_bytes, np.uint8)
     pages[:: os.sysconf("SC_PAGE_SIZE")] = 1
 
@@ -199,9 +199,9 @@ def measure_round(bench: Bench, number: int) -> dict[str, float]:
 
 @contextmanager
 def peak_of(result: dict[str, float], name: str) -> Iterator[None]:
-    """Note under ``name`` how many bytes this process took at most, beyond what it held before the block."""
+    """Record under ``name`` the peak memory of this process in bytes, above its size before the block."""
     before = machine.status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far (man 5 proc)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (man 5 proc)
     try:
         yield
     finally:
@@ -209,9 +209,9 @@ def peak_of(result: dict[str, float], name: str) -> Iterator[None]:
 
 
 def measure_memory(bench: Bench) -> dict[str, float]:
-    """Return the most bytes that each operation took beyond the state itself."""
+    """Return the peak memory of each operation in bytes, above the state itself."""
     peaks: dict[str, float] = {}
-    with peak_of(peaks, "async"):  # first, before anybody's freed memory can be used again
+    with peak_of(peaks, "async"):  # first, before there is freed memory to reuse
         bench.async_stall().wait()
     bench.remove("async")
     with peak_of(peaks, "save"):
@@ -301,8 +301,8 @@ def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ran
 
     Args:
         num_bytes: Size of the state.
-        num_rounds: How often everything is done.
-        folder: Where to write, on the disk to measure; a temporary folder inside is used and removed.
+        num_rounds: Number of rounds.
+        folder: A folder on the disk to measure; a temporary folder inside it is used and removed.
         results: Folder of the result files.
         num_ranks: Ranks of the simulated save.
     """
@@ -312,7 +312,7 @@ def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ran
     with tempfile.TemporaryDirectory(dir=folder) as place:
         bench = Bench(Path(place), make_state(num_bytes))
         facts |= {"state_bytes": bench.num_bytes, "largest_tensor_bytes": max(t.nbytes for t in bench.state.values())}
-        peaks = measure_memory(bench)  # also the first use of everything, which is not timed
+        peaks = measure_memory(bench)  # also warms everything up
         rounds = [measure_round(bench, number) for number in range(num_rounds)]
     facts["load_average_at_end"] = machine.describe()["load_average"]
     comparisons = compare(rounds)

@@ -1,11 +1,11 @@
-"""Data parallelism in one run: host time, bytes and memory beside theory, step time beside torch's DDP and FSDP2.
+"""Data parallelism: bytes and memory compared with theory, host and step time compared with torch's DDP and FSDP2.
 
     python -m benchmarks.bench_data_parallel            # 15 rounds, about 10 minutes on 2 cores; writes benchmarks/results
     python -m benchmarks.bench_data_parallel --quick    # a minute: a tiny model, to see that everything runs
 
-Host time is the processor time of the training thread that one layer more takes in a step (forward, backward, reduction,
-clipping, optimizer) when there is next to nothing to compute; its peer is the same layer on one device without any strategy.
-Step times are taken in turns (``benchmarks.teams``): medians, ratios with a bootstrap interval.
+Host time is the processor time of the training thread that one more layer costs in a step (forward, backward, reduction,
+clipping, optimizer) when there is almost nothing to compute; its peer is the same layer on one device without any strategy.
+Step times are measured in turn (``benchmarks.teams``): medians, and ratios with a bootstrap interval.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from benchmarks.variants import Shape
 
 PEERS = ("lightning-ddp2", "lightning-fsdp2")
 OURS = {"dp2": PEERS, "dp2-zero1": PEERS, "dp2-fsdp": PEERS[1:]}
-"""What each is measured by: ``fsdp`` has the hooks of torch's FSDP2, and so its host time."""
+"""Peers of each variant: ``fsdp`` has the hooks of torch's FSDP2, and therefore its host time."""
 PLAIN = "lightning-single"
 MOST_HOST_TIME = 1.2
-"""Times the host time of a layer on one device."""
+"""Limit, as a multiple of the host time of a layer on one device."""
 COUNTED = replace(Shape(), num_layers=4, vocab_size=512, sequence=16)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that was measured."""
+    """All measurements of a run."""
 
     facts: Mapping[str, Any]
     counts: Sequence[Count]
@@ -49,7 +49,7 @@ class Result:
 
 
 def layer_seconds(shallow: Steps, deep: Steps, name: str) -> list[float]:
-    """Return what a layer costs rank 0's training thread, round by round."""
+    """Return the processor seconds of a layer on rank 0's training thread, by round."""
     pairs = zip(shallow[name], deep[name], strict=True)
     return [(more[0].host_s - less[0].host_s) / (DEEP - SHALLOW) for less, more in pairs]
 

@@ -1,14 +1,14 @@
-"""Pipeline schedules with stages that sleep: how near a step comes to the formula, beside torch's own pipelining.
+"""Pipeline schedules with stages that sleep, compared with the formula and with torch's own pipelining.
 
     python -m benchmarks.bench_pipeline             # 2, 4 and 8 ranks, about 7 minutes; writes benchmarks/results
     python -m benchmarks.bench_pipeline --quick     # half a minute: 2 ranks, two rounds, to see that everything runs
 
-Both engines run a schedule on the same processes and take turns, a step each; other schedules have processes of their own,
-since every process group of gloo has a thread that wakes a hundred times a second. A step lasts from a barrier to the end of
-the slowest rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a rank's
-main thread in it, for each action, less that of the same stages without any engine; its goal holds where every rank has a
-core of its own. Peak memory is measured apart, in fresh processes with messages of 4 MiB: how much a rank's resident memory
-grew over what it had before its first step.
+Both engines run a schedule on the same processes, a step each in turn; every schedule has processes of its own, since each
+gloo process group has a thread that wakes a hundred times a second. A step lasts from a barrier to the end of the slowest
+rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a rank's main thread in
+it, for each action, less that of the same stages without any engine; its goal applies where every rank has a core of its own.
+Peak memory is measured separately, in fresh processes with messages of 4 MiB: the growth of a rank's resident memory since
+before its first step.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from benchmarks.statistics import ratio_of_medians
 TIMEOUT_S = 600.0
 SMALL, LARGE = 256, 2**20  # elements of a message
 GOALS: Mapping[str, float] = {"1f1b": 1.05, "interleaved": 1.05, "zb-h1": 1.08, "zbv": 1.08}
-"""Most that a step may take, as a multiple of the formula."""
+"""Limit of a step's time, as a multiple of the formula."""
 HOST_GOAL_US = 100.0
-"""Most processor time that the engine may take for an action, where every rank has a core of its own."""
+"""Limit of the engine's processor time for an action, where every rank has a core of its own."""
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of linux/prctl.h, in ns
 
 Engine = Callable[[Case, int], Callable[[], None]]
 
 
 def _measure_times(case: Case, rounds: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Run a case with all engines in turns; return wall and main-thread processor seconds of this rank."""
+    """Run a case with all engines in turn; return wall and main-thread processor seconds of this rank."""
     rank = dist.get_rank()
     steps = {f"{case.schedule}/{name}": make(case, rank) for name, make in engines.items()}
     walls: dict[str, list[float]] = {name: [] for name in steps}
@@ -64,11 +64,11 @@ def _measure_times(case: Case, rounds: int, engines: Mapping[str, Engine]) -> di
 
 
 def _measure_memory(case: Case, engine: str) -> float:
-    """Return by how many MiB the resident memory of this rank grows at most during its first three steps."""
+    """Return the peak growth of this rank's resident memory during its first three steps, in MiB."""
     step = ENGINES[engine](case, dist.get_rank())
     dist.barrier()
     before = machine.status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     for _ in range(3):
         step()
     return (machine.status_bytes("VmHWM") - before) / 2**20
@@ -88,7 +88,7 @@ def _rank_main(body: Callable[..., Any], rank: int, size: int, store: str, pipe:
 
 
 def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what ``body(*args)`` gives on each of ``size`` new processes.
+    """Return the results of ``body(*args)`` on ``size`` new processes.
 
     Raises:
         RuntimeError: With the traceback of a rank that failed.
@@ -215,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 ranks, 5 ms units and two rounds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--unit-ms", type=float, default=20.0, help="what a forward of a whole rank takes")
+    parser.add_argument("--unit-ms", type=float, default=20.0, help="time of a forward through all stages of a rank")
     parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
     parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Training speed of every layout beside plain Lightning on the same model, in one run.
+"""Training speed of every layout, compared with plain Lightning on the same model.
 
     python -m benchmarks.bench_step            # 15 rounds, about 10 minutes on 2 cores; writes benchmarks/results
     python -m benchmarks.bench_step --quick    # seconds: a tiny model, to see that everything runs
 
-All variants are set up at once and train in turns, a step each (``benchmarks.teams``). Compared are the medians of rank 0's
-processor seconds, which other programs on the machine hardly change, and of the wall time of the slowest rank. The *host*
-time of a layer is what its processor time is when there is next to nothing to compute: the difference between a deep and a
-shallow model of tiny width, divided by the layers and micro-batches of rank 0.
+All variants are set up at once and train in turn, a step each (``benchmarks.teams``). Two medians are compared: rank 0's
+processor seconds, which hardly depend on other programs on the machine, and the wall time of the slowest rank. The *host*
+time of a layer is its processor time when there is almost nothing to compute: the difference between a deep and a shallow
+model of tiny width, divided by the layers and micro-batches of rank 0.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.variants import GOALS, VARIANTS, Goal, Shape, Variant
 TINY = Shape(hidden_size=32, num_heads=8, num_groups=4, ffn_size=64, vocab_size=64, sequence=16)
 QUICK = replace(TINY, num_layers=2)
 SHALLOW, DEEP = 2, 10
-LOSS_TOLERANCE = 1e-4  # fp32, after up to 20 optimizer steps; sums over ranks are added up in another order than on one
+LOSS_TOLERANCE = 1e-4  # fp32, up to 20 optimizer steps; ranks sum in another order than one process
 
 Steps = Mapping[str, Sequence[Sequence[StepTime]]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one variant reached."""
+    """Results of one variant."""
 
     name: str
     cpu_s: float
@@ -44,12 +44,12 @@ class Row:
     host_us: float | None
     """Host time of a layer for one micro-batch, forward to optimizer step, in microseconds."""
     peak_mib: float
-    """Most memory of a rank beyond the imported libraries."""
+    """Peak memory of a rank above the imported libraries."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much faster ours is than the peer; above 1 is faster."""
+    """Speed of ours relative to the peer; above 1, ours is faster."""
 
     goal: Goal
     cpu: Ratio
@@ -69,7 +69,7 @@ def wall_seconds(steps: Sequence[Sequence[StepTime]]) -> list[float]:
 def compare(steps: Steps, goal: Goal) -> Comparison:
     """Compare two variants of one run.
 
-    A pipeline's bubble is waiting, which takes wall time only, so that ``ideal`` is a factor of that ratio alone.
+    A pipeline's bubble costs wall time only, so ``ideal`` scales only that ratio.
     """
     ours, peer = steps[goal.ours], steps[goal.peer]
     wall = ratio_of_medians(wall_seconds(peer), wall_seconds(ours)).scaled(1.0 / goal.ideal)
@@ -77,7 +77,7 @@ def compare(steps: Steps, goal: Goal) -> Comparison:
 
 
 def largest_loss_difference(steps: Steps) -> float:
-    """Return the largest relative difference between the losses that two variants had at the same step."""
+    """Return the largest relative difference between the losses of two variants at the same step."""
     losses = [[statistics.fmean(rank.loss for rank in ranks) for ranks in rounds] for rounds in steps.values()]
     return max(abs(max(at_step) / min(at_step) - 1.0) for at_step in zip(*losses, strict=True))
 
@@ -130,7 +130,7 @@ def markdown(facts: Mapping[str, Any], shape: Shape, table: Sequence[Row], compa
 
 
 def verdict(comparison: Comparison) -> str:
-    """Say by which measures the goal is met."""
+    """Return by which measures the goal is met."""
     goal = comparison.goal
     if goal.ratio is None:
         return "for information"
@@ -142,7 +142,7 @@ def run(names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool,
     """Measure, write a JSON and a Markdown file into ``folder``, and return the page.
 
     Raises:
-        RuntimeError: If the variants did not train alike, so that their times mean nothing.
+        RuntimeError: If the losses differ, so that the times compare nothing.
     """
     facts = machine.describe()
     host = None

@@ -1,12 +1,12 @@
-"""What a step of the data-parallel engine sends and what it keeps, counted on real ranks and set beside theory.
+"""Bytes that a data-parallel step sends and keeps, counted on real ranks and compared with theory.
 
 For a model of P parameters in bf16 on n data-parallel ranks (Megatron-Core's distributed optimizer):
 
     sent     ddp     all-reduce 4 P                          memory   18 P
              zero1   reduce-scatter 4 P, all-gather 2 P               (6 + 12 / n) P
 
-Every parameter is padded to 64 elements and a sharded bucket to a multiple of lcm(n, 128); what is sent beside is one byte a
-parameter (who used it) and 4 bytes for the norm.
+Every parameter is padded to 64 elements and a sharded bucket to a multiple of lcm(n, 128); in addition, one byte
+a parameter (which ranks used it) and 4 bytes for the norm are sent.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _KINDS = {"allreduce_": "all_reduce", "_reduce_scatter_base_": "reduce_scatter",
 
 @dataclass(frozen=True)
 class Count:
-    """One mode on one number of ranks."""
+    """Counts of one mode on one number of ranks."""
 
     mode: str
     num_ranks: int
     num_parameters: int
     sent: dict[str, int]
-    """Bytes of the buffers that rank 0 gave to each collective in a step, counted where torch dispatches them."""
+    """Bytes of rank 0's buffers in each collective of a step, counted where torch dispatches them."""
     theory: dict[str, int]
     """The same by formula, padding included."""
     padding: float
-    """Padding as a part of the parameters."""
+    """Padding as a fraction of the parameters."""
     bytes_a_parameter: float
-    """Parameters, gradients, masters and moments on the rank that has most of them."""
+    """Parameters, gradients, main params and moments on the rank with the most."""
     expected_bytes: float
 
     @property
@@ -65,7 +65,7 @@ class Count:
 
 
 class _Dispatched(TorchDispatchMode):
-    """Counts the bytes given to collectives."""
+    """Dispatch mode that counts the bytes given to collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def count(mode: str, num_ranks: int, config: TransformerConfig) -> Count:
-    """Run a step on ``num_ranks`` processes and return what rank 0 counted; the memory is that of the fullest rank."""
+    """Run a step on ``num_ranks`` processes; return rank 0's counts, with the memory of the fullest rank."""
     context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -140,7 +140,7 @@ def _step(mode: str, config: TransformerConfig) -> tuple[list[int], dict[str, in
     DistributedOptimizer(optimizer, reducer)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     with _Dispatched() as dispatched:
-        reducer.start_window()
+        reducer.begin_step()
         for index in range(NUM_MICROBATCHES):
             reducer.sync = index == NUM_MICROBATCHES - 1
             model(tokens, labels=tokens).mean().backward()

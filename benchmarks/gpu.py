@@ -3,7 +3,7 @@
     python -m benchmarks.gpu               # tests and headline benchmarks, within 8 minutes; writes benchmarks/results
     python -m benchmarks.gpu --case step   # one longer case; run it again to continue where the time was up
 
-Without a GPU both say so and end well, so that one command serves every machine.
+Without a GPU both print so and exit with code 0, so that one command works on every machine.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from benchmarks import machine
 from benchmarks.gpu_cases import CASES, HEADLINE, Item
 
 BUDGET_S = 7.5 * 60
-"""Of the 8 minutes, so that the last measurement may take somewhat longer than expected."""
+"""Less than 8 minutes, since the last measurement may take longer than expected."""
 TESTS_S = 200.0
 
 
 class Record:
-    """Measured items in a JSON file, written after each one, so that an interrupted run loses only the item it was at."""
+    """Measured items in a JSON file, written after each one, so that an interrupted run loses only its current item."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         self.entries: dict[str, Any] = json.loads(path.read_text()) if resume and path.exists() else {}
 
     def add(self, name: str, numbers: Mapping[str, Any]) -> None:
-        """Write one item, with where and when it was measured; replaces the file in one step."""
+        """Write one item with place and time of its measurement; the file is replaced atomically."""
         self.entries[name] = {"facts": machine.describe(), "numbers": numbers}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".part")
@@ -53,7 +53,7 @@ class Record:
 
 
 def run_items(items: Mapping[str, Item], record: Record, deadline: float) -> int:
-    """Measure what is not in the record and fits into the time; return how many items are missing or failed."""
+    """Measure the items that are not in the record and fit into the time; return how many are missing or failed."""
     missing = 0
     for name, item in items.items():
         if record.has(name):
@@ -75,7 +75,7 @@ def run_items(items: Mapping[str, Item], record: Record, deadline: float) -> int
 
 
 def summary(numbers: Any) -> Any:
-    """Return the numbers rounded, without the single measurements."""
+    """Return the rounded numbers, without the individual measurements."""
     if isinstance(numbers, Mapping):
         return {key: summary(value) for key, value in numbers.items() if key not in ("times_ms", "wall_s", "losses")}
     if isinstance(numbers, list):
@@ -99,7 +99,7 @@ def markdown(record: Record) -> str:
 
 
 def run_tests() -> dict[str, Any]:
-    """Run the GPU-marked tests; return how they ended."""
+    """Run the GPU-marked tests; return their result."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
     try:
         run = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, timeout=TESTS_S)
@@ -111,7 +111,7 @@ def run_tests() -> dict[str, Any]:
 
 
 def headline(folder: Path, deadline: float) -> int:
-    """Run tests and headline benchmarks; return how much failed or is missing."""
+    """Run tests and headline benchmarks; return how many failed or are missing."""
     stamp = machine.describe()["date"].replace(":", "").replace("+0000", "")
     record = Record(folder / f"gpu_{stamp}.json", resume=False)
     tests = run_tests()
@@ -121,7 +121,7 @@ def headline(folder: Path, deadline: float) -> int:
 
 
 def one_case(case: str, folder: Path, deadline: float) -> int:
-    """Run or continue a case; return how much failed or is missing."""
+    """Run or continue a case; return how many items failed or are missing."""
     record = Record(folder / f"gpu_case_{case}.json", resume=True)
     return _finish(record, run_items(CASES[case], record, deadline))
 

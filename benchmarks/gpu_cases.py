@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu`` measures on one GPU. Every item is measured by itself and returns plain numbers.
+"""Measurements of ``benchmarks.gpu`` on one GPU. Every item is measured by itself and returns plain numbers.
 
 Model FLOP/s utilisation is the model's arithmetic (6 a weight and token, and causal attention's products; no recomputation)
 over the time and the vendor's dense bf16 peak.
@@ -39,7 +39,7 @@ class Item:
     """One measurement."""
 
     seconds: float
-    """About how long it takes, the start of processes included."""
+    """Expected time, the start of processes included."""
     measure: Callable[[], Numbers]
 
 
@@ -56,7 +56,7 @@ def _rates(shape: Shape, seconds: float) -> dict[str, Any]:
 
 
 def step_beside_lightning(shape: Shape, num_rounds: int) -> Numbers:
-    """Train in turns with plain Lightning on the same GPU."""
+    """Train in turn with plain Lightning on the same GPU."""
     names = ("single", "lightning-single")
     steps = measure(names, shape, num_rounds, num_dropped=3)
     walls = {name: [ranks[0].wall_s for ranks in steps[name]] for name in names}
@@ -72,7 +72,7 @@ def step_beside_lightning(shape: Shape, num_rounds: int) -> Numbers:
 
 
 def _times_ms(work: Callable[[], Any], repeats: int = 20) -> list[float]:
-    """Return the GPU times of ``work``, after three runs to warm up."""
+    """Return the GPU times of ``work`` in milliseconds, after three warm-up runs."""
     for _ in range(3):
         work()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -85,7 +85,7 @@ def _times_ms(work: Callable[[], Any], repeats: int = 20) -> list[float]:
 
 
 def attention(sequence: int, batch: int) -> Numbers:
-    """Time our attention, forward and backward, with the kernel torch picks and with each one demanded."""
+    """Time our attention, forward and backward, with the kernel that torch picks and with each one forced."""
     heads, groups, width = 16, 8, 128
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     q = torch.randn(sequence, batch, heads, width, **options)
@@ -150,7 +150,7 @@ def _forward_backward(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def nccl_of_one_rank() -> Numbers:
-    """Time NCCL's collectives on a communicator of one rank: what they cost apart from the wire."""
+    """Time NCCL's collectives on a communicator of one rank: their cost without the network."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -185,4 +185,4 @@ CASES: Mapping[str, Mapping[str, Item]] = {
     },
     "compile": {f"{size}": Item(120, partial(compiled_layers, shape)) for size, shape in (("0.2 B", SMALL), ("0.9 B", LARGE))},
 }
-"""By name; each runs within 8 minutes, and continues where it stopped."""
+"""Cases by name; each runs within 8 minutes and continues where it stopped."""

@@ -1,4 +1,4 @@
-"""The manifest of a save by many thousand ranks, made without them: how large it is, and how long making and reading take."""
+"""Size of the manifest of a save by many thousand ranks, made without them, and the time to write and read it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from math import prod
 import numpy as np
 import torch
 
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, Shape, Shard, TensorEntry
-from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredShard, TensorInfo
+from megatron_lightning.parallel.spec import Box, Shape, ShardSpec
 
 TENSOR, PIPELINE = 8, 16
 NUM_LAYERS, HIDDEN, FFN, NUM_GROUPS, HEAD, VOCABULARY = 126, 16384, 53248, 8, 128, 128256  # Llama 3.1 405B
@@ -21,7 +21,7 @@ OPTIMIZER_KEYS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class ManifestCost:
-    """What the manifest of one save costs."""
+    """Cost of the manifest of one save."""
 
     num_ranks: int
     num_parameters: int
@@ -29,7 +29,7 @@ class ManifestCost:
     num_bytes: int
     """Size of ``manifest.json``."""
     dump_s: float
-    """Seconds to check it and turn it into text."""
+    """Seconds to check and serialize it."""
     load_s: float
     """Seconds to parse and check it."""
 
@@ -70,12 +70,12 @@ def _stages() -> Iterator[list[_Parameter]]:
 
 
 class _Writer:
-    """Collects the boxes of all ranks; checksums are random numbers, which are as long as real ones."""
+    """Collector of the boxes of all ranks; checksums are random numbers, which are as long as real ones."""
 
     def __init__(self, data: int) -> None:
         self.data = data
         self.entries: dict[str, tuple[Shape, torch.dtype]] = {}
-        self.shards: dict[str, list[Shard]] = {}
+        self.shards: dict[str, list[StoredShard]] = {}
         self.files: dict[str, int] = {}
         self._checksums = tuple(np.random.default_rng(0).integers(0, 1 << 32, 1 << 16).tolist())
 
@@ -85,16 +85,16 @@ class _Writer:
         self.files[file] = start + size
         checksums = self._checksums[: -(-size // BLOCK_BYTES)]
         self.entries[name] = (shape, dtype)
-        self.shards.setdefault(name, []).append(Shard(file, start, offset, box, checksums))
+        self.shards.setdefault(name, []).append(StoredShard(file, start, Box(offset, box), checksums))
 
     def manifest(self) -> Manifest:
-        tensors = {name: TensorEntry(*entry, tuple(self.shards[name])) for name, entry in self.entries.items()}
+        tensors = {name: TensorInfo(*entry, tuple(self.shards[name])) for name, entry in self.entries.items()}
         files = {**self.files, "state.0123456789ab.pt": 1}
         return Manifest(tensors=tensors, files=files, state_file="state.0123456789ab.pt", state_checksum=0)
 
 
 def _collect(num_ranks: int) -> _Writer:
-    """Divide every parameter and its optimizer states as zero1 does: flat ranges of a rank's parameters, one after another."""
+    """Split every parameter and its optimizer states as zero1 does: flat ranges of a rank's parameters, one after another."""
     writer = _Writer(num_ranks // (TENSOR * PIPELINE))
     for stage, parameters in enumerate(_stages()):
         for tensor in range(TENSOR):
@@ -118,7 +118,7 @@ def _divide(writer: _Writer, stage: int, tensor: int, held: list[tuple[_Paramete
             low, high = max(first, data * share), min(end, (data + 1) * share)
             rank = tensor + TENSOR * (data + writer.data * stage)
             flat = torch.empty(high - low, device="meta")
-            for offset, view in spec.flat_pieces(flat, low - first):
+            for offset, view in spec.flat_shards(flat, low - first):
                 box = tuple(view.shape)
                 writer.add(f"state_dict.{parameter.name}", parameter.shape, torch.bfloat16, rank, offset, box)
                 for key in OPTIMIZER_KEYS:
@@ -127,7 +127,7 @@ def _divide(writer: _Writer, stage: int, tensor: int, held: list[tuple[_Paramete
 
 
 def measure_manifest(num_ranks: int) -> ManifestCost:
-    """Make, write and read the manifest of a 405B model on ``num_ranks`` ranks (a multiple of 128)."""
+    """Build, serialize and read the manifest of a 405B model on ``num_ranks`` ranks (a multiple of 128)."""
     writer = _collect(num_ranks)
     start = time.perf_counter()
     text = writer.manifest().dumps()

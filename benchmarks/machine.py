@@ -1,4 +1,4 @@
-"""What a result must say of where it was measured, and the files that keep it."""
+"""Description of the machine for a page of results, and the files that hold it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """Return the sentence on machine, versions and load that a page of results begins with."""
+    """Return the opening sentence of a page of results: machine, versions and load."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     return (
         f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
@@ -51,7 +51,7 @@ def keep(folder: Path, name: str, facts: Mapping[str, Any], page: str, numbers: 
 
 
 def status_bytes(field: str) -> int:
-    """Return a size of this process as Linux counts it, such as ``VmHWM``; 0 where nobody does."""
+    """Return a size of this process as Linux counts it, such as ``VmHWM``; 0 on other systems."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit, marked when the measured code differs from it."""
+    """Return the commit, marked if the measured code differs from it."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--", "megatron_lightning", "strategies")

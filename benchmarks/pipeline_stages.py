@@ -1,7 +1,7 @@
 """Pipeline stages that sleep instead of computing, run by our executor and by ``torch.distributed.pipelining``.
 
 Both run the same schedule on the same processes with messages of the same size. A stage's forward takes one unit, and so do
-the gradient of its input and that of its weights; a stage that is one of V chunks of a rank takes the V-th part.
+the gradient of its input and that of its weights; with V chunks on a rank a stage takes 1 / V of that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline import PipelineExecutor, schedules
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
-"""Chunks of each schedule."""
+"""Chunks on a rank, by schedule."""
 
 
 class Case(NamedTuple):
@@ -45,20 +46,20 @@ class Case(NamedTuple):
         return self.schedule.startswith("zb")
 
     def stage(self, store: WeightGradients | None = None) -> nn.Module:
-        """Return one stage; with a store for the gradients that our executor puts off."""
+        """Return one stage, with a store for the weight gradients that our executor defers."""
         seconds = self.unit_s / self.chunks
         return SplitStage(seconds, store) if self.splits_backward else Stage(seconds)
 
     @property
     def ideal_s(self) -> float:
-        """What the papers' formulas give for a step, with nothing but compute."""
+        """Time of a step by the papers' formulas, compute only."""
         work, waits = 3 * self.microbatches * self.unit_s, (self.ranks - 1) * self.unit_s
         idle = {"1f1b": 3 * waits, "interleaved": 3 * waits / self.chunks, "zb-h1": waits, "zbv": waits / self.chunks}
         return work + idle[self.schedule]
 
 
 class _Input(torch.autograd.Function):
-    """An identity that sleeps forward, and backward as the gradient of an input takes."""
+    """Identity that sleeps in forward, and in backward as long as the gradient of an input takes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -74,7 +75,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """An identity on a weight that sleeps backward."""
+    """Identity on a weight that sleeps in backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
@@ -88,7 +89,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _SplitWeight(torch.autograd.Function):
-    """Adds a weight whose gradient may be put off."""
+    """Addition of a weight whose gradient may be deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, deliver: Callable[..., None], seconds: float) -> Tensor:
@@ -108,7 +109,7 @@ class _SplitWeight(torch.autograd.Function):
 
 
 class _Work(torch.autograd.Function):
-    """Adds a weight; sleeps forward, and twice as long backward."""
+    """Addition of a weight that sleeps in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -124,7 +125,7 @@ class _Work(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Maps [1, n] to [1, n], with a backward in one piece."""
+    """Map from [1, n] to [1, n] with a full backward."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class Stage(nn.Module):
 
 
 class SplitStage(nn.Module):
-    """Maps [1, n] to [1, n]; the backward comes in two halves, which torch parts by the graph and we by the store."""
+    """Map from [1, n] to [1, n] with a backward in two halves, which torch splits by the graph and we by the store."""
 
     def __init__(self, seconds: float, store: WeightGradients | None = None) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ def _sleep(seconds: float) -> None:
 
 
 class _Program:
-    """What our executor runs."""
+    """Program for our executor."""
 
     def __init__(self, stages: dict[int, nn.Module], num_stages: int, inputs: Tensor) -> None:
         self._stages, self._num_stages, self._inputs = stages, num_stages, inputs
@@ -182,9 +183,9 @@ def our_step(case: Case, rank: int) -> Callable[[], None]:
         pipeline_model_parallel_size=case.ranks, virtual_pipeline_model_parallel_size=case.chunks if case.ranks > 1 else 1
     )
     context = ParallelContext(layout)
-    choice = schedules.resolve(case.schedule, num_coordinates=case.ranks, num_chunks=case.chunks)
+    choice = schedules.resolve(case.schedule, num_ranks=case.ranks, num_chunks=case.chunks)
     executor = PipelineExecutor(context, choice.placement)
-    executor.warm_up()
+    executor.transport.warm_up()
     own = choice.placement.stages_of(rank)
     stages = {stage: case.stage(executor.weight_gradients) for stage in own}
     inputs = torch.zeros(case.microbatches if 0 in own else 0, case.numel)

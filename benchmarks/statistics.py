@@ -15,7 +15,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of the medians of two series that were measured in turns."""
+    """Ratio of the medians of two series that were measured in turn."""
 
     value: float
     low: float
@@ -39,11 +39,11 @@ class Ratio:
 
 
 def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Return the ratio of the medians; pairs are resampled together, since noise of the machine hits both of a round.
+    """Return the ratio of the medians; pairs are resampled together, since noise of the machine affects both of a round.
 
     Args:
         numerator: One number a round.
-        denominator: The other's number of the same rounds.
+        denominator: The peer's number of the same rounds.
         seed: Seed of the resampling.
 
     Raises:

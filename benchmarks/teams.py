@@ -1,8 +1,8 @@
-"""Several trainings at once that take turns step by step, so that a noisy machine is equally noisy to all of them.
+"""Several trainings that take turns step by step, so that noise of the machine affects all alike.
 
-A *team* is the processes of one variant. They set themselves up and then wait before every training step until the
-coordinator gives them the turn; meanwhile they use no processor. A step is one iteration of Lightning's whole loop, from the
-start of one batch to the start of the next, without the wait.
+A *team* is the processes of one variant. After setup they wait before every training step until the coordinator gives them
+their turn; waiting uses no processor. A step is one iteration of Lightning's loop, from the start of one batch to the start of
+the next, without the wait.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class StepTime(NamedTuple):
     """Processor seconds of all threads of the process."""
     loss: float
     peak_bytes: int
-    """Most memory so far: of the GPU if there is one, else of the process above what the imports took; 0: not known."""
+    """Peak memory so far: of the GPU if there is one, else of the process above the imports; 0: unknown."""
     host_s: float = 0.0
-    """Processor seconds of the training thread alone, without those that communicate."""
+    """Processor seconds of the training thread alone, without the communication threads."""
 
 
 class TeamError(RuntimeError):
-    """A process of a team failed; the message holds its traceback."""
+    """Failure of a process of a team; the message holds its traceback."""
 
 
 class _Turns(pl.Callback):
-    """Waits for the turn at the start of every batch and reports what the step before took."""
+    """Callback that waits for its turn at the start of every batch and reports the time of the previous step."""
 
     def __init__(self, pipe: Connection, imported_bytes: int) -> None:
         self._pipe, self._imported = pipe, imported_bytes
@@ -135,7 +135,7 @@ def _rank_main(name: str, shape: Shape, rank: int, store: str, pipe: Connection,
     except BaseException:
         pipe.send(TeamError(f"rank {rank} of {name}:\n{traceback.format_exc()}"))
         raise
-    os._exit(0)  # the groups of a finished team are of no use; closing them in step would need another turn
+    os._exit(0)  # closing the groups of a finished team in step would need another turn
 
 
 class Team:
@@ -160,7 +160,7 @@ class Team:
         self._receive()
 
     def step(self) -> list[StepTime]:
-        """Let all ranks do one training step; return what it took by rank."""
+        """Run one training step on all ranks; return its times by rank."""
         for pipe in self._pipes:
             pipe.send(None)
         return self._receive()
@@ -195,7 +195,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def assembled(variants: Sequence[Variant], shape: Shape, num_steps: int) -> Iterator[list[Team]]:
-    """Start a team for every variant, one after the other; end them all at the end of the block."""
+    """Start a team for every variant, one after another; end them all at the end of the block."""
     teams: list[Team] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -209,9 +209,9 @@ def assembled(variants: Sequence[Variant], shape: Shape, num_steps: int) -> Iter
 
 
 def measure(names: Sequence[str], shape: Shape, num_rounds: int, num_dropped: int = 1) -> Mapping[str, list[list[StepTime]]]:
-    """Let the variants take turns; return by name the steps of all rounds but the first ones, each by rank.
+    """Run the variants in turn; return the steps by name, round and rank, without the dropped first rounds.
 
-    Every other round runs in the opposite order, so that none always follows the same other.
+    Every other round runs in the opposite order, so that no variant always follows the same one.
     """
     steps: dict[str, list[list[StepTime]]] = {name: [] for name in names}
     with assembled([VARIANTS[name] for name in names], shape, num_dropped + num_rounds) as teams:

@@ -1,6 +1,6 @@
-"""The same GPT in several parallel layouts, ours and Lightning's own: what ``bench_step`` compares.
+"""Variants that ``bench_step`` compares: the same GPT in several layouts, ours and Lightning's own.
 
-Every variant trains the same model from the same weights on the same batches, so their losses agree; that is checked. The
+Every variant trains the same model from the same weights on the same batches; that their losses agree is checked. The
 peers get the model as their users would write it: ``fully_shard`` on every layer for FSDP2, and for ``ModelParallelStrategy``
 a DTensor plan with sequence parallelism and the loss computed on sharded logits (Lightning's own tensor-parallel example).
 """
@@ -34,7 +34,7 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of the model and of a batch, and what they are trained on."""
+    """Sizes of the model and of a batch, device and precision."""
 
     num_layers: int = 8
     hidden_size: int = 256
@@ -108,12 +108,12 @@ class DTensorGPT(GPTLightningModule):
         return loss, torch.tensor(batch["labels"].numel())
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward where the sharded loss is understood."""
+        """Run backward with support for the sharded loss."""
         with loss_parallel():
             super().backward(loss, *args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the replicated loss as a plain tensor, which is what loggers understand."""
+        """Log the replicated loss as a plain tensor, as loggers need it."""
         super().log(name, value.full_tensor() if hasattr(value, "full_tensor") else value, *args, **kwargs)
 
 
@@ -122,7 +122,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
     shard = Shard(0)
     for layer in model.decoder.layers.values():
         fc1 = layer.mlp.linear_fc1.weight
-        # Gate and up are stacked, and a DTensor is cut once: interleave them, so that every rank has its part of both.
+        # Gate and up are stacked, and a DTensor is sharded once: interleave them, so that every rank has a shard of both.
         gate, up = (half.chunk(mesh.size()) for half in fc1.data.chunk(2))
         fc1.data.copy_(torch.cat([block for pair in zip(gate, up, strict=True) for block in pair]))
         plan = {
@@ -162,7 +162,7 @@ class Variant:
     """Pipeline stages."""
     num_microbatches: int = 1
     ours: bool = False
-    """Whether the strategy hands out the data itself, in the loader's order."""
+    """Whether the strategy distributes the data itself, in the loader's order."""
 
 
 def _ours(
@@ -207,19 +207,19 @@ VARIANTS = {
         _ours("tp2-pp2", tp=2, pp=2, num_microbatches=NUM_MICROBATCHES),
     )
 }
-"""In the order of a round: what is compared runs side by side."""
+"""In the order of a round: variants that are compared run next to each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """``ours`` is at least ``ratio`` times as fast as ``peer``."""
+    """Goal that ``ours`` is at least ``ratio`` times as fast as ``peer``."""
 
     ours: str
     peer: str
     ratio: float | None
     """None: measured for information."""
     ideal: float = 1.0
-    """What the layout itself costs: the pipeline's bubble leaves m / (m + p - 1) of the time."""
+    """Cost of the layout itself: the pipeline's bubble leaves m / (m + p - 1) of the time."""
 
 
 GOALS = (

@@ -1,4 +1,4 @@
-"""Log the global gradient norm: one number for the whole model, whatever the layout."""
+"""Log the global gradient norm: one number for the full model on every layout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class GradientNormMonitor(pl.Callback):
-    """Logs the 2-norm of all gradients before clipping, once every optimizer step.
+    """Log the 2-norm of all gradients before clipping, once an optimizer step.
 
-    Under :class:`MegatronStrategy` it is the norm over every axis, without double counting; under another strategy it is the
-    norm of this rank's gradients. Where steps may be skipped (``16-mixed``, ``non_finite="skip"``), ``skipped_steps`` counts
-    them.
+    Under :class:`MegatronStrategy` it is the norm over all axes, without double counting; under another strategy the norm of
+    this rank's gradients. Where steps may be skipped (``16-mixed``, ``non_finite="skip"``), ``skipped_steps`` counts them.
 
     Args:
-        name: Key under which it is logged.
-        groups: Log the norm of every parameter group as well, as ``name/group``, if there are several.
+        name: Key of the norm in the logs.
+        groups: Log the norm of every parameter group too, as ``name/group``, if there are several.
         zeros: Log how many elements of the gradients are zero, as ``name_zeros``; reads all gradients once more.
     """
 
     def __init__(self, name: str = "grad_norm", *, groups: bool = False, zeros: bool = False) -> None:
-        self.name, self.groups, self.zeros = name, groups, zeros
+        self.name = name
+        self.groups = groups
+        self.zeros = zeros
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Compute and log; a collective under MegatronStrategy."""
-        strategy, values = trainer.strategy, dict[str, Any]()
+        """Compute and log the norms; a collective under MegatronStrategy."""
+        strategy = trainer.strategy
+        values: dict[str, Any] = {}
         if isinstance(strategy, MegatronStrategy):
             values[self.name] = strategy.gradient_norm()
             norms: Mapping[str, Tensor] = strategy.gradient_group_norms(optimizer) if self.groups else {}
@@ -45,11 +47,10 @@ class GradientNormMonitor(pl.Callback):
             values.update({f"{self.name}/{group}": norm for group, norm in norms.items()})
         if zeros is not None:
             values[f"{self.name}_zeros"] = zeros.float()
-        for key, value in values.items():
-            pl_module.log(key, value, on_step=True, on_epoch=False)
+        pl_module.log_dict(values, on_step=True, on_epoch=False)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Log the skipped steps, which have no other hook."""
+        """Log the number of skipped steps, for which no optimizer hook runs."""
         if isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy.may_skip_steps:
             pl_module.log("skipped_steps", float(trainer.strategy.skipped_steps), on_step=True, on_epoch=False)
 

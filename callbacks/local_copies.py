@@ -1,4 +1,4 @@
-"""Keep the newest state on the nodes' own disks: frequent saves that leave the shared file system alone."""
+"""Keep the newest state on the nodes' own disks: frequent saves without the shared file system."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint.storage import is_remote
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
+from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class LocalCopyCheckpoint(ModelCheckpoint):
-    """Saves every rank's state to its node's own disk, with a copy on the next node; ``ckpt_path="last"`` finds it.
+    """Save every rank's state to its node's own disk, with a copy on the next node; ``ckpt_path="last"`` finds it.
 
-    A small file, ``local.ckpt``, on the shared file system says where the copies are. A run of the same layout goes on from the
-    newest copy of which every rank's part is on some node, so one lost node in two neighbours does no harm; a run of another
-    layout, from the newest copy that is whole on every node; otherwise, from the newest checkpoint beside that file. The two
-    newest copies are kept.
+    A small file, ``local.ckpt``, on the shared file system lists the places of the copies. A run of the same layout resumes
+    from the newest copy of which every rank's part is on some node, so one of two neighboring nodes may be lost; a run of
+    another layout, from the newest copy that is complete on every node; otherwise, from the newest checkpoint beside that file.
+    The two newest copies are kept.
 
     Args:
-        folder: Folder on each node's own disk; ``{node_rank}`` in it stands for the node's number.
+        folder: Folder on each node's own disk, where ``{node_rank}`` represents the node's number.
         every_n_train_steps: Optimizer steps between two copies.
         every_n_minutes: Minutes between two copies, instead.
         dirpath: Shared folder of ``local.ckpt``; None: as for ``ModelCheckpoint``.
-
-    Raises:
-        ConfigError: If not exactly one of the two intervals is given, ``dirpath`` is no directory, or another strategy is used.
     """
 
     CHECKPOINT_NAME_LAST = "local"
@@ -60,22 +57,22 @@ class LocalCopyCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the strategy."""
         super().setup(trainer, pl_module, stage)
-        if not isinstance(trainer.strategy, MegatronCheckpoints):
+        if not isinstance(trainer.strategy, MegatronStrategy):
             raise ConfigError(
-                f"LocalCopyCheckpoint saves each rank's part, and {type(trainer.strategy).__name__} knows no parts. Use "
+                f"LocalCopyCheckpoint saves each rank's shards, and {type(trainer.strategy).__name__} has none. Use "
                 "MegatronStrategy, or ModelCheckpoint."
             )
         if is_remote(str(self.dirpath)):
             raise ConfigError(
-                f"dirpath is {self.dirpath}, and local.ckpt, which says where the copies are, is a file. Set dirpath to a "
-                "directory that all nodes share."
+                f"dirpath is {self.dirpath}, which cannot hold the file local.ckpt. Set it to a directory that all nodes share."
             )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save nothing: a run that ended well needs no copies."""
+        """Save nothing: a run that ended normally needs no copies."""
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         strategy = trainer.strategy
-        if isinstance(strategy, MegatronCheckpoints):
+        if isinstance(strategy, MegatronStrategy):
             strategy.save_local_copy(filepath, self.folder)
-            self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
+            self._last_global_step_saved = trainer.global_step
+            self._last_checkpoint_saved = filepath

@@ -1,4 +1,4 @@
-"""Record when the actions of a pipeline step ran, to lay the executed schedule beside the simulated one."""
+"""Record when the actions of a pipeline run were executed, to compare with the simulated schedule."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class PipelineTimeline(pl.Callback):
-    """Writes the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
+    """Write the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
 
     Every line is one action, see :mod:`megatron_lightning.pipeline.trace`. The ranks of a pipeline start their clocks together,
     right before the step. ``megatron-lightning schedule --trace DIR`` draws the files.
 
     Args:
         dirpath: Folder of the files; None: ``pipeline_timeline`` in the Trainer's ``default_root_dir``.
-        step: Training batch to record, counted over the whole fit; the first ones are slower than the rest.
+        step: Training batch to record, counted over the fit; the first ones are slower than the others.
     """
 
     def __init__(self, dirpath: str | None = None, step: int = 10) -> None:
         if step < 0:
             raise ConfigError(f"step is {step}; batches are counted from 0. Set it to 0 or more.")
-        self.dirpath, self.step = dirpath, step
+        self.dirpath = dirpath
+        self.step = step
         self._seen = 0
+        self._timeline: Timeline | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that there is a pipeline to look at.
-
-        Raises:
-            ConfigError: Under another strategy than MegatronStrategy.
-        """
+        """Refuse other strategies than MegatronStrategy."""
         if not isinstance(trainer.strategy, MegatronStrategy):
             raise ConfigError(
                 f"PipelineTimeline records the pipeline of MegatronStrategy, and the Trainer has a "
@@ -45,25 +43,25 @@ class PipelineTimeline(pl.Callback):
         self._seen = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clocks of a pipeline's ranks together; a collective in the step that is recorded."""
+        """Start the clocks of a pipeline's ranks together; a collective in the recorded step."""
         if self._seen == self.step and isinstance(trainer.strategy, MegatronStrategy):
             strategy = trainer.strategy
-            strategy.executor.timeline = Timeline(strategy.context.device)
+            self._timeline = Timeline(strategy.context.device)
+            strategy.executor.observers.append(self._timeline)
             if strategy.context.pp.process_group is not None:
                 dist.barrier(group=strategy.context.pp.process_group)
-            strategy.executor.timeline.restart()
+            self._timeline.restart()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write what was recorded."""
-        if self._seen == self.step and isinstance(trainer.strategy, MegatronStrategy):
-            executor = trainer.strategy.executor
-            if executor.timeline is not None:
-                folder = Path(self.dirpath or Path(trainer.default_root_dir, "pipeline_timeline"))
-                folder.mkdir(parents=True, exist_ok=True)
-                rank = trainer.global_rank
-                executed = [Executed(rank, *interval) for interval in executor.timeline.intervals()]
-                (folder / f"rank_{rank}.jsonl").write_text(trace_lines(executed))
-            executor.timeline = None
+        """Write the timeline."""
+        if self._timeline is not None and isinstance(trainer.strategy, MegatronStrategy):
+            trainer.strategy.executor.observers.remove(self._timeline)
+            rank = trainer.global_rank
+            folder = Path(self.dirpath or Path(trainer.default_root_dir, "pipeline_timeline"))
+            folder.mkdir(parents=True, exist_ok=True)
+            executed = [Executed(rank, *interval) for interval in self._timeline.intervals()]
+            (folder / f"rank_{rank}.jsonl").write_text(trace_lines(executed))
+            self._timeline = None
         self._seen += 1

@@ -1,4 +1,4 @@
-"""Log how fast training goes: seconds of a batch, samples and tokens a second, of the whole job."""
+"""Log the speed of training: seconds of a batch, samples and tokens a second, of the full job."""
 
 from __future__ import annotations
 
@@ -16,29 +16,26 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class SpeedMonitor(pl.Callback):
-    """Logs ``throughput/seconds_per_batch``, ``samples_per_second`` and, where the sequence is known, ``tokens_per_second``.
+    """Log ``throughput/seconds_per_batch``, ``samples_per_second`` and, where the sequence is known, ``tokens_per_second``.
 
-    They count the samples of all data-parallel ranks, each once however many ranks share the model. Time is the wall time
-    of the last batches, waiting for data included, without validation and without saving checkpoints. The first batch, which
-    connects and compiles, is left out. Tokens are samples times the sequence length, read from the batch where the
-    LightningModule or the data module declares ``sequence_dims``.
+    The samples of all data-parallel ranks are counted, each once. Time is the wall time of the last batches, waiting for data
+    included, without validation and saves. The first batch, which connects and compiles, is left out. Tokens are samples times
+    the sequence length, read from the batch where the LightningModule or the data module declares ``sequence_dims``.
 
     Args:
-        window: Number of batches that are averaged over.
-
-    Raises:
-        ConfigError: If there is nothing to average over.
+        window: Number of batches to average over.
     """
 
     def __init__(self, window: int = 20) -> None:
         if window < 1:
-            raise ConfigError(f"window is {window}; speeds are means over so many batches. Set it to 1 or more.")
+            raise ConfigError(f"window is {window}; it must be a positive integer.")
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # of batches: time, samples and tokens so far
         self._samples = self._tokens = self._consumed = 0
-        self._paused_s, self._interrupted = 0.0, False
+        self._paused_s = 0.0
+        self._interrupted = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._ends.clear()
         self._consumed = getattr(trainer.strategy, "consumed_samples", 0)
         self._interrupted = False
@@ -52,7 +49,7 @@ class SpeedMonitor(pl.Callback):
         self._interrupted = True
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave out what lies between the batch before and this one, if it was something else than training."""
+        """Leave out the time since the batch before, if something else than training ran."""
         if self._interrupted and self._ends:
             self._paused_s = time.perf_counter() - self._ends[-1][0]
         self._interrupted = False
@@ -60,14 +57,15 @@ class SpeedMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch and log."""
+        """Count the batch and log the speeds."""
         samples = self._samples_of(trainer, batch)
         self._samples += samples
         self._tokens += samples * _sequence_length(trainer, pl_module, batch)
         self._ends.append((time.perf_counter() - self._paused_s, self._samples, self._tokens))
         (began, *before), (ended, *counted) = self._ends[0], self._ends[-1]
         if ended > began:
-            seconds, (num_samples, num_tokens) = ended - began, (now - then for now, then in zip(counted, before, strict=True))
+            seconds = ended - began
+            num_samples, num_tokens = (now - then for now, then in zip(counted, before, strict=True))
             speeds = {"seconds_per_batch": seconds / (len(self._ends) - 1), "samples_per_second": num_samples / seconds}
             if num_tokens:
                 speeds["tokens_per_second"] = num_tokens / seconds
@@ -83,7 +81,7 @@ class SpeedMonitor(pl.Callback):
 
 
 def _sequence_length(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int:
-    """Return the tokens of a sample; 0 if nobody says which dim runs along the sequence."""
+    """Return the tokens of a sample; 0 if no sequence dim is declared."""
     dims: Mapping[str, int] | None = getattr(pl_module, "sequence_dims", None)
     if dims is None:
         dims = getattr(getattr(trainer, "datamodule", None), "sequence_dims", None)

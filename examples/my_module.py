@@ -1,4 +1,4 @@
-"""A module of one's own on two pipeline stages: ``python examples/my_module.py``."""
+"""User-defined module on two pipeline stages: ``python examples/my_module.py``."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,4 +1,4 @@
-"""Lazy package attributes (PEP 562), so that importing a torch-free name does not import torch."""
+"""Lazy package attributes (PEP 562): importing a torch-free name does not import torch."""
 
 from __future__ import annotations
 

@@ -1,23 +1,25 @@
 """The command line: ``megatron-lightning fit|validate|test|predict|preprocess|generate|checkpoint|schedule``.
 
-Signatures and their docstrings are the options; jsonargparse reads them. The Trainer's commands are LightningCLI's. A value
-that cannot work ends in one line on stderr and exit code 2; any other error keeps its traceback.
+Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands are LightningCLI's. A wrong
+setting ends in one line on stderr, which names the nearest valid option, and exit code 2; any other error keeps its traceback.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import re
 import sys
 import traceback
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import docstring_parser
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 import megatron_lightning
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
@@ -26,12 +28,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
 _TRACEBACK_VARIABLE = "MEGATRON_LIGHTNING_TRACEBACK"
-_UNION = re.compile(
-    r"Does not validate against any of the Union subtypes Subtypes: \[(?P<kinds>[^\]]*)\] Errors:"
-    r"(?: - Expected an? <class '\w+'>)+ Given value type: <class '\w+'> Given value: (?P<value>\S+)"
-)
-_GENERAL = re.compile("Does not validate|Expected an? (?!dot import path)|Not a valid subclass|a class path|a dict with")
-_OPTIONS_OF_A_CLASS = "Options go with the name of a class, as in --trainer.strategy=MegatronStrategy."
+_TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+_COMMANDS = (*_TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule")
+_TYPES = ("<class '", "typing.")
+_OPTIONS_OF_A_CLASS = ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy."
 _USAGE = """usage: megatron-lightning COMMAND [options]
 
   fit         train a model
@@ -41,7 +41,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   preprocess  tokenize text into indexed files
   generate    continue prompts with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average or prune checkpoints
-  schedule    show a pipeline schedule: table, bubble, memory, picture
+  schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
 
 megatron-lightning COMMAND --help lists the options of a command, megatron-lightning --version the version.
 """
@@ -57,8 +57,6 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: With code 2 for a wrong setting, input or checkpoint. The traceback is shown if the environment variable
             ``MEGATRON_LIGHTNING_TRACEBACK`` is set. With code 130 after Ctrl-C.
     """
-    from jsonargparse import set_parsing_settings
-
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     arguments = list(sys.argv[1:] if args is None else args)
     if args is None and os.getcwd() not in sys.path:  # an installed command lacks what `python -m` has: modules that lie here
@@ -70,19 +68,18 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"megatron-lightning {megatron_lightning.__version__}")
         return
     try:
-        if arguments[0] in ("fit", "validate", "test", "predict"):
+        if arguments[0] in _TRAINER_COMMANDS:
             trainer_cli(args)
         else:
             _run(arguments[0], arguments[1:])
     except Exception as error:
-        reason = _reason(error)
-        if reason is None or os.environ.get(_TRACEBACK_VARIABLE):
+        if not _names_a_setting(error) or os.environ.get(_TRACEBACK_VARIABLE):
             raise
-        if _is_first_rank():
-            print(f"megatron-lightning: error: {reason}", file=sys.stderr, flush=True)
+        if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+            print(f"megatron-lightning: error: {_in_one_line(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None  # as a shell reports it; there is nothing that a traceback would tell
+        raise SystemExit(130) from None  # as a shell reports it, without a traceback
 
 
 def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -92,13 +89,10 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
 
     Args:
         args: The command and its options; None: those of this process.
-        run: Whether to run; otherwise the objects are made only, and ``args`` has no command.
-
-    Raises:
-        ConfigError: If the values cannot work together.
+        run: Whether to run; False only makes the objects, and ``args`` has no command.
     """
     from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from megatron_lightning.optim import ScheduledLR
 
@@ -110,9 +104,15 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
         "data": {"class_path": "megatron_lightning.modules.PretrainDataModule"},
     }
 
+    class Parser(OneLineParser, LightningArgumentParser):
+        pass
+
     class MegatronCLI(LightningCLI):
+        parser: Parser
+
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.set_defaults(defaults)
+            self.parser.parsers.append(parser)
 
         @staticmethod
         def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -127,10 +127,68 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
         subclass_mode_data=True,
         seed_everything_default=1234,
         save_config_kwargs={"overwrite": True},  # a resumed run writes to the same folder
+        parser_class=Parser,
         parser_kwargs={"exit_on_error": False, "prog": "megatron-lightning"},
         args=None if args is None else list(args),
         run=run,
     )
+
+
+class OneLineParser(ArgumentParser):
+    """Parser whose errors are one line and name the nearest valid option.
+
+    The parsers that jsonargparse makes for the options of a class are of the same type as the parser that needs them.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.parsers: list[ArgumentParser] = [self]
+        """This parser and those of its subcommands, among whose options a wrong one has its nearest."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the error."""
+        name = suggestion = ""
+        if isinstance(ex, KeyError):  # a key of a file or of a class: "Group 'model' does not accept option 'layers'"
+            *group, name = message.split("'")[1::2]
+            name = ".".join([*(part for part in group if part not in _COMMANDS), name])
+        elif ex is None:  # "unrecognized arguments: --trainr.max_steps=3 --fast"
+            name = next((word[2:].partition("=")[0] for word in message.split() if word.startswith("--")), "")
+        if name:
+            suggestion = _suggestion(name, set().union(*(parser.get_defaults().keys() for parser in self.parsers)))
+        super().error(_in_one_line(message) + suggestion, ex)
+
+
+def _suggestion(name: str, names: Collection[str]) -> str:
+    """Return a question for the nearest of ``names``, which may be dotted paths; "" if there is none."""
+    nearest: list[str] = []
+    for part in name.split("."):
+        prefix = "".join(f"{group}." for group in nearest)
+        valid = {key.removeprefix(prefix).partition(".")[0] for key in names if key.startswith(prefix)}
+        nearest.append(part if part in valid else next(iter(get_close_matches(part, valid, n=1)), part))
+    found = ".".join(nearest)
+    return f". Did you mean {found!r}?" if found != name else ""
+
+
+def _in_one_line(message: str) -> str:
+    """Return the key and the most specific words of a message of jsonargparse.
+
+    For a Union the message is an indented tree with a branch for each type, of which the deepest lines are the most specific.
+    """
+    lines = message.splitlines()
+    if "Errors:" not in map(str.strip, lines):
+        return " ".join(message.split())
+    depths = [len(line) - len(line.lstrip(" ")) for line in lines]
+    deepest = [index for index, depth in enumerate(depths) if depth == max(depths)]
+    words = [line.strip(" -") for line in lines]
+    key = f"{lines[0]} " if lines[0].endswith(":") else ""
+    first = next((index for index in deepest if not any(kind in words[index] for kind in _TYPES)), None)
+    if first is None:
+        expected = " or ".join(words[index].removeprefix("Expected").removeprefix(" a ").strip() for index in deepest)
+        plain = expected.replace("<class 'NoneType'>", "null").replace("<class '", "").replace("'>", "")
+        return f"{key}expected {plain}; got {words[-1].rpartition(': ')[2]}"
+    of_class = f"{words[first - 1]} " if words[first - 1].startswith("Problem with given class_path") else ""
+    hint = _OPTIONS_OF_A_CLASS if '"trainer.strategy"' in key and "dot import path" in words[first] else ""
+    return f"{key}{of_class}{words[first]}{hint}"
 
 
 def _run(command: str, options: list[str]) -> None:
@@ -150,110 +208,90 @@ def _run(command: str, options: list[str]) -> None:
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.commands import COMMANDS
 
-        if not options:
-            raise ConfigError(f"checkpoint needs a tool: {', '.join(COMMANDS)}. Add --help to see what one does.")
-        tool, rest = (options[0], options[1:]) if options and options[0] in COMMANDS else ("", [])
-        spelled = [tool, *_spelled_out(rest, COMMANDS[tool])] if tool else options
-        try:
-            _parse(dict(COMMANDS), command, spelled, as_positional=True)
-        except OSError as error:  # a folder that may not be written, a disk that is full
-            raise CheckpointError(str(error)) from error
+        _use_tool(COMMANDS, options)
     else:
-        raise ConfigError(f"there is no command {command!r}. `megatron-lightning --help` lists the commands.")
+        nearest = _suggestion(command, _COMMANDS)
+        raise ConfigError(f"there is no command {command!r}{nearest or '.'} `megatron-lightning --help` lists the commands.")
 
 
-def _call(function: Callable[..., Any], command: str, options: list[str]) -> Any:
-    return _parse(function, command, list(_spelled_out(options, function)), as_positional=False)
+def _use_tool(tools: Mapping[str, Callable[..., None]], options: Sequence[str]) -> None:
+    tool = options[0] if options else None
+    if tool is None:
+        raise ConfigError(f"checkpoint needs a tool: {', '.join(tools)}. Add --help for their descriptions.")
+    if tool in ("-h", "--help"):
+        print("usage: megatron-lightning checkpoint [-h] TOOL [options]\n")
+        for name, function in tools.items():
+            print(f"  {name:<12} {docstring_parser.parse(inspect.getdoc(function) or '').short_description}")
+        raise SystemExit(0)
+    if tool not in tools:
+        nearest = _suggestion(tool, tools)
+        raise ConfigError(f"there is no tool {tool!r}{nearest or '.'} The tools are {', '.join(tools)}.")
+    try:
+        _call(tools[tool], f"checkpoint {tool}", options[1:], required_as_positional=True)
+    except OSError as error:  # a folder that may not be written, a disk that is full
+        raise CheckpointError(str(error)) from error
 
 
-def _parse(components: Any, command: str, options: list[str], *, as_positional: bool) -> Any:
-    from jsonargparse import auto_cli
+def _call(function: Callable[..., Any], command: str, options: Sequence[str], *, required_as_positional: bool = False) -> Any:
+    parser = OneLineParser(prog=f"megatron-lightning {command}", exit_on_error=False)
+    parser.add_argument("--config", action="config", help="Path to a configuration file.")
+    _add_options(parser, function, required_as_positional)
+    return function(**_arguments(function, parser.parse_args(_underscored(options))))
 
-    name = f"megatron-lightning {command}"
-    return auto_cli(components, args=options, as_positional=as_positional, exit_on_error=False, prog=name)
 
-
-def _spelled_out(options: Sequence[str], function: Callable[..., Any]) -> Iterator[str]:
-    """Yield ``options`` as jsonargparse wants them, so that Megatron's spelling works too.
-
-    ``--append-eod`` becomes ``--append_eod=true``, and ``--json-keys text title`` becomes ``--json_keys=["text", "title"]``.
-    Where the last parameter without a default is a list, it takes all further values that no option takes.
-    """
+def _add_options(parser: ArgumentParser, function: Callable[..., Any], required_as_positional: bool) -> None:
+    """Add the parameters of ``function``; a list takes several words, and a bool needs no value."""
+    documented = docstring_parser.parse(inspect.getdoc(function) or "")
+    described = {param.arg_name: param.description for param in documented.params}
+    parser.description = documented.short_description
     hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters
-    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    takes_rest = bool(required) and _is_list(hints[required[-1]])
-    rest, num_positional = list(options), 0
-    while rest:
-        option = rest.pop(0)
-        name = option.partition("=")[0].removeprefix("--").replace("-", "_")
-        if not option.startswith("--"):
-            num_positional += 1
-            last = takes_rest and num_positional == len(required)
-            yield json.dumps([option, *_values(rest, len(rest))]) if last else option
-        elif name not in parameters:
-            yield option
-        elif "=" in option:
-            yield f"--{name}={_joined([option.partition('=')[2]], hints[name])}"
-        else:
-            yield f"--{name}={_joined(_values(rest, _most_values(rest, hints[name])), hints[name])}"
+    for name, parameter in inspect.signature(function).parameters.items():
+        required = parameter.default is parameter.empty
+        default = None if required else parameter.default
+        settings: dict[str, Any] = {"type": hints[name]}
+        if element := _element_of_list(hints[name]):
+            settings = {"type": list[element] | element, "nargs": "+"}  # type: ignore[valid-type]
+            default = [default] if isinstance(default, str) else default and list(default)
+        elif hints[name] is bool:  # where there are positions, the next word is one
+            settings = {"action": "store_true"} if required_as_positional else {"type": bool, "nargs": "?", "const": True}
+        positional = required and required_as_positional
+        if not positional:
+            settings |= {"required": True} if required else {"default": default}
+        parser.add_argument(name if positional else f"--{name}", help=described[name], **settings)
 
 
-def _values(rest: list[str], most: int) -> list[str]:
-    """Take up to ``most`` words that are no options off the front of ``rest``."""
-    count = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
-    taken, rest[:] = rest[: min(count, most)], rest[min(count, most) :]
-    return taken
+def _arguments(function: Callable[..., Any], settings: Namespace) -> dict[str, Any]:
+    arguments = {}
+    for name, hint in typing.get_type_hints(function).items():
+        value = settings.get(name)
+        if value is not None and _element_of_list(hint):
+            value = [item for word in value for item in (word if isinstance(word, list) else [word])]  # a word may be "[a, b]"
+            takes_one = isinstance(hint, types.UnionType) and str in typing.get_args(hint)
+            value = value[0] if takes_one and len(value) == 1 else value
+        arguments[name] = value
+    arguments.pop("return")
+    return arguments
 
 
-def _most_values(rest: Sequence[str], hint: Any) -> int:
-    if hint is bool:
-        return int(bool(rest) and rest[0].lower() in ("true", "false"))
-    return len(rest) if _is_list(hint) else 1
+def _element_of_list(hint: Any) -> type | None:
+    lists = (kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) in (list, Sequence))
+    return next((typing.get_args(kind)[0] for kind in lists), None)
 
 
-def _joined(values: list[str], hint: Any) -> str:
-    if hint is bool:
-        return values[0] if values else "true"
-    if len(values) > 1 or (values and _is_list(hint) and str not in _members(hint) and not values[0].startswith("[")):
-        return json.dumps(values)
-    return values[0] if values else ""
+def _underscored(options: Sequence[str]) -> list[str]:
+    """Return ``options`` with underscores in their names, so that Megatron's spelling, ``--append-eod``, is valid too."""
+    split = [(option, *option.partition("=")) for option in options]
+    return [f"--{name[2:].replace('-', '_')}{rest}{value}" if name[:2] == "--" else word for word, name, rest, value in split]
 
 
-def _is_list(hint: Any) -> bool:
-    return any(typing.get_origin(kind) in (list, Sequence) for kind in _members(hint))
+def _names_a_setting(error: Exception) -> bool:
+    """Return whether ``error`` is about a setting, so that its text is enough; others are bugs and need their traceback."""
+    if isinstance(error, (ConfigError, DataError, CheckpointError, ArgumentError)):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_by = frame.f_globals.get("__name__", "").partition(".")[0]
+    if raised_by != "lightning":
+        return raised_by == "jsonargparse" and isinstance(error, ValueError)  # an object that cannot be made
+    from megatron_lightning.strategies.lightning_internals import refuses_settings
 
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _is_first_rank() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-
-
-def _reason(error: Exception) -> str | None:
-    """Return what the user can mend, as one line; None for any other error."""
-    if isinstance(error, (ConfigError, DataError, CheckpointError)):
-        return " ".join(str(error).split())
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_by = frames[-1][0].f_globals.get("__name__", "").partition(".")[0]
-    if raised_by == "lightning":
-        from megatron_lightning.strategies.lightning_internals import refuses_settings
-
-        return " ".join(str(error).split()) if refuses_settings(error) else None
-    if raised_by != "jsonargparse" or not isinstance(error, ValueError | ArgumentError):
-        return None
-    # jsonargparse tries the members of a Union in turn and lists what each says; show the words of a constructor.
-    text, *said = _UNION.sub(_expected, " ".join(str(error).split())).partition(" Given value")[0].split(" - ")
-    specific = [words for words in said if not _GENERAL.match(words)]
-    key = re.match(r'Parser key "[^"]*":', text)
-    reason = (f"{key[0]} " if key else "") + specific[-1] if specific else " - ".join([text, *said])
-    named = 'Parser key "trainer.strategy": Expected a dot import path string' in reason
-    return f"{reason}. {_OPTIONS_OF_A_CLASS}" if named else reason
-
-
-def _expected(union: re.Match[str]) -> str:
-    """Return what a Union of plain types says about a value in fewer words."""
-    kinds = [kind.replace("NoneType", "null") for kind in re.findall(r"<class '(\w+)'>", union["kinds"])]
-    return f"expected {' or '.join(kinds)}; got {union['value']}"
+    return refuses_settings(error)

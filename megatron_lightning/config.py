@@ -1,4 +1,4 @@
-"""What a user sets as one value: sizes of the transformer models, and the strategy's groups of options. No torch here.
+"""Configuration objects: sizes of the transformer models, and the strategy's groups of options. No torch here.
 
 Names are Megatron-Core's where it has them. Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden,
 ``n`` attention heads, ``g`` query groups, ``d`` head dim (``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
@@ -16,6 +16,7 @@ Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 NonFinite = Literal["ignore", "raise", "skip"]
+StartMethod = Literal["popen", "spawn", "fork"]
 MomentsDtype = Literal["fp32", "bf16"]
 SaveErrorAction = Literal["raise", "warn"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -35,7 +36,7 @@ def _check_counts(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name} is {value!r}; it counts something. Set it to a whole number of 1 or more.")
+            raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -45,22 +46,18 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults.
-
-    Raises:
-        ConfigError: If a value is out of range.
-    """
+    """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults."""
 
     initial_scale: float = 2.0**32
-    """Scale of the first step; the first steps find out by overflowing how much of it fits."""
+    """Scale of the first step; it falls in the first steps, by their overflows, to one that fits."""
     growth_interval: int = 1000
     """Steps without overflow after which the scale is raised."""
     growth_factor: float = 2.0
-    """By how much it is raised."""
+    """Factor by which it is raised."""
     backoff_factor: float = 0.5
-    """By how much it is lowered after an overflow."""
+    """Factor by which it is lowered after an overflow."""
     hysteresis: int = 2
-    """Overflows that are skipped before the scale is lowered; counted anew when the scale is raised."""
+    """Overflows that are skipped before the scale is lowered; the count restarts when the scale is raised."""
     min_scale: float = 1.0
     """The scale is never lowered below this."""
 
@@ -72,8 +69,8 @@ class LossScaleOptions:
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
             raise ConfigError(
-                f"loss scale: growth_interval is {self.growth_interval} and hysteresis {self.hysteresis}; both count steps. "
-                "Set them to 1 or more."
+                f"loss scale: growth_interval is {self.growth_interval} and hysteresis {self.hysteresis}; both must be "
+                "positive integers."
             )
         if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
             raise ConfigError(
@@ -84,20 +81,16 @@ class LossScaleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes and choices of a decoder-only transformer.
-
-    Raises:
-        ConfigError: If a value is out of range, or two values contradict each other.
-    """
+    """Sizes and choices of a decoder-only transformer."""
 
     num_layers: int
-    """Transformer layers of the whole model."""
+    """Transformer layers of the model."""
     hidden_size: int
     """Width of the residual stream (h)."""
     num_attention_heads: int
     """Query heads (n)."""
     vocab_size: int
-    """Entries of the vocabulary (v); it need not be a multiple of anything."""
+    """Entries of the vocabulary (v); any size."""
     max_sequence_length: int = 2048
     """Longest sequence in tokens; the number of learned positions."""
     num_query_groups: int | None = None
@@ -123,7 +116,7 @@ class TransformerConfig:
     add_qkv_bias: bool = False
     """Whether linear_qkv has a bias even where the other linear layers have none (Qwen2)."""
     qk_layernorm: bool = False
-    """Normalise every query and key head before the rotation (Qwen3)."""
+    """Normalize every query and key head before the rotation (Qwen3)."""
     share_embeddings_and_output_weights: bool = False
     """Whether the output layer uses the word embedding's weight (tied)."""
     hidden_dropout: float = 0.0
@@ -177,7 +170,7 @@ class TransformerConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads of the whole model (g)."""
+        """Key/value heads of the model (g)."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -212,7 +205,7 @@ class TransformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the model."""
         h, f, norms = self.hidden_size, self.ffn_size, 2 if self.normalization == "LayerNorm" else 1
         fc1 = (2 if self.gated else 1) * f
         layer = h * (self.qkv_rows + self.num_attention_heads * self.head_dim + fc1 + f) + 2 * h * norms
@@ -223,23 +216,19 @@ class TransformerConfig:
         return self.num_layers * layer + embeddings + positions + h * norms
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields as plain values, as a checkpoint or a log keeps them."""
+        """Return the fields as plain values, for checkpoints and logs."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How the strategy saves and loads checkpoints.
-
-    Raises:
-        ConfigError: If a value is unknown.
-    """
+    """Options of saving and loading checkpoints."""
 
     async_save: bool = False
-    """Copy the state to host memory and write it in the background while training goes on. The copy takes as much memory as
+    """Copy the state to host memory and write it in the background during training. The copy takes as much memory as
     the rank writes. The next save, and the end of training, wait until it is committed."""
     on_save_error: SaveErrorAction = "raise"
-    """"raise" ends training when a checkpoint cannot be saved; "warn" goes on, and older checkpoints are kept until one can."""
+    """"raise" ends training when a checkpoint cannot be saved; "warn" continues, and older ones are kept until one can."""
     resize_vocabulary: bool = False
     """Load checkpoints whose vocabulary is padded to another size than the model's: of embedding and output layer (what the
     sharding plan calls ``VocabParallel``) and of their optimizer states, rows beyond the model's are left out, and missing
@@ -251,11 +240,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelOptions:
-    """How gradients and optimizer state lie on the data-parallel ranks, and how they travel between them.
-
-    Raises:
-        ConfigError: If a value is out of range.
-    """
+    """Sharding and communication of gradients and optimizer state over the data-parallel ranks."""
 
     bucket_size: int | None = None
     """Elements at which a gradient bucket closes and its reduction may start; None: Megatron's max(40e6, 1e6 per
@@ -263,20 +248,20 @@ class DataParallelOptions:
     grad_reduce_in_bf16: bool = False
     """Send gradients as bf16, half the bytes; they are accumulated over micro-batches in fp32 all the same."""
     num_distributed_optimizer_instances: int = 1
-    """Into how many groups of neighbouring ranks the data-parallel ranks are divided: zero1 and fsdp shard inside a group (a
-    node) and keep a replica in each of the others (hybrid sharding)."""
+    """Groups of neighboring ranks into which the data-parallel ranks are split: zero1 and fsdp shard inside a group (a node)
+    and keep a replica in each of the others (hybrid sharding)."""
     overlap_param_gather: bool = False
-    """Gather the parameters that zero1 has stepped beside the next forward instead of inside the step. Whoever reads weights
-    between the two (a callback, the module's own hooks, a step before it calls the layer) sees old ones."""
+    """Gather the parameters that zero1 has stepped beside the next forward instead of inside the step. Code that reads
+    weights between the two (a callback, the module's own hooks, a step before it calls the layer) sees old ones."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer's state and master weights in host memory, and step there."""
     moments_dtype: MomentsDtype = "fp32"
     """Dtype of the optimizer's moments between the steps; the step itself computes in fp32."""
     reshard_after_forward: bool | None = None
-    """fsdp: let a unit's whole parameters go between forward and backward (ZeRO-3) and gather them again; None: where a step is
+    """fsdp: release a unit's full parameters between forward and backward (ZeRO-3) and gather them again; None: where a step is
     one micro-batch. With micro-batches they are otherwise gathered once a step (ZeRO-2)."""
     reduce_every_microbatch: bool = False
-    """fsdp: reduce-scatter gradients after every micro-batch, so that they are never kept whole, instead of once a step."""
+    """fsdp: reduce-scatter gradients after every micro-batch, so that full gradients are never kept, instead of once a step."""
 
     def __post_init__(self) -> None:
         _check_counts(self, "bucket_size", "num_distributed_optimizer_instances")
@@ -285,11 +270,7 @@ class DataParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How the model is cut into pipeline stages and how micro-batches visit them, with Megatron-Core's names.
-
-    Raises:
-        ConfigError: If a value is out of range, or two ways of cutting are asked for.
-    """
+    """Partition of the model into pipeline stages and order of the micro-batches, with Megatron-Core's names."""
 
     pipeline_model_parallel_layout: str | list[list[str]] | None = None
     """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of "embedding", "decoder", "mtp"
@@ -308,8 +289,8 @@ class PipelineOptions:
     """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in whether these take a gradient:
     steps that trim a batch by its values, layers frozen within an epoch. Every message then carries its shapes."""
     explicit_steps: bool = False
-    """Whether steps get whole batches and say with ``run_pipeline(self, fn, batch)`` what is done with each micro-batch,
-    instead of being run once for each."""
+    """Whether steps get full batches and call ``run_pipeline(self, fn, batch)`` to run ``fn`` on each micro-batch, instead of
+    being run once for each."""
 
     def __post_init__(self) -> None:
         _check_counts(
@@ -329,32 +310,28 @@ class PipelineOptions:
         kinds = {name.split("_")[0] for name in found}  # pipeline, num or account
         if len(kinds) > 1:
             raise ConfigError(
-                f"{' and '.join(found)} are set; each is a way of its own to cut the model into stages. Set a layout, or the "
+                f"{' and '.join(found)} are set; each is a way of its own to partition the model. Set a layout, or the "
                 "layers of the first and last stage, or count embedding and loss."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeOptions:
-    """What the forward pass does not keep for the backward pass on the device, with Megatron's names.
-
-    Raises:
-        ConfigError: If the values contradict each other.
-    """
+    """Activations that are recomputed in the backward pass or offloaded to the host, with Megatron's names."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
-    """Compute parts of each layer again (selective), whole layers (full), or nothing."""
+    """Recompute parts of each layer (selective), full layers (full), or nothing."""
     recompute_modules: Sequence[str] = ("core_attn",)
     """Selective: names of modules inside a layer (core_attn, mlp, layernorm, …), or dotted patterns of module paths. Of norms
-    and activation functions the output is dropped, of other modules all that they would save but their inputs."""
+    and activation functions the output is dropped, of other modules all saved tensors but their inputs."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Full: keep the input of every so many layers (uniform), or recompute so many layers of each stage one by one (block)."""
+    """Full: keep the input of every n layers (uniform), or recompute n layers of each stage one by one (block)."""
     recompute_num_layers: int | None = None
-    """Full: that number of layers."""
+    """Full: the number n of layers."""
     recompute_layers: Sequence[str] = ("**.layers.*", "layers.*")
     """Patterns of the paths of the layers."""
     offload_modules: Sequence[str] = ()
-    """Names or patterns, as above, of modules whose saved tensors wait in the host's memory."""
+    """Names or patterns, as above, of modules whose saved tensors are kept in host memory."""
     offload_min_bytes: int = 1 << 20
     """Smaller tensors stay on the device."""
 
@@ -371,7 +348,7 @@ class RecomputeOptions:
             )
         if granularity != "full" and (method is not None or count is not None):
             raise ConfigError(
-                f"recompute_method={method} and recompute_num_layers={count} choose whole layers, and recompute_granularity is "
+                f"recompute_method={method} and recompute_num_layers={count} choose full layers, and recompute_granularity is "
                 f"{granularity}. Set it to full, or leave both out."
             )
         _check_counts(self, "recompute_num_layers")

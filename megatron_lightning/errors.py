@@ -1,10 +1,10 @@
-"""The exceptions users meet. Every message says what was found, why it cannot work, and what to set."""
+"""Exceptions of this package. Every message states what was found, why it cannot work, and what to set."""
 
 from __future__ import annotations
 
 
 class MegatronLightningError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of all errors of this package."""
 
 
 class ConfigError(MegatronLightningError, ValueError):
@@ -20,24 +20,24 @@ class CheckpointError(MegatronLightningError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """A path at which no checkpoint stands."""
+    """A path without a checkpoint."""
 
     @classmethod
     def at(cls, path: object) -> MissingCheckpointError:
-        """Say so of ``path``, in Lightning's words."""
+        """Return the error for ``path``, in Lightning's words."""
         return cls(f"Checkpoint file not found: {path}. There is neither a file nor a directory; check the path.")
 
 
 class ShardingError(MegatronLightningError, RuntimeError):
-    """A parameter or module whose declared sharding does not hold."""
+    """A parameter or module that contradicts its declared sharding."""
 
 
 class PipelineError(MegatronLightningError, RuntimeError):
-    """A pipeline step that broke its contract; the message names rank, stage, action and micro-batch."""
+    """A step that a pipeline cannot run; the message names rank, stage, action and micro-batch."""
 
 
 class RecomputeError(MegatronLightningError, RuntimeError):
-    """An activation that cannot be computed again as it was."""
+    """An activation whose recomputation differs."""
 
 
 class NonFiniteError(MegatronLightningError, FloatingPointError):

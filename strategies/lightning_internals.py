@@ -1,17 +1,16 @@
 """The only file that knows what Lightning keeps to itself: one public name here for each private one there.
 
-Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on themselves keeps its name, and
-stands in :data:`INHERITED`; ``tests/unit/test_house.py`` compares that table with the sources of both, and finds private names
-of Lightning's in other files.
+Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on themselves keeps its name;
+``tests/project/test_house.py`` lists it, and finds private names of Lightning's in other files.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -35,8 +34,9 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 # All random states that Lightning seeds.
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import Precision
 
 # Lightning has no public launchers; these start the processes, and ours watch them.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -49,55 +49,17 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
 
-__all__ = [
-    "INHERITED",
+__all__ = [  # besides the functions below
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TunerExit",
     "all_reduce",
-    "attached_trainer",
-    "caught_by_tuner",
-    "checkpoint_folder",
-    "connector_of",
     "init_process_group",
-    "is_accumulating",
-    "note_sigterm",
     "optimizers_to_device",
-    "prunes_by_lottery_ticket",
     "random_states",
-    "refuses_settings",
-    "requeue_path",
-    "restart_fetching",
-    "seconds_between_validations",
-    "set_device_mesh",
     "set_random_states",
-    "set_validated_at",
     "share_threads",
-    "skips_backward",
-    "trainer_state",
-    "training_loaders",
-    "unwrapped_batch_sampler",
-    "uploads_checkpoints",
-    "validated_at",
-    "with_sampler",
 ]
-
-_SHARED: Mapping[str, str] = {
-    # A strategy without a launcher of Lightning's, and with precision plugins and a default checkpoint plugin of our own.
-    "Strategy": "_checkpoint_io _configure_launcher _launcher _precision_plugin _reset_optimizers_and_schedulers",
-    # Batch norm over the data-parallel ranks is ours, and Lightning's plugin converts the layers.
-    "ParallelStrategy": "_layer_sync",
-    # Hooks run although an optimizer step is left out.
-    "Precision": "_after_closure",
-    # The processes that Lightning starts, watched; weights of all ranks come back from its workers.
-    "_SubprocessScriptLauncher": "_call_children_scripts",
-    "_MultiProcessingLauncher": "_collect_rank_zero_results _strategy _wrapping_function",
-    # Checkpoints at other times than ModelCheckpoint's, and in another place.
-    "ModelCheckpoint": "_last_checkpoint_saved _last_global_step_saved _monitor_candidates _save_checkpoint "
-    "_save_last_checkpoint _should_save_on_exception _should_skip_saving_checkpoint",
-}
-INHERITED: Mapping[str, frozenset[str]] = {name: frozenset(names.split()) for name, names in _SHARED.items()}
-"""Private names of Lightning's classes that our subclasses of them use, by the class that has them."""
 
 # Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere these are as well errors of somebody's
 # code, which are looked for with a traceback.
@@ -125,17 +87,6 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     return module._trainer
 
 
-def caught_by_tuner() -> Exception | None:
-    """Return the error in whose handling Lightning's tuner is now: it restores the weights before it lets go of one.
-
-    A traceback begins in the function that handles the error.
-    """
-    error = sys.exc_info()[1]
-    trace = None if error is None else error.__traceback__
-    handler = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return error if isinstance(error, Exception) and handler.startswith("lightning.pytorch.tuner.") else None
-
-
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh`` be ``mesh``; only Lightning's own ModelParallelStrategy sets it."""
     module._device_mesh = mesh
@@ -151,6 +102,18 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def put_around_hooks(plugin: Precision, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Call the hooks before an optimizer step, clipping among them, inside of ``around()``; return what undoes this."""
+    original = type(plugin)._after_closure
+
+    def after_closure(model: pl.LightningModule, optimizer: Any) -> None:
+        with around():
+            original(plugin, model, optimizer)
+
+    vars(plugin)["_after_closure"] = after_closure
+    return lambda: vars(plugin).pop("_after_closure", None)
+
+
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether Lightning's loop leaves out backward: StochasticWeightAveraging has it so while it counts for batch norm."""
     return bool(trainer.fit_loop._skip_backward)
@@ -163,7 +126,7 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def restart_fetching(trainer: pl.Trainer) -> None:
-    """Begin to read the training data anew: the fetcher of an epoch has read ahead before ``on_train_start``."""
+    """Restart reading the training data: the fetcher of an epoch has read ahead before ``on_train_start``."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     iter(fetcher)
 
@@ -188,10 +151,10 @@ def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:
-    """Let the handler of SIGTERM only take a note and tell the processes that the launcher has started.
+    """Make the handler of SIGTERM only record it and tell the processes that the launcher has started.
 
     Lightning's broadcasts as well, which in the middle of a step waits forever for ranks that wait for this one. Its loops
-    share the note before every batch.
+    share the record before every batch.
     """
     vars(trainer._signal_connector)["_sigterm_notifier_fn"] = partial(_note_sigterm, trainer)  # can be pickled with it
 
@@ -219,11 +182,6 @@ def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
-def prunes_by_lottery_ticket(pruning: ModelPruning) -> bool:
-    """Whether ``pruning`` will put other tensors into the place of weights."""
-    return bool(pruning._use_lottery_ticket_hypothesis)
-
-
 def uploads_checkpoints(logger: Logger) -> bool:
     """Whether a logger is asked to upload what ModelCheckpoint saves; those that can have the same attribute."""
     return getattr(logger, "_log_model", False) in (True, "all")  # a DummyLogger has every attribute
@@ -232,12 +190,12 @@ def uploads_checkpoints(logger: Logger) -> bool:
 def with_sampler(
     loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None, **options: Any
 ) -> DataLoader[Any]:
-    """Make ``loader`` anew with another sampler, whatever arguments its class has; ``options`` replace some more of them."""
+    """Rebuild ``loader`` with another sampler, whatever arguments its class has; ``options`` replace some more of them."""
     args, arguments = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
     made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**arguments, **options})
     return made
 
 
 def unwrapped_batch_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the loader's own batch sampler, which Lightning wraps for ``predict`` to note the indices of every batch."""
+    """Return the loader's own batch sampler, which Lightning wraps for ``predict`` to record the indices of every batch."""
     return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)

@@ -1,38 +1,41 @@
 """``Trainer(strategy=MegatronStrategy(...))``: tensor, sequence, pipeline and data parallel training of ordinary modules.
 
-The strategy joins the parts: it checks the layout before anything starts, creates the groups, cuts and shards the module
-right after ``configure_model``, runs each step as a pipeline flush, and hands gradients over in Lightning's own hook order.
-The strategy is a chain of classes, each a subclass of the one before and the owner of some attributes, which it gives back
-after a run and leaves out of a pickle (for spawned workers) where they are of one process. Only ``setup``, in this file,
-reaches across: it makes the parts in their order.
+The strategy has parts, by lifetime; Lightning's hooks are forwarded to them.
 
-| file | class | owns |
+| attribute | lives as long as | what |
 |---|---|---|
-| ``environment`` | ``MegatronEnvironment`` | ranks and groups: ``context``, ``failure_watch`` |
-| ``counting`` | ``MegatronCounts`` | ``consumed_samples``, ``skipped_steps`` |
-| ``building`` | ``MegatronModules`` | this rank's part of the module: ``assembly``, ``sharded_units``; its options |
-| ``stepping`` | ``MegatronSteps`` | what runs a batch: ``runner``, ``gradient_flow``, the watch for what is not finite |
-| ``checkpoint_hooks`` | ``MegatronCheckpoints`` | directories of any layout: ``checkpoint_options`` and who writes them |
-| this one | ``MegatronStrategy`` | the public options, ``executor``, setup and teardown, which call the others in order |
+| ``options`` | the strategy | all that the user set (``options.py``) |
+| ``progress`` | the strategy, and in checkpoints | samples and steps counted (``progress.py``) |
+| ``ranks`` | the process groups | groups, collectives, failure watch (``launch/ranks.py``) |
+| ``run`` | one fit, validate, test or predict | part of the module, steps, gradients, checkpoints, undo (``run.py``) |
 
 No loop, connector, fetcher or callback of Lightning is patched.
 """
 
 from __future__ import annotations
 
-import os
-from functools import partial
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import StrategyRegistry
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
-from megatron_lightning.assembly.checks import check_sharded_units
-from megatron_lightning.assembly.fsdp import local_size
+from megatron_lightning import compat
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.checkpoint.requeue import committed_requeue
+from megatron_lightning.checkpoint.saver import SaveReport
 from megatron_lightning.config import (
     CheckpointOptions,
     DataParallel,
@@ -40,30 +43,33 @@ from megatron_lightning.config import (
     NonFinite,
     PipelineOptions,
     RecomputeOptions,
+    StartMethod,
 )
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.split_backward import split_backwards
+from megatron_lightning.optim.checks import check_optimizers, explained_empty_optimizers
+from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies import preflight
-from megatron_lightning.strategies.buffers import BufferSync
-from megatron_lightning.strategies.callback_checks import check_callbacks, check_checkpoint_links, warn_of_uploads
-from megatron_lightning.strategies.checkpoint_hooks import MegatronCheckpoints
-from megatron_lightning.strategies.checks.module import check_module, check_one_backward, is_built_later
-from megatron_lightning.strategies.failure import AgreedStop
-from megatron_lightning.strategies.gradient_readers import check_gradient_readers
-from megatron_lightning.strategies.gradients import GradientFlow
-from megatron_lightning.strategies.held_schedulers import HeldSchedulers
-from megatron_lightning.strategies.launchers import StartMethod
-from megatron_lightning.strategies.lightning_internals import connector_of, optimizers_to_device
-from megatron_lightning.strategies.sampling import resumable, sharded_for_evaluation
-from megatron_lightning.strategies.steps import StepRunner
-from megatron_lightning.strategies.toggling import Toggling
+from megatron_lightning.rules import check_options, check_process_groups
+from megatron_lightning.strategies import lightning_internals as internals
+from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
+from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
+from megatron_lightning.strategies.checks import preflight
+from megatron_lightning.strategies.checks.plugins import check_layer_sync, check_storage_options
+from megatron_lightning.strategies.launch.failures import AgreedStop
+from megatron_lightning.strategies.launch.hooks import LaunchHooks
+from megatron_lightning.strategies.launch.launcher import make_launcher
+from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.strategies.precision import megatron_plugin
+from megatron_lightning.strategies.progress import Progress
+from megatron_lightning.strategies.run import Run
+from megatron_lightning.strategies.step.toggling import unwrapped
 
 
-class MegatronStrategy(MegatronCheckpoints):
+class MegatronStrategy(ParallelStrategy):
     """Train an ordinary LightningModule with Megatron-style parallelism.
 
     World size is ``num_nodes x devices``; what the other axes leave is data parallel.
@@ -79,14 +85,15 @@ class MegatronStrategy(MegatronCheckpoints):
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
         pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; "auto" picks by
             layout; or your own table: a CSV file, rows of actions, or the class path of a function that makes one.
-        pipeline_options: How the model is cut into stages and how micro-batches visit them; None: layers are spread evenly.
+        pipeline_options: How the model is partitioned into stages and how micro-batches visit them; None: layers are spread
+            evenly.
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks; "fsdp": shard
             gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
         recompute: What the forward pass does not keep for the backward pass, but computes again or keeps on the host; None: it
             keeps everything.
         non_finite: What is done about infinite or NaN losses and gradients: "raise" names the rank, the parameter and the
-            micro-batch; "skip" leaves the optimizer step out; "ignore" does not look.
+            micro-batch; "skip" skips the optimizer step; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
             ``sharding_plan()`` of its own.
@@ -131,229 +138,538 @@ class MegatronStrategy(MegatronCheckpoints):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        preflight.check_options(layout, micro_batch_size, data_parallel, start_method, non_finite)
-        cut = pipeline_options or PipelineOptions()
-        super().__init__(
-            layout,
-            micro_batch_size=micro_batch_size,
+        check_options(layout, micro_batch_size, data_parallel, start_method, non_finite)
+        check_process_groups(process_group_backend, timeout_s)
+        pipeline = pipeline_options or PipelineOptions()
+        super().__init__()
+        self.options = StrategyOptions(
+            layout=layout,
             schedule=schedules.resolve(
                 pipeline_schedule,
-                num_coordinates=layout.pp,
+                num_ranks=layout.pp,
                 num_chunks=layout.vpp,
-                microbatch_group_size=cut.microbatch_group_size_per_vp_stage,
+                microbatch_group_size=pipeline.microbatch_group_size_per_vp_stage,
             ),
-            pipeline_options=cut,
+            micro_batch_size=micro_batch_size,
+            pipeline=pipeline,
             data_parallel=data_parallel,
-            data_parallel_options=data_parallel_options,
-            recompute=recompute,
-            sharding_plan=sharding_plan,
+            data=data_parallel_options or DataParallelOptions(),
+            recompute=recompute or RecomputeOptions(),
             non_finite=non_finite,
-            checkpoint_options=checkpoint_options,
+            checkpoint=checkpoint_options or CheckpointOptions(),
+            sharding_plan=sharding_plan,
             start_method=start_method,
-            process_group_backend=process_group_backend,
-            timeout_s=timeout_s,
+            timeout=timedelta(seconds=timeout_s),
         )
-        self._executor: PipelineExecutor | None = None
-        self._injects_samplers: bool | None = None  # the Trainer's own setting, taken over at the first setup
+        self.progress = Progress()
+        self.ranks = Ranks(layout, backend=process_group_backend, timeout=self.options.timeout)
+        self.run: Run | None = None
+        self.num_nodes = 1
 
-    # ------------------------------------------------------------------------------------------------- environment
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"run": None}
 
-    def check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None = None) -> None:
-        """Check what is known of the module, the Trainer and the data before any process is started or group created.
+    # ------------------------------------------------------------------------------------------------------ ranks
 
-        Raises:
-            ConfigError: If they cannot run under the layout.
-        """
-        super().check_before_launch(trainer, data)
-        if self.lightning_module is not None and trainer is not None:
-            self._check_module(trainer)
+    @property
+    def layout(self) -> ParallelLayout:
+        """Sizes of the parallel axes."""
+        return self.options.layout
 
-    def _check_module(self, trainer: pl.Trainer) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(self.module, self.layout, self.micro_batch_size, fitting=fitting)
-        replicas = self.layout.data_parallel_size(self._planned_world_size)
-        check_callbacks(
-            trainer, self.layout, self.data_parallel, replicas, overlapped=self.data_parallel_options.overlap_param_gather
-        )
-        if self.data_parallel == "fsdp" and replicas > 1:
-            if not is_built_later(self.module):
-                check_sharded_units(self.module)
-            if fitting:
-                check_one_backward(self.module, replicas)
-        check_checkpoint_links(trainer)
-        if fitting:
-            preflight.check_accumulation(trainer.accumulate_grad_batches)
-            check_gradient_readers(trainer, self.layout, self.data_parallel, replicas)
-
-    def forget_connections(self) -> None:
-        """See the base class."""
-        super().forget_connections()
-        self._executor = None
-
-    # ------------------------------------------------------------------------------------------------------- setup
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Finish the module, create optimizers and the engines that run steps and reduce gradients."""
-        if self.accelerator is not None:
-            self.accelerator.setup(trainer)
-        module = self.module
-        self._restore_configure_model()
-        self._assemble()
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._check_module(trainer)  # once more: hooks may have changed it
-        preflight.warn_of_idle_pipeline(self.layout, self.micro_batch_size)
-        preflight.check_config(module, self.layout, self.context.world_size, getattr(trainer, "datamodule", None))
-        connector = connector_of(trainer)
-        if self._injects_samplers is None:
-            self._injects_samplers = connector.use_distributed_sampler
-        connector.use_distributed_sampler = False  # process_dataloader does it, and keeps the user's order
-        self._loaders_checked.clear()
-        self._place()
-        self._describe_share()
-        if self.layout.tp * self.num_stages > 1 or self._units is not None:
-            self._set_example_aside()
-        if self._executor is None:
-            self._executor = PipelineExecutor(self.context, self.pipeline_schedule.placement)
-            self._executor.warm_up()
-        if fitting and self.pipeline_schedule.splits_backward:
-            self._split_backwards()
-        self._runner = StepRunner(
-            module,
-            self.context,
-            self.assembly,
-            executor=self._executor,
-            schedule=self.pipeline_schedule,
-            variable_shapes=self.pipeline_options.variable_seq_lengths,
-            units=self._units,
-        )
-        self._buffers = BufferSync(module, self.assembly, self.context)
-        self.barrier()
-        self._learn_log_dir(trainer)
-        if fitting:
-            self._setup_training(trainer)
-            if self.user_checkpoint_io is None and trainer.checkpoint_callbacks:
-                warn_of_uploads(trainer)
-        self.setup_precision_plugin()
-        if fitting and not self.data_parallel_options.optimizer_cpu_offload:
-            optimizers_to_device(self.optimizers, self.root_device)
-
-    def _describe_share(self) -> None:
-        """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""
-        if self.context.world_size > 1:
-            layout, share = self.layout, local_size(self.module)
-            shards = "" if self._units is None else f" {self._units.describe()}"
-            rank_zero_info(
-                f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data {self.context.dp.size}, sequence parallel "
-                f"{'on' if layout.sp else 'off'}, {self.data_parallel}, schedule {self.pipeline_schedule}. The model has "
-                f"{self.assembly.num_parameters:,} parameters; this rank holds {share:,} of them, which is what summaries show."
-                f"{shards}"
-            )
+    @property
+    def context(self) -> ParallelContext:
+        """Groups of this rank; they exist from the Trainer's setup on."""
+        return self.ranks.context
 
     @property
     def executor(self) -> PipelineExecutor:
-        """Runs the action tables of the pipeline.
+        """Runs the action tables of the pipeline; exists after the strategy's setup."""
+        return self._running.executor
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return (self.parallel_devices or [torch.device("cpu")])[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def _planned_world_size(self) -> int:
+        return self.num_nodes * max(1, self.num_processes)
+
+    # A world of one asks no cluster environment: it may have been given by hand, outside of the job it describes.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self._planned_world_size > 1 else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self._planned_world_size > 1 else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self._planned_world_size > 1 else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self._planned_world_size > 1 else 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several ranks, so that Lightning hands ``sync_dist`` values to :meth:`reduce`."""
+        return self._planned_world_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if not self.ranks.are_connected:
+            return {"num_replicas": self.layout.data_parallel_size(self._planned_world_size), "rank": 0}
+        return {"num_replicas": self.context.dp.size, "rank": self.context.dp.rank}
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._refuse_in_step("a barrier")
+        self.ranks.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._refuse_in_step("a broadcast")
+        return self.ranks.broadcast(obj, src)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._refuse_in_step("a decision of all ranks")
+        return self.ranks.agree(decision, all)
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self.run is not None:
+            self.run.refuse_in_step(what)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.ranks.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        group = group or self.ranks.data_group
+        if group is None:
+            return tensor.unsqueeze(0) if self.ranks.are_several else tensor
+        return super().all_gather(tensor, group, sync_grads)
+
+    # ----------------------------------------------------------------------------------------------------- launch
+
+    @override
+    def _configure_launcher(self) -> None:
+        world_size = self._planned_world_size
+        preflight.check_trainer(self.options, world_size, self.precision_plugin, users_io(self._checkpoint_io))
+        check_layer_sync(self._layer_sync, self.root_device, self.layout.data_parallel_size(world_size))
+        hooks = LaunchHooks(
+            before_launch=self._check_before_launch,
+            failure_watch=self.ranks.current_watch,
+            write_logs=self._write_logs,
+            full_module_state=self.full_module_state,
+        )
+        num_processes = max(1, self.num_processes)
+        self._launcher = make_launcher(
+            self, self.options.start_method, hooks, num_processes=num_processes, num_nodes=self.num_nodes
+        )
+
+    def _check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None) -> None:
+        if self.lightning_module is None:
+            return
+        world_size, in_background = self._planned_world_size, self.saves_in_background
+        preflight.check_before_launch(self.options, world_size, self.module, trainer, data)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and users_io(self._checkpoint_io) is None:
+            preflight.check_saving(self.options, world_size, self.module, trainer, in_background=in_background)
+
+    def _write_logs(self) -> None:
+        """Let loggers write what they hold, before this process ends against its will."""
+        module = self.lightning_module
+        trainer = None if module is None else internals.attached_trainer(module)
+        for logger in [] if trainer is None else trainer.loggers:
+            with suppress(Exception):  # what ends the process is the news
+                logger.finalize("failed")
+
+    def full_module_state(self, folder: str) -> dict[str, Any] | None:
+        """Return the module's state as one device has it, on the first rank of every node; all ranks call this after ``fit``.
+
+        Args:
+            folder: Where shards may lie during this call; all nodes see it.
+
+        Returns:
+            None if this rank's own module is full.
+        """
+        return self._running.full_module_state(folder, reads=self.local_rank == 0)
+
+    # ------------------------------------------------------------------------------------------------------ setup
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule.
 
         Raises:
-            ConfigError: Before the Trainer has set the strategy up.
+            ConfigError: Before the Trainer has connected one.
         """
-        if self._executor is None:
-            raise ConfigError("the pipeline exists after the Trainer has set the strategy up.")
-        return self._executor
+        if self.lightning_module is None:
+            raise ConfigError("no LightningModule is connected yet; pass one to trainer.fit, validate, test or predict.")
+        return self.lightning_module
 
-    def _split_backwards(self) -> None:
-        """Let linear layers put off their weight gradients, and say on rank 0 which layers cannot."""
-        split, whole = split_backwards(self.module, self.executor.weight_gradients)
-        rank_zero_info(
-            f"MegatronStrategy: schedule {self.pipeline_schedule.name} puts off the weight gradients of {len(split)} layers on "
-            f"this rank. {len(whole)} others with matrices compute theirs with the input gradients"
-            f"{': ' if whole else ''}{', '.join(whole[:5])}{', …' if len(whole) > 5 else ''}."
+    @property
+    def part(self) -> Part:
+        """What this rank holds of the module; exists from ``configure_model`` on."""
+        return self._running.part
+
+    @property
+    def _running(self) -> Run:
+        if self.run is None:
+            raise ConfigError("the strategy runs from the Trainer's setup on.")
+        return self.run
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        compat.silence_treespec_warning()
+        if self.root_device.type == "cpu":
+            compat.keep_freed_memory()
+        self._set_world_ranks()
+        is_new = self.ranks.connect(self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs)
+        if is_new and self.run is not None:
+            self.run.forget_part()
+        trainer = internals.attached_trainer(self.module)
+        if self.ranks.failure_watch is not None and trainer is not None:
+            internals.note_sigterm(trainer)
+        if self.context.world_size > 1:
+            internals.set_device_mesh(self.module, self.context.device_mesh())
+        self.run = Run(
+            self.module,
+            self.ranks,
+            self.options,
+            self.progress,
+            ranks_per_node=max(1, self.num_processes),
+            layer_sync=self._layer_sync,
+            previous=self.run,
         )
+
+    def _set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
+        if self.cluster_environment is not None and self._planned_world_size > 1:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self._planned_world_size)
+        elif dist.is_initialized():
+            return  # an earlier Trainer's ranks: those that were silent stay so
+        # One function under two names in Lightning's packages; loggers and messages of rank 0 ask it.
+        vars(rank_zero_only)["rank"] = vars(utilities_rank_zero_only)["rank"] = self.global_rank
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        run, fitting = self._running, trainer.state.fn == TrainerFn.FITTING
+        run.begin_setup(trainer)
+        preflight.check_at_setup(self.options, self.context.world_size, self.module, trainer)
+        run.place(self.precision_plugin)
+        run.connect_pipeline(fitting=fitting)
+        self.barrier()
+        if fitting:
+            self._setup_training(trainer)
+        run.begin_steps(self.precision_plugin)
+        self.setup_precision_plugin()
+        if fitting and not self.options.data.optimizer_cpu_offload:
+            internals.optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_training(self, trainer: pl.Trainer) -> None:
-        self._begin_counting()
-        if self._gradients is None:
-            self.runner.rng.separate_replicas(self.context.dp.rank)
+        """Create the optimizers, and what reduces gradients for them."""
+        self.progress.begin()
+        self.ranks.separate_replicas()
         self._reset_optimizers_and_schedulers()
-        with preflight.explained_empty_optimizers(self.layout, self.context.pp.rank):
+        with explained_empty_optimizers(self.layout, self.context.pp.rank):
             self.setup_optimizers(trainer)
-        options, world_size = self.data_parallel_options, self.context.world_size
-        sharded = self.data_parallel != "ddp" and self.context.dp_cp.size > 1
-        preflight.check_optimizers(self.optimizers, self.layout, self.micro_batch_size, world_size, options, sharded=sharded)
-        self._gradients = GradientFlow(
-            self.module,
-            self.assembly.specs,
-            self.context,
-            self.optimizers,
-            sharded=self.data_parallel == "zero1",
-            options=options,
-            stage_of=self.assembly.stage_of,
-            units=self._units,
-        )
-        if self.context.world_size > 1 or self._gradients.managed:
-            self._gradients.take_over_clipping(self.precision_plugin)
-        if self._loss_scaling is not None:
-            self._loss_scaling.ranks, self._loss_scaling.read_by = self.context.axis("world"), self._gradients.read_by
-        self._release_methods()
-        if self._gradients.managed and not self.module.automatic_optimization:
-            self._toggling = Toggling(self.module, self._gradients)
-        if self.may_skip_steps:
-            self._held = HeldSchedulers(self.module, self.lr_scheduler_configs, lambda: self._step_skipped)
-        self._watch_for_non_finite()
-        self._watch_for_forgotten_parameters()
+        sharded = self.options.data_parallel != "ddp" and self.context.dp_cp.size > 1
+        size, world_size = self.options.micro_batch_size, self.context.world_size
+        check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
+        self._running.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
 
+    @override
     def model_to_device(self) -> None:
-        """Move the module to this rank's device."""
         self.module.to(self.root_device)
 
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        """What decides the dtypes: Lightning's plugin, exchanged for its counterpart that is right on several ranks."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else megatron_plugin(plugin)
+
+    @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Give each data-parallel rank its share of the data; training continues where ``consumed_samples`` says."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        trainer = self.module.trainer
-        if self._injects_samplers:
-            if trainer.training:
-                dataloader = resumable(
-                    dataloader, self.context.dp, consumed=self.consumed_samples, micro_batch_size=self.micro_batch_size
-                )
-            elif trainer.state.stage is not None:
-                dataloader = sharded_for_evaluation(dataloader, self.context.dp, trainer.state.stage)
-        if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
-            # Lightning would seed workers by global rank; ranks of one replica must see the same random transforms.
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.context.dp.rank)
-        return dataloader
+        return self._running.process_dataloader(dataloader)
 
-    # ---------------------------------------------------------------------------------------------------- teardown
+    # ------------------------------------------------------------------------------------------------------ steps
 
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._running.steps.training_step(batch, *args, *kwargs.values())
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", *args, *kwargs.values())
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", *args, *kwargs.values())
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", *args, *kwargs.values())
+
+    def _evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
+        self.wait_for_parameters()
+        if self.part.units is not None and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # parameters gathered in inference mode could not be trained
+                return self._running.steps.evaluate(hook, batch, *indices)
+        return self._running.steps.evaluate(hook, batch, *indices)
+
+    def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a part of a step on every micro-batch; see :func:`megatron_lightning.strategies.run_pipeline`."""
+        return self._running.steps.run_pipeline(fn, batch)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Make the reduced gradients the parameters' own, between Lightning's backward hooks."""
+        run, module = self._running, self.module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        run.steps.backward(closure_loss, optimizer, *args, **kwargs)
+        run.training.accumulation.finish_run()
+        with run.training.guard.around("on_after_backward"):
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def step(closure: Callable[[], Any]) -> Any:
+            return super(MegatronStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
+
+        return self._running.training.optimizer_step(step, closure)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._running.training.accumulation.accumulating():
+            yield
+
+    @override
+    def on_train_start(self) -> None:
+        """Resume an interrupted epoch: with the data order and the random numbers it would have had."""
+        self._running.checkpoints.state.restore_position(self.module.trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._running.clock.agree(self.module.trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._running.share_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        self.wait_for_parameters()
+        self._running.share_buffers()
+
+    # -------------------------------------------------------------------------------------------------- gradients
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped because a gradient was not finite."""
+        return self.progress.skipped_steps
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
+        return self.progress.consumed_samples
+
+    @property
+    def may_skip_steps(self) -> bool:
+        """Whether optimizer steps are skipped when something is not finite."""
+        return self.options.non_finite == "skip" or getattr(self.precision_plugin, "loss_scale", None) is not None
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """Global gradient norm before clipping, of the last step that clipped by norm; None on one process."""
+        return self.run.training.norms.last_norm if self.run is not None and self.run.has_trained else None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradients that the optimizer reads, by global name (this rank's shards)."""
+        has_trained = self.run is not None and self.run.has_trained
+        return self._running.training.accumulation.reducer.gradients() if has_trained else {}
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients over every axis, as they are now; a collective."""
+        return self._running.training.norms.norm()
+
+    def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the 2-norm of the gradients of every parameter group, by its name or number; a collective."""
+        return self._running.training.norms.group_norms(unwrapped(optimizer))
+
+    def num_zero_gradients(self) -> Tensor:
+        """Return how many elements of the gradients are zero, over every axis; a collective."""
+        return self._running.training.norms.zero_count()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until the weights are those of the last step on every rank; needed with ``overlap_param_gather`` only."""
+        if self.run is not None and self.run.has_trained:
+            self.run.training.accumulation.gather.wait()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes plain files: a plugin of the user's own, or ours."""
+        self._checkpoint_io = complete_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _saves_plain_files(self) -> bool:
+        """Whether checkpoints are Lightning's own: with a plugin of the user's, and in a process that has no ranks (yet)."""
+        return self.run is None or users_io(self._checkpoint_io) is not None
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What the last checkpoint cost this rank: seconds that training waited, seconds until it was committed, bytes."""
+        return None if self.run is None else self.run.checkpoints.saver.last
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether checkpoints are written while training continues."""
+        return self.options.checkpoint.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the module's state."""
+        return self.module.state_dict() if self.run is None else self.run.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
+        if self._saves_plain_files:
+            return super().optimizer_state(optimizer)
+        return OptimizerHandle(unwrapped(optimizer), self._running.training.accumulation.view(unwrapped(optimizer)))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a sharded checkpoint directory; a checkpoint plugin of the user's own gets Lightning's dict instead."""
+        if self._saves_plain_files:
+            if self.run is not None:
+                checkpoint = self.run.checkpoints.state.write_to(checkpoint, self.module, self.part)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self._refuse_in_step("a checkpoint")
+        check_storage_options(storage_options)
+        background = self.saves_in_background
+        self._running.checkpoints.save(checkpoint, str(filepath), self.part, background=background)
+
+    def save_local_copy(self, filepath: str, folder: str) -> None:
+        """Keep every rank's state on its node's own disk and on the next node's, in the background; all ranks call this.
+
+        Args:
+            filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path`` for resuming from them.
+            folder: Folder on each node; ``{node_rank}`` in it represents the node's number.
+
+        Raises:
+            CheckpointError: On every rank, if this save, or the one before, failed on one of them and ``on_save_error`` is
+                "raise"; older copies are intact.
+        """
+        self._refuse_in_step("a checkpoint")
+        self._running.checkpoints.save_local(filepath, folder, self.part)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
+        if self.run is None:  # asked before the Trainer's setup: the module is full
+            full: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return full
+        if self._saves_plain_files:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            self.run.checkpoints.state.read_from(checkpoint, self.module)
+            return checkpoint
+        self.run.assemble()
+        if self.options.data_parallel == "fsdp":  # Lightning calls this before setup, and nothing can be read to ``meta``
+            self.run.place(self.precision_plugin)
+        return self.run.checkpoints.load(self.broadcast(committed_requeue(str(checkpoint_path))), self.part)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's shards of the optimizer states."""
+        if not self._saves_plain_files:
+            views = [self._running.training.accumulation.view(optimizer) for optimizer in self.optimizers]
+            self._running.checkpoints.load_optimizers(checkpoint, views, self.part)
+            return
+        super().load_optimizer_state_dict(checkpoint)
+        if self.run is not None:
+            self.run.checkpoints.state.restore_random_state()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, as soon as a newer one is committed."""
+        if self._saves_plain_files:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._running.checkpoints.saver.remove(str(filepath))
+
+    def finish_saving(self) -> None:
+        """Wait until the save in the background, if there is one, is committed.
+
+        Raises:
+            CheckpointError: If it failed and ``on_save_error`` is "raise".
+        """
+        if self.run is not None:
+            self.run.checkpoints.saver.finish()
+
+    # --------------------------------------------------------------------------------------------------- teardown
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Break this rank's connections, so that nobody waits for it; the launcher has told the others why."""
-        super().on_exception(exception)
-        if self._failure_watch is not None and not isinstance(exception, AgreedStop):
-            self._failure_watch.abort()
+        if self.run is not None:
+            self.run.checkpoints.saver.finish_quietly()  # the other ranks' threads write their shards of it
+        if self.ranks.failure_watch is not None and not isinstance(exception, AgreedStop):
+            compat.abort_process_groups()
 
+    @override
     def teardown(self) -> None:
-        """Give back hooks and threads, after the last save is committed; the module stays where it is."""
-        try:
+        """Undo what the run has replaced, after the last save is committed; the module stays where it is."""
+        with ExitStack() as last_first:
+            for owner in (self.accelerator, self.cluster_environment, self.precision_plugin):
+                if owner is not None:
+                    last_first.callback(owner.teardown)
+            if users_io(self._checkpoint_io) is not None:
+                last_first.callback(self.checkpoint_io.teardown)
+            last_first.callback(self.ranks.stop_watching)
+            if self.run is not None:
+                last_first.callback(self.run.undo.close)
             self.finish_saving()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._restore_configure_model()
-        self._release_steps()
-        self._give_module_back()
-        if self._failure_watch is not None:
-            self._failure_watch.stop()
-            self._failure_watch = None
-        self.precision_plugin.teardown()
-        if self.user_checkpoint_io is not None:
-            self.checkpoint_io.teardown()
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_executor": None}
 
 
 StrategyRegistry.register("megatron", MegatronStrategy, description="Megatron-style parallelism", override=True)

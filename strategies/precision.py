@@ -5,7 +5,7 @@
     32-true      as Lightning's
     bf16-mixed   as Lightning's: fp32 weights, autocast
     16-mixed     autocast, and Megatron's dynamic loss scaling with one verdict on overflow for all ranks
-    bf16-true    bf16 weights; masters and reductions are fp32; the batch's masks and positions are left alone
+    bf16-true    bf16 weights; main params and reductions are fp32; the batch's masks and positions are left alone
     16-true      the same in fp16; without a loss scale, as Lightning's
 
 On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``; the plugin itself runs there:

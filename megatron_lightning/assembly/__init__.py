@@ -1,1 +1,1 @@
-"""A full module becomes this rank's part: partitioned, sharded, materialized; and that part's state as shards."""
+"""Reduction of a full module to this rank's part (partition, shard, materialize), and the state of that part as shards."""

@@ -1,7 +1,4 @@
-"""Checks of a full module and its layers against the layout, before this rank's part is taken of it.
-
-All ranks run them on the same full module, so that all find the same.
-"""
+"""Checks of a full module and its layers against the layout; all ranks run them on the same module before assembly."""
 
 from __future__ import annotations
 
@@ -12,67 +9,60 @@ from torch import nn
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.sharding import ShardingPlan, sharding_plans, shared_names
+from megatron_lightning.parallel.sharding import sharding_plans, shared_names
 from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.layouts import cut_units
+from megatron_lightning.pipeline.layouts import split_units
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.stage import check_units, find_pipelined_module, pipeline_units
 
 
-def check_cut(module: nn.Module, placement: Placement, options: PipelineOptions, *, is_built: bool) -> None:
-    """Check that the model can be cut into stages as the user wants, as far as its layers are known before it exists.
-
-    Args:
-        module: The full module.
-        placement: Where the stages live.
-        options: How the model is cut.
-        is_built: Whether its layers exist already.
+def check_partition(module: nn.Module, placement: Placement, options: PipelineOptions, *, is_built: bool) -> None:
+    """Check that the model can be partitioned into stages, as far as its layers are known before it is built.
 
     Raises:
         ConfigError: If no submodule, or more than one, has ``pipeline_units()``, or these do not fit the model or the stages.
     """
+    if placement.num_stages == 1 and options == PipelineOptions():
+        return
     config = getattr(module, "config", None)
-    path = None
     if any(hasattr(child, "pipeline_units") for child in module.modules()):
-        path, pipelined = find_pipelined_module(module)
-        units = pipeline_units(pipelined)
-        if placement.num_stages > 1:
-            check_units(pipelined, unit_names(units))
+        find_stages(module, placement, options)
     elif placement.num_stages > 1 and is_built:
-        find_pipelined_module(module)  # says what is missing
-        return
+        find_pipelined_module(module)  # raises
     elif isinstance(config, TransformerConfig):
-        units = ["embedding", *(f"layers.{index}" for index in range(config.num_layers)), "output_layer"]
-    else:
-        return
-    if options != PipelineOptions() or placement.num_stages > 1:
-        stages = cut_units(units, placement, options)
-        if path is not None:
-            check_ties(module, path, stages, placement)
+        layers = [f"layers.{index}" for index in range(config.num_layers)]
+        split_units(["embedding", *layers, "output_layer"], placement, options)
 
 
-def check_ties(module: nn.Module, path: str, stages: Sequence[Sequence[str]], placement: Placement) -> None:
-    """Check that parameters which two stages share lie where their gradients can be added up.
-
-    Args:
-        module: The whole LightningModule.
-        path: Where the pipelined module is in it.
-        stages: Unit paths of every stage.
-        placement: Where the stages live.
+def find_stages(
+    module: nn.Module, placement: Placement, options: PipelineOptions
+) -> tuple[str, nn.Module, tuple[tuple[str, ...], ...]]:
+    """Return (path, module, unit paths of every stage) of the one submodule that has ``pipeline_units()``.
 
     Raises:
-        ConfigError: Naming the parameters and their pipeline ranks.
+        ConfigError: If there is none, or more than one, or its units do not fit it or the stages.
     """
-    prefix, ends = f"{path}." if path else "", {0, placement.num_coordinates - 1}
-    where = {f"{prefix}{unit}": placement.coordinates[index] for index, units in enumerate(stages) for unit in units}
+    path, pipelined = find_pipelined_module(module)
+    units = pipeline_units(pipelined)
+    stages = split_units(units, placement, options)
+    if placement.num_stages > 1:
+        check_units(pipelined, unit_names(units))
+    _check_ties(module, path, stages, placement)
+    return path, pipelined, stages
+
+
+def _check_ties(module: nn.Module, path: str, stages: Sequence[Sequence[str]], placement: Placement) -> None:
+    """Check that parameters tied across stages lie on ranks that add up their gradients."""
+    prefix, ends = f"{path}." if path else "", {0, placement.num_ranks - 1}
+    where = {f"{prefix}{unit}": placement.pp_ranks[index] for index, units in enumerate(stages) for unit in units}
     for names in shared_names(module):
         ranks = {name: rank for name in names for unit, rank in where.items() if name == unit or name.startswith(f"{unit}.")}
         if len(set(ranks.values())) > 1 and not ends.issuperset(ranks.values()):
             raise ConfigError(
                 f"{' and '.join(ranks)} are one parameter and would lie on the pipeline ranks {list(ranks.values())}. Only the "
-                f"first and the last of the {placement.num_coordinates} ranks add up the gradients of such parameters. Put the "
-                "units that share it on one rank (pipeline_options), or give each its own parameter."
+                f"first and the last of the {placement.num_ranks} ranks add up the gradients of such parameters. Put the "
+                "units that share it on one rank (pipeline_options), or give each a parameter of its own."
             )
 
 
@@ -93,70 +83,45 @@ def check_sharded_units(module: nn.Module) -> None:
 
 
 def check_layers(module: nn.Module, recompute: RecomputeOptions, *, tensor_size: int) -> None:
-    """Check all layers of the module.
-
-    Args:
-        module: With all its layers.
-        recompute: What names some of them.
-        tensor_size: Tensor-parallel ranks that the module's own tables are for.
+    """Check the recomputed layers and the sharding plan of a full module.
 
     Raises:
-        ConfigError: For names that match nothing, layers that cannot be recomputed together, and a module without a table.
+        ConfigError: For names that match nothing, layers that cannot be recomputed together, and a module without a plan.
     """
     check_patterns(module, recompute)
-    if tensor_size > 1:
-        find_tables(module, tensor_size)
+    check_plan_exists(module, tensor_size)
 
 
 def check_trained_layers(module: nn.Module, schedule: ScheduleChoice, num_replicas: int, *, sharded: bool = False) -> None:
-    """Check what all layers of the module do in training.
-
-    Args:
-        module: With all its layers.
-        schedule: What they will run in.
-        num_replicas: Size of data parallelism.
-        sharded: Whether FSDP2 shards them.
+    """Check all layers of a full module for training in ``schedule`` with ``num_replicas`` data-parallel ranks.
 
     Raises:
-        ConfigError: For sparse gradients over several replicas, and sharded, compiled layers that should put off gradients.
+        ConfigError: For sparse gradients over several replicas, and FSDP2-sharded, compiled layers that defer gradients.
     """
-    if num_replicas > 1:
-        _check_dense_gradients(module, num_replicas)
-    if sharded and num_replicas > 1 and schedule.splits_backward:
-        _check_uncompiled(module, schedule)
-
-
-def _check_dense_gradients(module: nn.Module, num_replicas: int) -> None:
-    for name, child in module.named_modules():
+    for name, child in module.named_modules() if num_replicas > 1 else ():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise ConfigError(
                 f"{name} has sparse=True, and its gradients are reduced over {num_replicas} data-parallel ranks in buffers, "
                 "which are dense. Set sparse=False, or use one data-parallel rank."
             )
+        # A compiled layer defers with a view of its parameter, which FSDP2 replaces.
+        if sharded and schedule.splits_backward and child._compiled_call_impl is not None:
+            raise ConfigError(
+                f"{name or type(module).__name__} is compiled, schedule {schedule} defers weight gradients, and "
+                'data_parallel="fsdp" replaces the weights that a compiled layer needs for them. Set data_parallel to '
+                '"zero1", or pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
+            )
 
 
-def _check_uncompiled(module: nn.Module, schedule: ScheduleChoice) -> None:
-    """Check that no layer is compiled: one puts off with a view of its parameter, in whose place FSDP2 has another."""
-    compiled = next((name for name, child in module.named_modules() if child._compiled_call_impl is not None), None)
-    if compiled is not None:
-        raise ConfigError(
-            f"{compiled or type(module).__name__} is compiled, schedule {schedule} puts off weight gradients, and "
-            'data_parallel="fsdp" replaces the weights that a compiled layer would put them off with. Set data_parallel to '
-            '"zero1", or pipeline_schedule to "1f1b" or "interleaved", or do not compile.'
-        )
-
-
-def find_tables(module: nn.Module, tensor_size: int) -> dict[str, ShardingPlan]:
-    """Return the tensor-parallel tables of the modules that have one, by their paths.
+def check_plan_exists(module: nn.Module, tensor_size: int) -> None:
+    """Check that a module declares how it is sharded over several tensor-parallel ranks.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If none of its modules has a plan.
     """
-    found = sharding_plans(module)
-    if not found:
+    if tensor_size > 1 and not sharding_plans(module):
         raise ConfigError(
-            f"tensor_model_parallel_size is {tensor_size}, and no module of {type(module).__name__} says how it is split "
+            f"tensor_model_parallel_size is {tensor_size}, and no module of {type(module).__name__} declares how it is split "
             "over ranks. Give the model a method sharding_plan() that returns a ShardingPlan, pass "
             "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
         )
-    return found

@@ -1,6 +1,6 @@
-"""``data_parallel="fsdp"``: which parts of an assembled module FSDP2 shards.
+"""``data_parallel="fsdp"``: FSDP2 over the pipeline units of an assembled module.
 
-Units are those of ``pipeline_units()``, on every layout: also without a pipeline, where the module that lists them is the root.
+Without a pipeline, the units are the same and the module that lists them is the root.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.assemble import Assembly
+from megatron_lightning.assembly.part import Part
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import main_dtype
-from megatron_lightning.optim.fully_sharded import ShardedUnits, ShardingPolicy
+from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import initial_value, materialize
 from megatron_lightning.pipeline.partition import unit_names
@@ -29,8 +29,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def local_size(module: nn.Module) -> int:
     """Return how many elements of the module's parameters are on this rank."""
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return sum(part.numel() for part in parts)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return sum(tensor.numel() for tensor in local)
 
 
 def check_unsharded(module: nn.Module) -> None:
@@ -41,14 +41,14 @@ def check_unsharded(module: nn.Module) -> None:
     """
     if is_sharded(module):
         raise ConfigError(
-            f'{type(module).__name__} was sharded by an earlier Trainer with data_parallel="fsdp" and has no whole parameters '
+            f'{type(module).__name__} was sharded by an earlier Trainer with data_parallel="fsdp" and has no full parameters '
             "to start from. Create a new module, and load a checkpoint into it."
         )
 
 
 def shard_units(
     module: nn.Module,
-    assembly: Assembly,
+    part: Part,
     context: ParallelContext,
     options: DataParallelOptions,
     *,
@@ -56,50 +56,43 @@ def shard_units(
 ) -> ShardedUnits:
     """Shard the units of this rank's stages over the data-parallel ranks.
 
-    What is on ``meta`` gets memory and values, one whole parameter at a time.
-
-    Args:
-        module: The assembled module, in its dtype, on its device or ``meta``.
-        assembly: What this rank holds of it.
-        context: The groups of this rank.
-        options: How much is kept whole.
-        micro_batches: Whether a step runs several micro-batches.
+    The assembled module has its dtype, and is on its device or ``meta``, whose parameters are filled one full parameter at a
+    time. ``micro_batches``: a step runs several.
 
     Raises:
         ConfigError: If no submodule, or more than one, has ``pipeline_units()``.
     """
     path, pipelined = find_pipelined_module(module)
     prefix = f"{path}." if path else ""
-    if assembly.partition is None:
-        stages = {0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]}
-    else:
-        stages = {stage: [prefix + unit for unit in assembly.partition.stages[stage]] for stage in assembly.partition.own}
+    stages = part.units_of_stage or {0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]}
     units = ShardedUnits(
         module,
         {stage: [unit for unit in units if _is_module(module, unit)] for stage, units in stages.items()},
-        root=path if assembly.partition is None else None,
-        whole={*assembly.tied, *assembly.tied.values()},
-        specs=assembly.specs,
+        root=path if part.partition is None else None,
+        excluded={*part.tied, *part.tied.values()},
+        specs=part.specs,
         context=context,
-        policy=ShardingPolicy.of(options, micro_batches=micro_batches, compute_dtype=_low_dtype(pipelined)),
+        options=options,
+        micro_batches=micro_batches,
+        compute_dtype=_low_dtype(pipelined),
     )
     shards = {name: parameter for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
     for name in units.unfilled:
-        shard, spec = shards[name], assembly.specs[name]
-        whole = initial_value(module, name, spec.global_shape, shard.dtype, context.device)
-        units.fill(name, shard, whole, spec)
+        shard, spec = shards[name], part.specs[name]
+        full = initial_value(module, name, spec.global_shape, shard.dtype, context.device)
+        units.fill(name, shard, full, spec)
     materialize(module, context.device)
     return units
 
 
 def _is_module(module: nn.Module, path: str) -> bool:
-    """Return whether a unit is a module; a parameter or buffer may be one, too."""
+    """Return whether a unit is a module, not a parameter or buffer."""
     parent, _, name = path.rpartition(".")
     return isinstance(module.get_submodule(parent)._modules.get(name), nn.Module)
 
 
 def _low_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that most of the parameters have, if it is less than fp32."""
+    """Return the dtype that most parameter elements have, if it is lower than fp32."""
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for parameter in module.parameters():
         if parameter.is_floating_point():

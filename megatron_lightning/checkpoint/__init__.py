@@ -2,9 +2,9 @@
 
 A checkpoint is a directory (``manifest`` describes it byte by byte)::
 
-    manifest.json                       what there is; its presence is the commit
-    tensors.<id>.<rank>.<n>.safetensors  rectangles of tensors, written by one rank
-    state.<id>.pt                       everything that is not a large tensor; loads with weights_only=True
+    manifest.json                       the list of contents; its presence is the commit
+    tensors.<id>.<rank>.<n>.safetensors boxes of tensors, written by one rank
+    state.<id>.pt                       the rest of the state; loads with weights_only=True
 """
 
 from typing import TYPE_CHECKING
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megatron_lightning.checkpoint.consolidation import consolidate, plain_file, read_full
     from megatron_lightning.checkpoint.loading import load_sharded
     from megatron_lightning.checkpoint.saving import save_sharded
-    from megatron_lightning.checkpoint.sharded import TensorShards, stands_for
     from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+    from megatron_lightning.parallel.shards import TensorShards
 
 __all__ = [
     "CheckpointSource",
@@ -30,14 +30,13 @@ __all__ = [
     "read_full",
     "remove_checkpoint",
     "save_sharded",
-    "stands_for",
 ]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "CheckpointSource": "megatron_lightning.checkpoint.source",
-        "TensorShards": "megatron_lightning.checkpoint.sharded",
+        "TensorShards": "megatron_lightning.parallel.shards",
         "consolidate": "megatron_lightning.checkpoint.consolidation",
         "is_committed": "megatron_lightning.checkpoint.commit",
         "load_sharded": "megatron_lightning.checkpoint.loading",
@@ -46,6 +45,5 @@ __getattr__, __dir__ = lazy_attributes(
         "read_full": "megatron_lightning.checkpoint.consolidation",
         "remove_checkpoint": "megatron_lightning.checkpoint.commit",
         "save_sharded": "megatron_lightning.checkpoint.saving",
-        "stands_for": "megatron_lightning.checkpoint.sharded",
     },
 )

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take together, so that an error on one rank is an error on every rank and nobody waits."""
+"""Collective steps whose error on one rank becomes an error on every rank, so that no rank waits forever."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from megatron_lightning.parallel.context import AxisGroup
 
 T = TypeVar("T")
 
-ALONE = AxisGroup("alone", (0,), 0, None)
-
 
 def gather(group: AxisGroup, value: T) -> list[T]:
-    """Return the value of every rank on the group's first rank, and nothing on the others."""
+    """Return the value of every rank on the group's first rank, and an empty list on the others."""
     if group.process_group is None:
         return [value]
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None
@@ -44,20 +42,15 @@ def on_first_rank(group: AxisGroup, step: Callable[[], T]) -> T:
 
 
 def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
-    """Run ``step`` on every rank and return this rank's result.
-
-    Args:
-        group: The ranks that take part.
-        doing: What they are doing, for the message.
-        step: This rank's part; it may not communicate.
+    """Run ``step``, which may not communicate, on every rank and return this rank's result.
 
     Raises:
-        CheckpointError: On every rank, if the step raised on any, naming each failed rank and its error.
+        CheckpointError: On every rank, if the step raised on any: ``doing`` failed on which ranks, and why.
     """
-    result: list[T] = []
+    result: Any = None
     failure: Exception | None = None
     try:
-        result.append(step())
+        result = step()
     except Exception as error:
         failure = error
     errors = group.all_gather_object(_describe(failure) if failure else None)
@@ -65,9 +58,10 @@ def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
     if failed:
         more = f"; and {len(failed) - 8} more ranks" if len(failed) > 8 else ""
         raise CheckpointError(f"{doing} failed on {len(failed)} rank(s): {'; '.join(failed[:8])}{more}") from failure
-    return result[0]
+    own: T = result
+    return own
 
 
 def _describe(error: Exception) -> str:
-    """Return the text of an error; our own messages need no type."""
+    """Return the text of an error, with its type unless it is ours."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

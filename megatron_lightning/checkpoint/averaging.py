@@ -1,40 +1,32 @@
-"""Average the weights of several checkpoints (Izmailov et al., https://arxiv.org/abs/1803.05407), part by part."""
+"""Average the weights of several checkpoints (Izmailov et al., https://arxiv.org/abs/1803.05407), box by box."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint.manifest import Shape
+from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import FULL_STATE, OWN
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs, spread_evenly, write_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.parallel.spec import Box
 
 _WEIGHTS = "state_dict."
-_SUMMED_AS_THEY_ARE = (torch.float64, torch.complex64)  # others as float32
+_SUMMED_IN_OWN_DTYPE = (torch.float64, torch.complex64)  # others in float32
 
 
 def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]], *, advance: Advance = silent) -> None:
     """Write a checkpoint whose weights are the mean of the sources'.
 
     Sums are taken in float32 (float64 and complex64 in their own dtype) and rounded once. Integer and boolean buffers,
-    hyper-parameters and counters are the last source's. The result is one of weights alone: there is no mean of optimizers.
-
-    Args:
-        target: The checkpoint directory to write.
-        sources: Checkpoint directories of any layouts, or plain ``.ckpt`` files, of one model.
-        advance: Progress, in bytes read.
-
-    Raises:
-        ConfigError: If there are no sources.
-        CheckpointError: If a source is incomplete or damaged, or they are of different models.
+    hyper-parameters and counters are the last source's. The result holds no optimizer states. For the arguments see
+    ``commands.average``.
     """
     if not sources:
         raise ConfigError("there are no checkpoints to average. Name at least one after the target.")
@@ -48,14 +40,14 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
     for path, found in zip(sources, tensors, strict=True):
         _check_same(str(sources[-1]), tensors[-1], str(path), found)
 
-    def fetch(name: str, offset: Shape, shape: Shape) -> Tensor:
+    def fetch(name: str, box: Box) -> Tensor:
         entry = tensors[-1][name]
         if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
-            return read_box(opened[-1], name, entry.dtype, offset, shape)
-        total = torch.zeros(shape, dtype=entry.dtype if entry.dtype in _SUMMED_AS_THEY_ARE else torch.float32)
+            return read_box(opened[-1], name, entry.dtype, box)
+        total = torch.zeros(box.shape, dtype=entry.dtype if entry.dtype in _SUMMED_IN_OWN_DTYPE else torch.float32)
         for source in opened:
-            total += read_box(source, name, entry.dtype, offset, shape).to(total.dtype)
-            advance(prod(shape) * entry.dtype.itemsize)
+            total += read_box(source, name, entry.dtype, box).to(total.dtype)
+            advance(entry.num_bytes(box.shape))
         return (total / len(opened)).to(entry.dtype)
 
     write_checkpoint(
@@ -64,7 +56,7 @@ def average(target: str | os.PathLike[str], sources: Sequence[str | os.PathLike[
         fetch,
         {key: value for key, value in states[-1].items() if key not in FULL_STATE} | ({OWN: own} if own else {}),
         {"average_of": [str(source) for source in sources], "tied": dict(own.get("tied", {}))},
-        files=spread_evenly(tensors[-1], lambda entry: slabs(entry.shape, max(1, PART_BYTES // 4)), 1),
+        files=spread_evenly(tensors[-1], lambda info: slabs(info, PART_BYTES), 1),
     )
 
 

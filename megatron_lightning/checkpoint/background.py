@@ -1,7 +1,7 @@
-"""Asynchronous saves: training waits while its tensors are copied to host memory, and goes on while a thread writes them.
+"""Asynchronous saves: training waits while its tensors are copied to host memory, and continues while a thread writes them.
 
-The copy is kept and used again by the next save, so a rank needs once the bytes that it writes, pinned where the tensors are on
-CUDA. The thread communicates over a process group of its own; every rank has one job at a time, in the same order.
+The memory of the copy is reused by the next save: a rank needs as many bytes as it writes, pinned where the tensors are on
+CUDA. The thread communicates over a process group of its own; every rank runs one job at a time, in the same order.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from megatron_lightning.checkpoint.saving import Snapshot
+from megatron_lightning.parallel.spec import Shard
 
 _ALIGN_BYTES = 64
 
@@ -24,43 +24,28 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the memory."""
-        return self._memory.nbytes
-
     def copy_of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with its values copied here; the copy made before is overwritten.
-
-        The values may change as soon as this returns.
-        """
+        """Return the snapshot with its values copied here, overwriting the previous copy; the values may change afterwards."""
         starts, size = [], 0
-        for piece in snapshot.pieces:
+        for _, shard in snapshot.shards:
             starts.append(size)
-            size += -(-piece.view.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        devices = {piece.view.device for piece in snapshot.pieces if piece.view.is_cuda}
-        if size > self.num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first give back, then take
+            size += -(-shard.data.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        devices = {shard.data.device for _, shard in snapshot.shards if shard.data.is_cuda}
+        if size > self._memory.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free before allocating
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-        pieces = []
-        for piece, start in zip(snapshot.pieces, starts, strict=True):
-            copy = self._at(start, piece.view)
-            copy.copy_(piece.view, non_blocking=True)
-            pieces.append(piece._replace(view=copy))
+        copies = []
+        for (name, (offset, data)), start in zip(snapshot.shards, starts, strict=True):
+            copy = self._memory[start : start + data.nbytes].view(data.dtype).view(data.shape)
+            copy.copy_(data, non_blocking=True)
+            copies.append((name, Shard(offset, copy)))
         for device in devices:
             torch.cuda.synchronize(device)
-        return replace(snapshot, pieces=tuple(pieces))
-
-    def _at(self, start: int, like: Tensor) -> Tensor:
-        return self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return replace(snapshot, shards=tuple(copies))
 
 
 class BackgroundJob:
-    """Runs one function in a thread that outlives the main thread's code: the process ends after it.
-
-    Args:
-        work: The function.
-    """
+    """Runs one function in a thread that outlives the main thread's code: the process ends after it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -80,6 +65,6 @@ class BackgroundJob:
         return self._thread.is_alive()
 
     def wait(self) -> Exception | None:
-        """Wait for the function; return what it raised, if it did."""
+        """Wait for the function; return its exception, if any."""
         self._thread.join()
         return self._error

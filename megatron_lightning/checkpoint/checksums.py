@@ -1,6 +1,6 @@
-"""CRC-32 of blocks, by the fastest means at hand: ISA-L's carry-less multiplication, or zlib where ``isal`` has no build.
+"""CRC-32 of blocks, by ISA-L's carry-less multiplication, or zlib where ``isal`` has no build.
 
-CRC-32 finds every change of up to 32 neighbouring bits, and misses any other damage of a block once in 2^32. Both libraries
+CRC-32 detects every change of up to 32 neighboring bits, and misses any other damage of a block once in 2^32. Both libraries
 give the same numbers and work without the interpreter's lock, beside the disk; zlib takes about four times the processor time.
 """
 
@@ -17,14 +17,14 @@ except ImportError:
 
 
 class BlockChecksums:
-    """CRC-32 of each block of ``BLOCK_BYTES`` of bytes that come in parts of any length."""
+    """CRC-32 of each block of ``BLOCK_BYTES`` of a stream of bytes."""
 
     def __init__(self) -> None:
         self._finished: list[int] = []
         self._current, self._filled = 0, 0
 
     def update(self, data: memoryview) -> None:
-        """Take in the next bytes."""
+        """Add the next bytes of the stream."""
         while data:
             part = data[: BLOCK_BYTES - self._filled]
             self._current, self._filled, data = crc32(part, self._current), self._filled + len(part), data[len(part) :]
@@ -38,12 +38,7 @@ class BlockChecksums:
 
 
 def bad_blocks(data: memoryview, checksums: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, byte after the last) of each block of ``data`` whose checksum is not as given.
-
-    Args:
-        data: Bytes that begin with a block.
-        checksums: Those of its blocks, and perhaps of more.
-    """
+    """Yield (first byte, byte after the last) of each block of ``data`` whose checksum differs; ``checksums`` may be longer."""
     for index, begin in enumerate(range(0, len(data), BLOCK_BYTES)):
         block = data[begin : begin + BLOCK_BYTES]
         if crc32(block) != checksums[index]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any, Literal
 
 from megatron_lightning.checkpoint import averaging, consolidation, pruning, resharding, verification
@@ -32,7 +31,7 @@ def inspect(path: str, tensors: str | None = None) -> None:
 
 
 def verify(path: str) -> None:
-    """Read a whole checkpoint directory and recompute every checksum.
+    """Read a checkpoint directory and recompute every checksum.
 
     Args:
         path: The checkpoint directory.
@@ -58,7 +57,7 @@ def reshard(source: str, target: str, num_files: int = 1, tensor_model_parallel_
         source: A checkpoint directory, or a plain .ckpt file (without its optimizer states).
         target: The checkpoint directory to write.
         num_files: Number of files of tensors, of about equal size.
-        tensor_model_parallel_size: Cut matrices into so many blocks of columns too, so that ranks of that tensor parallel
+        tensor_model_parallel_size: Split matrices into so many blocks of columns too, so that ranks of that tensor parallel
             size read only their own.
         like: Instead of the two numbers: a checkpoint saved under the layout that will read this one. Each of its ranks
             then finds in one file what it would have written itself.
@@ -108,7 +107,7 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
     min_age_minutes: float = 60.0,
     delete: bool = False,
 ) -> None:
-    """List what a folder of checkpoints no longer needs, and delete it if told so.
+    """List what a folder of checkpoints no longer needs, and delete it with --delete.
 
     Args:
         folder: The folder that holds checkpoints, or the URL of one. Leftovers of killed saves are always listed.
@@ -116,7 +115,7 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
         keep_every: List old checkpoints, except those whose step is a multiple of this.
         keep: Never list names that fit one of these patterns.
         min_age_minutes: Never list leftovers that are younger: another job may be writing them.
-        delete: Delete what is listed. Without it nothing is changed.
+        delete: Delete what is listed. Without it nothing changes.
     """
     found = pruning.find_prunable(
         folder, keep_last=keep_last, keep_every=keep_every, keep=keep or (), min_age_s=60.0 * min_age_minutes
@@ -136,7 +135,7 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
 
 def _num_bytes(path: str, prefix: str = "") -> int:
     tensors = open_checkpoint(path).tensors()
-    return sum(prod(t.shape) * t.dtype.itemsize for name, t in tensors.items() if name.startswith(prefix))
+    return sum(info.num_bytes() for name, info in tensors.items() if name.startswith(prefix))
 
 
 COMMANDS: Mapping[str, Callable[..., Any]] = {

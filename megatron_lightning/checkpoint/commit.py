@@ -1,19 +1,19 @@
-"""All or nothing: a checkpoint is written beside what stands under its name and becomes visible in one step.
+"""Atomic saves: a checkpoint is written beside the one that has its name and becomes visible in one step.
 
 On a file system (:class:`_LocalSave`):
 
     1. every rank writes and flushes its files into ``<name>.tmp-<id>``; their names carry the id of this save
     2. the manifest is written there last
     3. a new name: the directory is renamed; an existing checkpoint: the files move into it and the new manifest
-       replaces the old one. Either is decided by a single rename: a reader sees the old checkpoint or the new one.
+       replaces the old one. Either commits by a single rename: a reader sees the old checkpoint or the new one.
     4. files of the old save are deleted
 
-An object store (:class:`_RemoteSave`) cannot rename, but an object appears whole or not at all: the files go straight to
+An object store (:class:`_RemoteSave`) cannot rename, but an object appears complete or not at all: the files go straight to
 ``<name>/``, whose manifest still lists the old ones, and the new manifest, put there last, is the commit.
 
-Killed before the commit, a save leaves the old checkpoint as it was, and files that a later save deletes. The writer holds a
-lock on its temporary directory, by which another job's running save is told from an abandoned one; in object stores, age tells.
-Two jobs that save under one name at once: one of them is there in the end, whole.
+Killed before the commit, a save leaves the old checkpoint as it was, and files that a later save deletes. The writer locks its
+temporary directory, which distinguishes another job's running save from an abandoned one; in object stores, age does.
+If two jobs save under one name at once, one of the two checkpoints remains, complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_lightning.checkpoint.files import (
     sync_directory,
     try_lock,
 )
-from megatron_lightning.checkpoint.manifest import Manifest, TensorEntry
+from megatron_lightning.checkpoint.manifest import Manifest, TensorInfo
 from megatron_lightning.checkpoint.storage import (
     Folder,
     LocalFolder,
@@ -52,7 +52,7 @@ from megatron_lightning.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 ABANDONED_AFTER_S = 24 * 3600.0
-"""Age at which files of a save to an object store that was never committed are taken for abandoned."""
+"""Age from which uncommitted files in an object store count as abandoned."""
 OUR_FILES = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
 """Names of the files of a checkpoint beside its manifest."""
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{12}")
@@ -62,14 +62,14 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is a checkpoint directory whose save was completed."""
     if not is_remote(path):
         return (local_path(path) / MANIFEST).is_file()
-    return MANIFEST in RemoteFolder(str(path)).sizes()  # a store that does not answer is an error, and not a "no"
+    return MANIFEST in RemoteFolder(str(path)).sizes()  # a store that does not answer is an error
 
 
 def pending_save(path: str | os.PathLike[str], identifier: str) -> PendingSave:
-    """Return a save in progress. Every rank has one of the same identifier; the first rank begins and commits it.
+    """Return a save in progress; the first rank begins and commits it.
 
     Args:
-        path: Final name of the checkpoint. What stands there now stays readable until the commit.
+        path: Final name of the checkpoint. The checkpoint there stays readable until the commit.
         identifier: From :func:`new_identifier`, the same on all ranks.
     """
     return _RemoteSave(str(path), identifier) if is_remote(path) else _LocalSave(local_path(path), identifier)
@@ -83,30 +83,19 @@ class PendingSave(ABC):
 
     def __init__(self, identifier: str) -> None:
         self.identifier = identifier
-        self._state_file, self._state_bytes, self._state_checksum = f"state.{identifier}.pt", 0, 0
+        self._state_file = f"state.{identifier}.pt"
+        self._state_bytes = self._state_checksum = 0
         self._begun = False
 
     def begin(self, state: bytes) -> None:
-        """Make the folder and write the state file.
-
-        Raises:
-            CheckpointError: If a directory that is no checkpoint has the final name.
-        """
+        """Make the folder and write the state file."""
         self._begun = True
         self._prepare()
-        self._state_bytes, self._state_checksum = self.folder.write(self._state_file, [state]), zlib.crc32(state)
+        self._state_bytes = self.folder.write(self._state_file, [state])
+        self._state_checksum = zlib.crc32(state)
 
-    def commit(self, tensors: Mapping[str, TensorEntry], files: Mapping[str, int], info: Mapping[str, Any]) -> None:
-        """Write the manifest and make the checkpoint visible under its name.
-
-        Args:
-            tensors: Every tensor by its global name.
-            files: Size in bytes of every file of tensors.
-            info: See ``Manifest``.
-
-        Raises:
-            CheckpointError: If the tensors are not tiled exactly once.
-        """
+    def commit(self, tensors: Mapping[str, TensorInfo], files: Mapping[str, int], info: Mapping[str, Any]) -> None:
+        """Write the manifest, of which ``files`` lacks the state file, and make the checkpoint visible under its name."""
         manifest = Manifest(
             tensors=tensors,
             files={**files, self._state_file: self._state_bytes},
@@ -114,17 +103,17 @@ class PendingSave(ABC):
             state_checksum=self._state_checksum,
             info=info,
         )
-        self._publish(manifest)
+        self._commit(manifest)
         self._begun = False
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Delete what was written if the block raises; the checkpoint that stood under the name, if any, is untouched."""
+        """Delete the written files if the block raises; an existing checkpoint of the name is untouched."""
         try:
             yield
         except BaseException:
             if self._begun:
-                with suppress(Exception):  # what cannot be deleted now is left to a later save
+                with suppress(Exception):  # a later save deletes the rest
                     self._discard()
             raise
 
@@ -132,7 +121,7 @@ class PendingSave(ABC):
     def _prepare(self) -> None: ...
 
     @abstractmethod
-    def _publish(self, manifest: Manifest) -> None: ...
+    def _commit(self, manifest: Manifest) -> None: ...
 
     @abstractmethod
     def _discard(self) -> None: ...
@@ -153,7 +142,7 @@ class _LocalSave(PendingSave):
         remove_abandoned(self._path.parent)
         self._lock = make_locked(self._temporary)
 
-    def _publish(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         self.folder.write(MANIFEST, [manifest.dumps().encode()])
         sync_directory(self._temporary)
         if self._path.is_symlink() or self._path.is_file():
@@ -169,7 +158,7 @@ class _LocalSave(PendingSave):
         self._unlock()
 
     def _displace(self) -> None:
-        """Take the place of a file or a link, over which a directory cannot be renamed; a link's target keeps its own name."""
+        """Replace a file or a link, over which a directory cannot be renamed; a link's target keeps its own name."""
         if exchange(self._temporary, self._path):
             self._temporary.unlink()
             return
@@ -186,7 +175,7 @@ class _LocalSave(PendingSave):
         """Put the new files and the manifest into the directory that has the name."""
         directory = os.open(self._path, os.O_RDONLY)
         try:
-            # One job at a time; where directories cannot be locked, only what our manifest replaces is known to be garbage.
+            # One job at a time; where directories cannot be locked, only files of the replaced manifest are known garbage.
             alone = lock(directory)
             for name in manifest.files:
                 os.rename(self._temporary / name, self._path / name)
@@ -224,10 +213,10 @@ class _RemoteSave(PendingSave):
             raise _other_files(self.folder)
         self.folder.files.makedirs(self.folder.root, exist_ok=True)
 
-    def _publish(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         replaced = _files_listed(self.folder.files.cat_file(self._manifest)) if is_committed(self.folder.url) else ()
         self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
-        with suppress(Exception):  # it is committed; what cannot be deleted now goes when it is old
+        with suppress(Exception):  # it is committed; what remains is deleted when it is old
             old = [name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and name not in manifest.files]
             self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
 
@@ -236,28 +225,28 @@ class _RemoteSave(PendingSave):
         return f"{self.folder.root}/{MANIFEST}"
 
     @property
-    def _is_published(self) -> bool:
-        """Whether our manifest stands there: a store may do what it is asked to, and its answer is lost."""
+    def _is_committed(self) -> bool:
+        """Whether our manifest is there: a store's answer may be lost after it has written."""
         try:
             return self._state_file in _files_listed(self.folder.files.cat_file(self._manifest))
         except FileNotFoundError:
             return False
 
     def _is_abandoned(self, name: str) -> bool:
-        modified = self.folder.modified(name)  # a store that tells no times keeps what killed saves leave
+        modified = self.folder.modified(name)  # without times, leftovers of killed saves stay
         return modified is not None and time.time() - modified > ABANDONED_AFTER_S
 
     def _discard(self) -> None:
         mark = f".{self.identifier}."
-        if not self._is_published:
+        if not self._is_committed:
             self.folder.remove(name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and mark in name)
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint (directory, file or link); it disappears from view in one step.
 
-    Missing is fine, also if another job deletes it at the same time. A directory of other files is left alone: callbacks have
-    the names that they delete from the checkpoint that they went on from, which anybody may have written.
+    Missing is fine, also if another job deletes it at the same time. A directory of other files stays: callbacks read the
+    names that they delete from the checkpoint that they resumed from, which anybody may have written.
     """
     if is_remote(path):
         folder = RemoteFolder(str(path))
@@ -280,10 +269,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete the temporary directories that killed saves left in a local ``folder``.
-
-    Where the file system cannot lock directories, nothing is deleted: a save that still runs must not lose its files.
-    """
+    """Delete the temporary directories that killed saves left in ``folder``; none where directories cannot be locked."""
     for entry in folder.iterdir():
         if not _TEMPORARY.fullmatch(entry.name):
             continue
@@ -313,7 +299,7 @@ def _files_listed(text: bytes) -> frozenset[str]:
     try:
         return frozenset(Manifest.loads(text).files)
     except CheckpointError:
-        return frozenset()  # a damaged manifest says nothing; its files are removed with the abandoned ones
+        return frozenset()  # damaged; its files are removed with the abandoned ones
 
 
 def _is_foreign(names: Collection[str]) -> bool:

@@ -1,41 +1,39 @@
-"""From a sharded checkpoint to one plain file, in one process."""
+"""Convert a sharded checkpoint to one plain file, in one process."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import torch
 
+from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import FULL_STATE, OWN, join_tensors, number_optimizer_state
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.shard_file import Piece, header_bytes, header_entry
-from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint
+from megatron_lightning.checkpoint.shard_file import header_bytes, header_entry
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.storage import completed_file, is_remote, local_path
 from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.spec import Box, Shard
 
 PlainFormat = Literal["lightning", "state_dict", "safetensors"]
 _MODULE = "state_dict."
 
 
 def read_full(path: str | os.PathLike[str], *, weights_only: bool = False, advance: Advance = silent) -> dict[str, Any]:
-    """Read a whole checkpoint into the nested dict that Lightning knows.
+    """Read a full checkpoint into the nested dict that Lightning knows.
 
     Args:
-        path: A checkpoint directory, whatever the layout it was saved under.
+        path: A checkpoint directory of any layout.
         weights_only: Leave out what ``ModelCheckpoint(save_weights_only=True)`` leaves out: optimizers, schedulers, callbacks.
         advance: Progress.
 
     Returns:
         ``state_dict`` of full tensors, ``optimizer_states`` in torch's own form, loops, callbacks and the rest; all on the CPU.
-
-    Raises:
-        CheckpointError: If the checkpoint is incomplete or damaged.
     """
     source = open_checkpoint(path)
     left_out = FULL_STATE if weights_only else ()
@@ -43,7 +41,7 @@ def read_full(path: str | os.PathLike[str], *, weights_only: bool = False, advan
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in stored.items()}
     for name, tensor in tensors.items():
         if tensor.numel():
-            source.read([Piece(name, (0,) * tensor.dim(), tensor)])
+            source.read([(name, Shard((0,) * tensor.dim(), tensor))])
             advance(tensor.nbytes)
     checkpoint = join_tensors(tensors, {key: value for key, value in source.state().items() if key not in left_out})
     for copy, owner in _tied(source).items():  # stored once, under the owner's name
@@ -56,16 +54,9 @@ def read_full(path: str | os.PathLike[str], *, weights_only: bool = False, advan
 
 
 def plain_file(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Return a checkpoint as an open file for ``MyModule.load_from_checkpoint``, which reads files and no directories.
+    """Return a checkpoint directory as an open file for ``MyModule.load_from_checkpoint``, which reads only files.
 
-    It holds what :func:`read_full` returns with ``weights_only=True``; on disk, in the folder of temporary files, until it is
-    closed.
-
-    Args:
-        path: A checkpoint directory, whatever the layout it was saved under.
-
-    Raises:
-        CheckpointError: If the checkpoint is incomplete or damaged.
+    It holds what :func:`read_full` returns with ``weights_only=True``, in a temporary file on disk until it is closed.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
     torch.save(read_full(path, weights_only=True), file)
@@ -80,24 +71,11 @@ def consolidate(
     format: PlainFormat = "lightning",
     advance: Advance = silent,
 ) -> None:
-    """Write a checkpoint directory as one plain file under the module's own names.
-
-    The file appears under its name only when it is complete.
-
-    Args:
-        path: The checkpoint directory.
-        output: The file to write, a path or URL; an existing one is replaced.
-        format: ``"lightning"``: a ``.ckpt`` that ``load_from_checkpoint`` and a plain Trainer read. ``"state_dict"``: the
-            module's tensors in ``torch.save``'s form. ``"safetensors"``: the same as a safetensors file; a part of 64 MiB
-            is held in memory, whatever the model's size. The other two need memory for all that they write.
-        advance: Progress, in bytes read.
-
-    Raises:
-        ConfigError: If the output is a directory.
-        CheckpointError: If the checkpoint is incomplete or damaged.
+    """Write a checkpoint directory as one plain file with the module's own names; it appears when it is complete. For the
+    arguments see ``commands.consolidate``.
     """
     if not is_remote(output) and local_path(output).is_dir():
-        raise ConfigError(f"{output} is a directory, and one plain file is to be written. Name another target.")
+        raise ConfigError(f"{output} is a directory; the output is one file. Name another target.")
     if format == "lightning":
         _save(read_full(path, advance=advance), output)
         return
@@ -107,11 +85,13 @@ def consolidate(
         _write_safetensors(source, names, output, advance)
     else:
         stored = source.tensors()
-        _save({name: _read(source, full, stored[full], advance) for name, full in names.items()}, output)
+        tensors = {name: read_box(source, key, stored[key].dtype, Box.full(stored[key].shape)) for name, key in names.items()}
+        advance(sum(tensor.nbytes for tensor in tensors.values()))
+        _save(tensors, output)
 
 
 def format_of(output: str | os.PathLike[str]) -> PlainFormat:
-    """Return the format that a file name stands for."""
+    """Return the format of a file name."""
     by_suffix: Mapping[str, PlainFormat] = {".safetensors": "safetensors", ".pt": "state_dict", ".pth": "state_dict"}
     return by_suffix.get(Path(output).suffix, "lightning")
 
@@ -121,7 +101,7 @@ def num_bytes(path: str | os.PathLike[str], format: PlainFormat) -> int:
     source = open_checkpoint(path)
     tensors = source.tensors()
     names = tensors if format == "lightning" else _module_names(source).values()
-    return sum(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names)
+    return sum(tensors[name].num_bytes() for name in names)
 
 
 def _tied(source: CheckpointSource) -> dict[str, str]:
@@ -130,17 +110,11 @@ def _tied(source: CheckpointSource) -> dict[str, str]:
 
 
 def _module_names(source: CheckpointSource) -> dict[str, str]:
-    """Return name in the module -> name in the checkpoint; tied copies have their owner's."""
+    """Return name in the module -> name in the checkpoint; tied copies map to their owner's."""
     stored = source.tensors()
     names = {name.removeprefix(_MODULE): name for name in stored if name.startswith(_MODULE)}
     copies = {copy: names[owner] for copy, owner in _tied(source).items() if owner in names}
     return {**copies, **names}
-
-
-def _read(source: CheckpointSource, name: str, entry: TensorInfo, advance: Advance) -> torch.Tensor:
-    tensor = read_box(source, name, entry.dtype, (0,) * len(entry.shape), entry.shape)
-    advance(tensor.nbytes)
-    return tensor
 
 
 def _save(value: Mapping[str, Any], output: str | os.PathLike[str]) -> None:
@@ -157,9 +131,9 @@ def _write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name in ordered:
-        entry = stored[names[name]]
-        end = position + prod(entry.shape) * entry.dtype.itemsize
-        header[name] = header_entry(entry.dtype, entry.shape, position, end)
+        info = stored[names[name]]
+        end = position + info.num_bytes()
+        header[name] = header_entry(info.dtype, info.shape, position, end)
         position = end
     with completed_file(output) as file:
         file.write(header_bytes(header))
@@ -168,8 +142,8 @@ def _write_safetensors(
                 file.write(chunk)
 
 
-def _bytes(source: CheckpointSource, name: str, entry: TensorInfo, advance: Advance) -> Iterator[memoryview]:
-    for offset, shape in slabs(entry.shape, max(1, PART_BYTES // entry.dtype.itemsize)):
-        part = read_box(source, name, entry.dtype, offset, shape)
-        advance(part.nbytes)
-        yield part.reshape(-1).view(torch.uint8).numpy().data
+def _bytes(source: CheckpointSource, name: str, info: TensorInfo, advance: Advance) -> Iterator[memoryview]:
+    for box in slabs(info, PART_BYTES):
+        values = read_box(source, name, info.dtype, box)
+        advance(values.nbytes)
+        yield values.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Names, bytes and locks of this machine's file system: written durably, renamed in one step, told from what is abandoned."""
+"""Durable writes, atomic renames and locks on this machine's file system."""
 
 from __future__ import annotations
 
@@ -16,27 +16,19 @@ _MAX_NAME_BYTES = 255  # of every usual file system
 
 
 def new_identifier() -> str:
-    """Return an id that no other save has."""
+    """Return a unique id of a save."""
     return uuid.uuid4().hex[:12]
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a new local file and flush it to the disk.
-
-    Args:
-        path: A file that does not exist yet.
-        chunks: Its content, one piece after another.
-
-    Returns:
-        Its size in bytes.
-    """
+    """Write a local file that does not exist yet, flush it to the disk and return its size in bytes."""
     with open(path, "xb", buffering=0) as file:
         begun = 0
         for chunk in chunks:
             rest = memoryview(chunk)
             while rest:
                 rest = rest[file.write(rest) :]
-            if file.tell() - begun >= _AHEAD_BYTES:  # the disk works while the next chunk is made, not only in fsync
+            if file.tell() - begun >= _AHEAD_BYTES:  # the disk writes while the next chunk is computed
                 _begin_writing(file.fileno(), begun, file.tell() - begun)
                 begun = file.tell()
         os.fsync(file.fileno())
@@ -44,7 +36,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def _begin_writing(descriptor: int, start: int, length: int) -> None:
-    """Let the system begin to bring bytes of a file to the disk, where it has a call for that (Linux)."""
+    """Start writing bytes of a file to the disk, where the system has a call for that (Linux)."""
     try:
         write = 2  # SYNC_FILE_RANGE_WRITE
         ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), write)
@@ -53,16 +45,13 @@ def _begin_writing(descriptor: int, start: int, length: int) -> None:
 
 
 def beside(path: Path, mark: str) -> Path:
-    """Return a name in the same directory that ends with ``mark``; of a name too long for that the end is left out."""
+    """Return a name in the same directory that ends with ``mark``; a name that is too long is truncated."""
     start = os.fsencode(path.name)[: _MAX_NAME_BYTES - len(mark)].decode(errors="ignore")
     return path.with_name(start + mark)
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a local directory to the disk, so that a rename survives a loss of power.
-
-    File systems that have no such call (some of FUSE's and CIFS) keep their names safe in their own way.
-    """
+    """Flush the names in a local directory to the disk, where the file system can, so that a rename survives power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,7 +63,7 @@ def sync_directory(path: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two names of one local directory in one step; False where the system cannot."""
+    """Swap two names of one local directory atomically; False where the system cannot."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -84,11 +73,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def make_locked(directory: Path) -> int:
-    """Make a directory and lock it; again, if another job took it for abandoned before it was locked.
-
-    Returns:
-        The descriptor that holds the lock until :func:`release`.
-    """
+    """Make a directory and return the descriptor that locks it; again, if another job deleted it before it was locked."""
     while True:
         directory.mkdir()
         try:
@@ -101,12 +86,12 @@ def make_locked(directory: Path) -> int:
 
 
 def lock(descriptor: int) -> bool:
-    """Wait until nobody else has a lock, and take it; False where the file system has none."""
+    """Wait for the lock; False where the file system has none."""
     return _lock(descriptor, fcntl.LOCK_EX)
 
 
 def try_lock(descriptor: int) -> bool:
-    """Take the lock if nobody else has one; False also where the file system has none."""
+    """Take the lock if it is free; False also where the file system has none."""
     return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -119,7 +104,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def release(descriptor: int) -> None:
-    """Unlock and close: workers of a data loader, forked in the meantime, have the descriptor too, and with it the lock."""
+    """Unlock and close: data loader workers, forked since, share the descriptor and its lock."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

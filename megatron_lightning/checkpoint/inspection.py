@@ -1,4 +1,4 @@
-"""Say in a page what a checkpoint holds, without reading its tensors."""
+"""Describe the content of a checkpoint without reading its tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from megatron_lightning.checkpoint.source import CheckpointSource, DirectorySource, TensorInfo, open_checkpoint
+from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.source import CheckpointSource, DirectorySource, open_checkpoint
 
 
 def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str:
-    """Return a description of a checkpoint for people.
+    """Return a human-readable description of a checkpoint.
 
     Args:
         path: A checkpoint directory or a plain ``.ckpt`` file.
         tensors: List every tensor whose global name fits this pattern (``"*"`` for all); None: totals only.
-
-    Raises:
-        CheckpointError: If it is incomplete or damaged; tensors are not read, ``verify`` does that.
     """
     source = open_checkpoint(path)
     stored = source.tensors()
@@ -29,9 +27,8 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
     lines += ["", *_table(["tensors", "number", "elements", "size", "dtypes"], _groups(stored))]
     lines += ["", "state: " + (", ".join(sorted(source.state())) or "nothing")]
     if tensors is not None:
-        boxes = _box_counts(source)
         rows = [
-            [name, "x".join(map(str, entry.shape)) or "scalar", _dtype(entry), boxes.get(name, "1")]
+            [name, "x".join(map(str, entry.shape)) or "scalar", _dtype(entry), str(len(entry.shards) or 1)]
             for name, entry in stored.items()
             if fnmatchcase(name, tensors)
         ]
@@ -46,12 +43,6 @@ def readable_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
-
-
-def _box_counts(source: CheckpointSource) -> dict[str, str]:
-    if not isinstance(source, DirectorySource):
-        return {}
-    return {name: str(len(entry.shards)) for name, entry in source.manifest.tensors.items()}
 
 
 def _kind(source: CheckpointSource) -> str:
@@ -82,7 +73,7 @@ def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
 
 def _row(name: str, entries: Sequence[TensorInfo]) -> list[str]:
     elements = sum(prod(entry.shape) for entry in entries)
-    size = sum(prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+    size = sum(entry.num_bytes() for entry in entries)
     dtypes = ", ".join(sorted({_dtype(entry) for entry in entries}))
     return [name, str(len(entries)), f"{elements:,}", readable_bytes(size), dtypes]
 

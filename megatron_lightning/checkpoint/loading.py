@@ -1,7 +1,7 @@
 """Fill the tensors of all ranks from a checkpoint of any layout.
 
-A rank reads the byte ranges that its own boxes need, straight into its tensors. Ranks that hold the same boxes (data-parallel
-replicas) read a part of each and give it to one another: the storage is read once, however many there are.
+A rank reads the byte ranges of its own shards, straight into its tensors. Ranks that hold the same shards (data-parallel
+replicas) each read a part and broadcast it to the others: the storage is read once, however many there are.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from operator import or_
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_lightning.checkpoint.agreement import ALONE, together
-from megatron_lightning.checkpoint.shard_file import Piece
-from megatron_lightning.checkpoint.sharded import PART_BYTES, TensorShards, parts_of
-from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo
+from megatron_lightning.checkpoint.agreement import together
+from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.replicas import MIN_DIVIDED_BYTES, divide_shard
+from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Shard
 
 
 class LoadReport(NamedTuple):
-    """What a load that is not strict left out."""
+    """Names that a non-strict load left out."""
 
     missing: tuple[str, ...]
-    """Names that some rank asked for and the checkpoint lacks; their tensors are unchanged."""
+    """Requested by some rank and not in the checkpoint; their tensors are unchanged."""
     unexpected: tuple[str, ...]
-    """Names in the checkpoint that no rank asked for."""
+    """In the checkpoint and requested by no rank."""
 
 
 def load_sharded(
@@ -43,17 +44,14 @@ def load_sharded(
 
     Args:
         source: The opened checkpoint (see ``open_checkpoint``).
-        tensors: What this rank holds; ``writes`` does not matter. Floating dtypes are converted to the pieces' dtype.
+        tensors: The shards of this rank, whatever their ``writes``. Floating dtypes are converted to the shards' dtype.
         prefix: Only the checkpoint's tensors whose names begin with this are expected (``"state_dict."``).
         strict: Whether missing and unexpected names are errors.
         group: The ranks that load together.
-
-    Raises:
-        CheckpointError: On every rank: for missing or unexpected names if ``strict``, for other shapes always, for damage.
     """
     stored = source.tensors()
     request = together(group, "loading the checkpoint", lambda: _request(tensors, stored))
-    # One bit a tensor: thousands of ranks exchange what they ask for.
+    # One bit for each tensor: thousands of ranks exchange their requests.
     replies = group.all_gather_object(request._replace(wanted=[]))
     missing = sorted({name for reply in replies for name in reply.missing})
     misfits = sorted({text for reply in replies for text in reply.misfits})
@@ -94,32 +92,32 @@ def _misfit(shards: TensorShards, stored: TensorInfo) -> str | None:
     return None
 
 
-def _own_reads(wanted: Sequence[TensorShards]) -> Iterator[Piece]:
-    for shards in wanted:
-        for offset, view in shards.pieces:
-            if view.numel() and not _is_shared(shards, view):
-                yield Piece(shards.name, offset, view)
-            elif view.numel():
-                parts = parts_of(shards.name, offset, view, shards.replicas.size)
-                yield from (part for replica, part in parts if replica == shards.replicas.rank)
+def _own_reads(wanted: Sequence[TensorShards]) -> Iterator[tuple[str, Shard]]:
+    for tensor in wanted:
+        for shard in tensor.shards:
+            if shard.data.numel() and not _is_divided(tensor, shard):
+                yield tensor.name, shard
+            elif shard.data.numel():
+                parts = divide_shard(tensor.name, shard, tensor.replicas.size)
+                yield from ((tensor.name, part) for replica, part in parts if replica == tensor.replicas.rank)
 
 
-def _is_shared(shards: TensorShards, view: Tensor) -> bool:
-    """Whether replicas each read a part; small boxes are read by all, which is faster than asking."""
-    return shards.replicas.process_group is not None and view.nbytes > PART_BYTES
+def _is_divided(tensor: TensorShards, shard: Shard) -> bool:
+    """Whether replicas each read a part; small shards are read by all, which is faster than communicating."""
+    return tensor.replicas.process_group is not None and shard.data.nbytes > MIN_DIVIDED_BYTES
 
 
-def _exchange(shards: TensorShards) -> None:
-    """Give the other replicas the parts that this one has read; a collective over them."""
-    group = shards.replicas
-    for offset, view in shards.pieces:
-        if not _is_shared(shards, view):
+def _exchange(tensor: TensorShards) -> None:
+    """Broadcast the parts that each replica has read; a collective over them."""
+    group = tensor.replicas
+    for shard in tensor.shards:
+        if not _is_divided(tensor, shard):
             continue
-        for replica, part in parts_of(shards.name, offset, view, group.size):
-            buffer = part.view.contiguous()
+        for replica, (_, data) in divide_shard(tensor.name, shard, group.size):
+            buffer = data.contiguous()
             dist.broadcast(buffer, src=group.ranks[replica], group=group.process_group)
-            if buffer is not part.view:
-                part.view.copy_(buffer)
+            if buffer is not data:
+                data.copy_(buffer)
 
 
 def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool, prefix: str) -> None:
@@ -131,12 +129,11 @@ def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool, pr
         ]
     texts = [f"{len(names)} tensors {what}:\n{_listed(names)}" for what, names in problems if names]
     if texts:
-        hint = "" if misfits else " strict=False loads what there is."
-        if prefix.startswith("optimizer_states."):  # no part of an optimizer may silently begin anew, or be lost
-            hint = " To go on with other parameters, load the weights alone."
+        hint = "" if misfits else " strict=False loads the others."
+        if prefix.startswith("optimizer_states."):  # no optimizer state may silently be reset or lost
+            hint = " To resume with other parameters, load the weights alone."
         raise CheckpointError("\n".join(texts) + f"\nLoad it into the model it was saved from.{hint}")
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = [f"  and {len(names) - 20} more"] if len(names) > 20 else []
-    return "\n".join([*(f"  {name}" for name in names[:20]), *more])
+    return "\n".join(f"  {name}" for name in names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")

@@ -1,13 +1,13 @@
-"""Copies of a run's state on each node's own disk, and on a neighbour's: recovery without the shared file system.
+"""Copies of a run's state on each node's own disk, and on a neighbor's: recovery without the shared file system.
 
-Every rank writes all that it holds, as an ordinary checkpoint of its own, and sends it to the rank in its place on the next
-node, which keeps it too. A run that starts again under the same layout takes the newest copy of which each rank's part is on
-some node: from its own disk, or from the neighbour's if a node was replaced. A run of another layout takes the newest copy that
-is whole on every node (one or two nodes have such ones), from whose parts each rank reads the boxes that it needs.
+Every rank writes all its shards as an ordinary checkpoint of its own, its *part* of the copy, and sends it to the rank at its
+position on the next node, which keeps it too. A run that resumes under the same layout takes the newest copy of which each
+rank's part is on some node: on its own disk, or on the neighbor's if a node was replaced. A run of another layout takes the
+newest copy that is complete on every node (possible with one or two nodes), from whose parts each rank reads its boxes.
 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
-A small file on the shared file system, the *pointer*, says where the copies are and which are the run's, so that all ranks
+A small file on the shared file system, the *pointer*, records where the copies are and which are the run's, so that all ranks
 know of them, whatever their own disks hold. The idea follows NVIDIA Resiliency Extension's local checkpointing.
 """
 
@@ -33,18 +33,18 @@ import torch.distributed as dist
 from megatron_lightning.checkpoint.agreement import on_first_rank, together
 from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.files import new_identifier, sync_directory, write_file
-from megatron_lightning.checkpoint.manifest import Shape, dtype_of
+from megatron_lightning.checkpoint.manifest import TensorInfo, dtype_of
 from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
-from megatron_lightning.checkpoint.shard_file import Piece
-from megatron_lightning.checkpoint.sharded import TensorShards
-from megatron_lightning.checkpoint.source import CheckpointSource, TensorInfo, open_checkpoint, overlap, slices
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.storage import completed_file
 from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Box, Shape, Shard
 
 NODE = "{node_rank}"
-"""Stands for the node's number in the folder of the copies."""
+"""Represents the node's number in the folder of the copies."""
 _CHUNK_BYTES = 16 << 20  # of which one is in memory while it is sent
 _NUM_KEPT = 2  # the newest may be lost while it is written
 _NAME = re.compile(r"step-(\d{12})-[0-9a-f]{12}")
@@ -53,23 +53,23 @@ _FORMAT = "megatron_lightning local copies"
 
 @dataclass(frozen=True)
 class Pointer:
-    """What the pointer file says."""
+    """Content of the pointer file."""
 
     folder: str
-    """Folder on each node; ``{node_rank}`` in it stands for the node's number."""
+    """Folder on each node; ``{node_rank}`` in it represents the node's number."""
     ranks_per_node: int
     """Ranks of a node."""
     num_ranks: int
-    """Ranks of the run, each of which has a part of a copy."""
+    """Ranks of the run; each writes a part of a copy."""
     step: int
     """Step of the newest copy when the file was written."""
     layout: Mapping[str, Any]
-    """What decides which rank holds what: sizes of the parallel axes, and how data-parallel ranks share."""
+    """Values that determine the shards of a rank: sizes of the parallel axes, and the kind of data parallelism."""
     copies: Sequence[str] = ()
     """Names of the run's copies, the newest first; the folder may hold others, of another run."""
 
     def write(self, path: str, newest: str) -> None:
-        """Write the file with one more copy; it replaces the one before when it is whole."""
+        """Write the file with one more copy; it replaces the previous one when it is complete."""
         known: Sequence[str] = ()
         with suppress(CheckpointError):  # a damaged one is replaced
             before = Pointer.read(path)
@@ -80,11 +80,7 @@ class Pointer:
 
     @classmethod
     def read(cls, path: str) -> Pointer | None:
-        """Return what a pointer file says; None for any other file, for a directory and for nothing.
-
-        Raises:
-            CheckpointError: If it is one, and does not say what a pointer says.
-        """
+        """Return a pointer file's content; None for any other file, for a directory and for nothing."""
         file = Path(path)
         if not file.is_file() or file.stat().st_size > 1 << 16:
             return None
@@ -102,55 +98,40 @@ class Pointer:
 
 
 class LocalCopies:
-    """The copies of one run, as one rank sees them.
+    """The copies of one run, as one rank sees them; public methods are collectives.
 
     Args:
-        folder: Folder on each node; ``{node_rank}`` in it stands for the node's number.
+        folder: See :class:`Pointer`.
         group: All ranks of the job, with a process group for CPU tensors.
         ranks_per_node: Ranks of a node; they are numbered node by node.
     """
 
     def __init__(self, folder: str, group: AxisGroup, ranks_per_node: int) -> None:
-        self._group, self._ranks_per_node = group, ranks_per_node
+        self._group = group
+        self._ranks_per_node = ranks_per_node
         self._folder = Path(folder.replace(NODE, str(group.rank // ranks_per_node)))
 
     def take_snapshot(self, step: int, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> Snapshot:
-        """Collect what this rank's part of a copy holds; all ranks call this.
-
-        Args:
-            step: Optimizer steps done.
-            tensors: All that this rank holds; ``writes`` does not matter.
-            state: Everything else, as the first rank has it.
-
-        Raises:
-            CheckpointError: On every rank, if the state has no plain form.
-        """
+        """Collect this rank's part of the copy of a step: all its shards, and on the first rank the rest of the state."""
         name = f"step-{step:012d}-{on_first_rank(self._group, new_identifier)}"
         part = self._part(name, self._group.rank)
         mine = state if self._group.rank == 0 else {}
         return together(self._group, "collecting a local copy", lambda: _part_snapshot(part, tensors, mine))
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's part of a copy and give one to the next node; all ranks call this.
-
-        Raises:
-            CheckpointError: On every rank, if one failed; older copies are intact.
-        """
+        """Write this rank's part of a copy and send it to the next node; if a rank fails, older copies are intact."""
         name = Path(snapshot.path).parent.name
         together(self._group, "writing a local copy", lambda: write_snapshot(snapshot))
         self._replicate(name)
-        together(self._group, "deleting old local copies", lambda: self._forget_old(name))
+        together(self._group, "deleting old local copies", lambda: self._delete_old(name))
 
     def open(self, names: Sequence[str], num_ranks: int, *, same_layout: bool) -> CheckpointSource | None:
-        """Return the newest copy of which every part is where it is needed; None if there is none. All ranks call this.
+        """Return the newest copy of which every part is where it is needed; None if there is none.
 
         Args:
             names: The copies that the pointer names, the newest first.
             num_ranks: Ranks of the run that wrote the copies.
-            same_layout: Whether each rank of this run needs what the rank of its number wrote, and no more.
-
-        Raises:
-            CheckpointError: On every rank, if a part is damaged, or cannot be brought to its node.
+            same_layout: Whether each rank of this run needs exactly what the rank of its number wrote.
         """
         group, wanted = self._group, set(range(num_ranks))
         held = group.all_gather_object(self._held())
@@ -190,14 +171,14 @@ class LocalCopies:
         group, step = self._group, self._ranks_per_node
         to, source = self._next(group.rank), (group.rank - step) % group.size
         if to == group.rank:
-            return  # a single node has no neighbour
+            return  # a single node has no neighbor
         send = partial(self._send, self._part(name, group.rank), to)
         receive = partial(self._receive, self._part(name, source), source)
         is_even = group.rank // step % 2 == 0  # even nodes send first, odd ones receive first
-        self._carry_out([send, receive] if is_even else [receive, send], "sending a local copy to the next node")
+        self._run_transfers([send, receive] if is_even else [receive, send], "sending a local copy to the next node")
 
     def _fetch(self, name: str, held: Sequence[set[int]]) -> None:
-        """Bring each part to its rank's node and to the next one, if it is not there: a new node gets what the old one had."""
+        """Send each part to its rank's node and to the next one, if it is not there: a new node gets what the old one had."""
         transfers = []
         for rank in range(self._group.size):
             holder = next(holder for holder, parts in enumerate(held) if rank in parts)
@@ -206,14 +187,10 @@ class LocalCopies:
                     transfers.append(partial(self._send, self._part(name, rank), receiver))
                 elif rank not in held[receiver] and self._group.rank == receiver:
                     transfers.append(partial(self._receive, self._part(name, rank), holder))
-        self._carry_out(transfers, "bringing a local copy to its node")
+        self._run_transfers(transfers, "sending a local copy to its node")
 
-    def _carry_out(self, transfers: Iterable[Callable[[], None]], doing: str) -> None:
-        """Do what this rank has to send and receive, whatever fails of it: others wait for the rest.
-
-        Raises:
-            CheckpointError: On every rank, if one failed.
-        """
+    def _run_transfers(self, transfers: Iterable[Callable[[], None]], doing: str) -> None:
+        """Run this rank's transfers, also after one has failed: other ranks wait for the rest."""
         failures: list[Exception] = []
         for transfer in transfers:
             try:
@@ -228,7 +205,7 @@ class LocalCopies:
         together(self._group, doing, agree)
 
     def _next(self, rank: int) -> int:
-        """Return the rank in the same place on the next node; itself on the only node."""
+        """Return the rank at the same position on the next node; itself on the only node."""
         alone = self._ranks_per_node >= self._group.size
         return rank if alone else (rank + self._ranks_per_node) % self._group.size
 
@@ -255,7 +232,7 @@ class LocalCopies:
             os.rename(temporary, part)
             sync_directory(part.parent)
         except OSError:
-            for _ in messages:  # the sender waits until all is taken
+            for _ in messages:  # the sender waits until all is received
                 pass
             raise
         finally:
@@ -263,21 +240,20 @@ class LocalCopies:
 
     def _messages(self, rank: int) -> Iterator[tuple[str, bytes]]:
         """Yield (file name, next bytes of it) as another rank sends them."""
-        while isinstance(message := self._receive_object(rank), tuple):
-            yield message
-        if message:
-            raise CheckpointError(message)
+        received: list[Any] = [None]
+        while True:
+            dist.recv_object_list(received, self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
+            if not isinstance(received[0], tuple):
+                break
+            yield received[0]
+        if received[0]:
+            raise CheckpointError(received[0])
 
     def _send_object(self, value: Any, rank: int) -> None:
         dist.send_object_list([value], self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
 
-    def _receive_object(self, rank: int) -> Any:
-        box = [None]
-        dist.recv_object_list(box, self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
-        return box[0]
-
-    def _forget_old(self, newest: str) -> None:
-        """Keep the copy just written and those before it; later steps are of a run that was given up."""
+    def _delete_old(self, newest: str) -> None:
+        """Keep the copy just written and earlier ones; later steps are of an abandoned run."""
         if self._group.rank % self._ranks_per_node == 0:
             names = {folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)}
             before = sorted(name for name in names if _step_of(name) < _step_of(newest))
@@ -289,16 +265,16 @@ def _step_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-class _Part(NamedTuple):
-    """What one rank wrote."""
+class _RankCopy(NamedTuple):
+    """The part of a copy that one rank wrote."""
 
     source: CheckpointSource
-    boxes: Mapping[str, Sequence[tuple[str, Shape, Shape]]]
-    """Global name -> (name in ``source``, first index, extent) of what the rank held of it."""
+    boxes: Mapping[str, Sequence[tuple[str, Box]]]
+    """Global name -> (name in ``source``, box) of each shard that the rank held of it."""
     tensors: Mapping[str, TensorInfo]
-    """Every tensor that the rank had a part in."""
+    """Every tensor of which the rank held shards."""
     state: dict[str, Any]
-    """Everything else; of the first rank only."""
+    """The rest of the state; of the first rank only."""
 
 
 def _part_snapshot(path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> Snapshot:
@@ -307,30 +283,32 @@ def _part_snapshot(path: Path, tensors: Iterable[TensorShards], state: Mapping[s
     shapes: dict[str, tuple[Shape, str]] = {}
     for number, shards in enumerate(tensors):
         shapes[shards.name] = (shards.global_shape, str(shards.dtype).removeprefix("torch."))
-        for offset, view in shards.pieces:
+        for shard in shards.shards:
             stored = f"{number}.{len(held)}"
-            held.append(TensorShards.whole(stored, view))
-            boxes.setdefault(shards.name, []).append((stored, offset, tuple(view.shape)))
+            held.append(TensorShards.full(stored, shard.data))
+            boxes.setdefault(shards.name, []).append((stored, *shard.box))
     return take_snapshot(path, held, {"tensors": shapes, "boxes": boxes, "state": state})
 
 
-def _open_part(path: Path) -> _Part:
+def _open_part(path: Path) -> _RankCopy:
     source = open_checkpoint(path)
     content = source.state()
     check_structure(content["state"], str(path))
-    boxes = {name: [(stored, tuple(o), tuple(n)) for stored, o, n in found] for name, found in content["boxes"].items()}
+    boxes = {name: [(stored, Box(tuple(o), tuple(n))) for stored, o, n in found] for name, found in content["boxes"].items()}
     shapes = {name: TensorInfo(tuple(shape), dtype_of(dtype)) for name, (shape, dtype) in content["tensors"].items()}
-    return _Part(source, boxes, shapes, content["state"])
+    return _RankCopy(source, boxes, shapes, content["state"])
 
 
 class _PartsSource:
-    """The parts of a copy on this node as one checkpoint; those after the first are opened when one lacks something."""
+    """The parts of a copy on this node as one checkpoint; further parts are opened when a shard needs them."""
 
     def __init__(
-        self, opened: Sequence[_Part], others: Iterable[Path], tensors: Mapping[str, TensorInfo], state: dict[str, Any]
+        self, opened: Sequence[_RankCopy], others: Iterable[Path], tensors: Mapping[str, TensorInfo], state: dict[str, Any]
     ) -> None:
-        self._opened, self._others = list(opened), [path for path in others if is_committed(path)]
-        self._tensors, self._state = tensors, state
+        self._opened = list(opened)
+        self._others = [path for path in others if is_committed(path)]
+        self._tensors = tensors
+        self._state = state
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
@@ -338,36 +316,35 @@ class _PartsSource:
     def state(self) -> dict[str, Any]:
         return dict(self._state)
 
-    def read(self, pieces: Iterable[Piece]) -> None:
-        wanted: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            for number, part in self._found(piece):
-                wanted.setdefault(number, []).append(part)
-        for number, found in wanted.items():
-            self._opened[number].source.read(found)
+    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        wanted: dict[int, list[tuple[str, Shard]]] = {}
+        for name, shard in shards:
+            for number, found in self._found(name, shard):
+                wanted.setdefault(number, []).append(found)
+        for number, reads in wanted.items():
+            self._opened[number].source.read(reads)
 
-    def _found(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-        """Yield (number of a part, what to read from it) until every element of a piece is accounted for."""
-        rest, seen = piece.view.numel(), set()
+    def _found(self, name: str, shard: Shard) -> Iterator[tuple[int, tuple[str, Shard]]]:
+        """Yield (number of a part, what to read from it) until every element of the shard is covered."""
+        rest, seen = shard.data.numel(), set()
         for number, part in enumerate(self._parts()):
             if not rest:
                 return
-            for stored, offset, shape in part.boxes.get(piece.name, ()):
-                common = overlap(piece.offset, tuple(piece.view.shape), offset, shape)
-                if common is None or (offset, shape) in seen:  # replicas hold the same boxes
+            for stored, box in part.boxes.get(name, ()):
+                common = box.overlap(shard.box)
+                if common is None or box in seen:  # replicas hold the same boxes
                     continue
-                seen.add((offset, shape))
-                low, extent = common
-                rest -= prod(extent)
-                target = piece.view[slices(low, extent, piece.offset)]
-                yield number, Piece(stored, tuple(a - o for a, o in zip(low, offset, strict=True)), target)
+                seen.add(box)
+                rest -= prod(common.shape)
+                target = shard.data[common.relative_to(shard.offset).slices]
+                yield number, (stored, Shard(common.relative_to(box.offset).offset, target))
         if rest:
             raise CheckpointError(
-                f"{piece.name}: the local copies on this node lack a part of what this rank holds under its layout. Resume "
+                f"{name}: the local copies on this node lack elements of this rank's shard. Resume "
                 "from a checkpoint of the shared file system."
             )
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_RankCopy]:
         yield from self._opened
         while self._others:
             self._opened.append(_open_part(self._others.pop(0)))

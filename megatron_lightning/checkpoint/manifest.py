@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every tensor's name, shape and dtype, and which bytes of which file hold which part.
+"""The manifest of a checkpoint: every tensor's name, shape and dtype, and which bytes of which file hold which box.
 
 ``manifest.json`` is one JSON object::
 
@@ -7,13 +7,13 @@
      "state":   {"file": "state.5f….pt", "checksum": 123},
      "tensors": {"state_dict.layer.weight": {"shape": [8, 16], "dtype": "float32", "shards":
                     [[file index, first byte, [global offset], [shape], [checksum of each block]], …]}, …},
-     "info":    {…},                                                layout, versions, hyper-parameters: for people and tools
+     "info":    {…},                                                layout, versions, hyper-parameters, for display
      "checksum": 456}
 
-A *shard* is an axis-aligned box of the global tensor, stored row-major and little-endian; the shards of a tensor tile it
-exactly once. Its bytes are checksummed (CRC-32) in blocks of ``block_bytes``, so that a part of it can be read and verified.
-The text is dumped with separators "," and ":"; its last entry is the CRC-32 of the text without that entry.
-What is read here is not trusted: names, ranges and tiling are checked before anything is opened.
+A shard is stored row-major and little-endian; the shards of a tensor tile it exactly once. Its bytes are checksummed (CRC-32)
+in blocks of ``block_bytes``, so that a part of it can be read and verified. The text is dumped with separators "," and ":"; its
+last entry is the CRC-32 of the text without that entry. The content is not trusted: names, ranges and tiling are checked before
+any file is opened.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box, Shape
 
 FORMAT, VERSION = "megatron_lightning", 1
 BLOCK_BYTES = 1 << 20
@@ -45,15 +46,9 @@ DTYPE_CODES: Mapping[str, str] = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
 }  # fmt: skip
 
-Shape = tuple[int, ...]
-
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the manifest's name of a dtype.
-
-    Raises:
-        CheckpointError: If a safetensors file cannot hold it.
-    """
+    """Return the manifest's name of a dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_CODES:
         raise CheckpointError(f"dtype {name} cannot be stored in a checkpoint; it holds {', '.join(DTYPE_CODES)}.")
@@ -61,11 +56,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """Return the dtype of a manifest's name.
-
-    Raises:
-        CheckpointError: If it is none of those that a checkpoint holds.
-    """
+    """Return the dtype of a manifest's name."""
     if name not in DTYPE_CODES:
         raise CheckpointError(f"the checkpoint names an unknown dtype {name!r}. Resume from another checkpoint.")
     dtype: torch.dtype = getattr(torch, str(name))
@@ -73,35 +64,33 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A box of a tensor and where its bytes are."""
+class StoredShard:
+    """Where the bytes of a box of a tensor are."""
 
     file: str
     """Name of the file in the checkpoint's directory."""
     start: int
     """First byte in the file."""
-    offset: Shape
-    """First index in the global tensor."""
-    shape: Shape
-    """Extent of the box."""
+    box: Box
+    """Range of the global tensor."""
     checksums: tuple[int, ...]
     """CRC-32 of each block of ``BLOCK_BYTES`` bytes."""
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of the checkpoint."""
+class TensorInfo:
+    """Description of one tensor of a checkpoint; where it is stored does not count in comparisons."""
 
     shape: Shape
     """Global shape."""
     dtype: torch.dtype
-    """Its dtype in the checkpoint."""
-    shards: tuple[Shard, ...]
-    """Boxes that tile it."""
+    """Stored dtype."""
+    shards: tuple[StoredShard, ...] = field(default=(), compare=False)
+    """Shards that tile it; none in a plain file."""
 
-    def num_bytes(self, shape: Shape) -> int:
-        """Return the bytes of a box of this tensor."""
-        return prod(shape) * self.dtype.itemsize
+    def num_bytes(self, shape: Shape | None = None) -> int:
+        """Return the bytes of a box of this shape, or of the full tensor."""
+        return prod(self.shape if shape is None else shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +101,7 @@ class Manifest:
         CheckpointError: If a tensor is not tiled exactly once, or a range lies outside its file.
     """
 
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, TensorInfo]
     """Global name -> tensor."""
     files: Mapping[str, int]
     """File name -> size in bytes; the state file is one of them."""
@@ -121,7 +110,7 @@ class Manifest:
     state_checksum: int
     """CRC-32 of that file."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values for people and tools; nothing is loaded from them."""
+    """JSON values for display; nothing is loaded from them."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -129,9 +118,9 @@ class Manifest:
         _check(self.state_file in self.files, f"the state file {self.state_file!r} is not among the files")
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name, entry in self.tensors.items():
-            check_tiling(name, entry.shape, entry.shards)
+            check_tiling(name, entry.shape, [shard.box for shard in entry.shards])
             for shard in entry.shards:
-                num_bytes = entry.num_bytes(shard.shape)
+                num_bytes = entry.num_bytes(shard.box.shape)
                 ranges.setdefault(shard.file, []).append((shard.start, shard.start + num_bytes))
                 _check(
                     shard.file in self.files and shard.start >= 0 and shard.start + num_bytes <= self.files[shard.file],
@@ -156,7 +145,7 @@ class Manifest:
                 name: {
                     "shape": entry.shape,
                     "dtype": dtype_name(entry.dtype),
-                    "shards": [[index[s.file], s.start, s.offset, s.shape, s.checksums] for s in entry.shards],
+                    "shards": [[index[s.file], s.start, s.box.offset, s.box.shape, s.checksums] for s in entry.shards],
                 }
                 for name, entry in self.tensors.items()
             },
@@ -195,44 +184,43 @@ class Manifest:
         tensors = {}
         for name, entry in body["tensors"].items():
             shards = tuple(
-                Shard(names[_count(file)], _count(start), _counts(offset), _counts(shape), _counts(checksums))
+                StoredShard(names[_count(file)], _count(start), Box(_counts(offset), _counts(shape)), _counts(checksums))
                 for file, start, offset, shape, checksums in entry["shards"]
             )
-            tensors[name] = TensorEntry(_counts(entry["shape"]), dtype_of(entry["dtype"]), shards)
+            tensors[name] = TensorInfo(_counts(entry["shape"]), dtype_of(entry["dtype"]), shards)
         state, info = body["state"], body["info"]
         _check(isinstance(info, dict), "info is not an object")
         return cls(tensors=tensors, files=files, state_file=state["file"], state_checksum=state["checksum"], info=info)
 
 
-def check_tiling(name: str, shape: Shape, shards: Sequence[Shard]) -> None:
+def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """Check that boxes cover every element of a tensor exactly once.
 
     A sum of boxes equals one box if and only if their signed corners do (the mixed difference of an indicator function
     determines it), which takes one pass over the boxes instead of comparing them in pairs.
-
-    Raises:
-        CheckpointError: If they do not, naming the tensor and the number of elements.
     """
     _check(len(shape) <= _MAX_DIMS, f"{name}: {len(shape)} dims are more than the {_MAX_DIMS} that a checkpoint holds")
     _check(prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS, f"{name}: shape {shape} is larger than any tensor")
     corners: Counter[Shape] = Counter()
-    for shard in shards:
-        inside = len(shard.offset) == len(shard.shape) == len(shape) and all(
-            n > 0 and o + n <= full for o, n, full in zip(shard.offset, shard.shape, shape, strict=True)
+    for box in boxes:
+        inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            n > 0 and o + n <= full for o, n, full in zip(box.offset, box.shape, shape, strict=True)
         )
-        _check(inside, f"{name}: a part of shape {shard.shape} at {shard.offset} is not inside shape {shape}")
-    covered = sum(prod(shard.shape) for shard in shards)
-    if covered == prod(shape):  # else there is no need to look at the corners, of which a hostile manifest may have many
-        cut = [dim for dim, n in enumerate(shape) if any(shard.shape[dim] != n for shard in shards)]
-        _check(len(shards) << len(cut) <= _MAX_CORNERS, f"{name}: {len(shards)} parts, cut in {len(cut)} dims, are too many")
-        for shard in shards:
-            for sign, corner in _corners([shard.offset[dim] for dim in cut], [shard.shape[dim] for dim in cut]):
+        _check(inside, f"{name}: a shard of shape {box.shape} at {box.offset} is not inside shape {shape}")
+    covered = sum(prod(box.shape) for box in boxes)
+    if covered == prod(shape):  # a hostile manifest may have many corners
+        split = [dim for dim, n in enumerate(shape) if any(box.shape[dim] != n for box in boxes)]
+        _check(
+            len(boxes) << len(split) <= _MAX_CORNERS, f"{name}: {len(boxes)} shards, split in {len(split)} dims, are too many"
+        )
+        for box in boxes:
+            for sign, corner in _corners([box.offset[dim] for dim in split], [box.shape[dim] for dim in split]):
                 corners[corner] += sign
-        for sign, corner in _corners([0] * len(cut), [shape[dim] for dim in cut]) if covered else ():
+        for sign, corner in _corners([0] * len(split), [shape[dim] for dim in split]) if covered else ():
             corners[corner] -= sign
     if covered != prod(shape) or any(corners.values()):
         raise CheckpointError(
-            f"{name}: its {len(shards)} parts hold {covered} elements and do not cover the {prod(shape)} elements of shape "
+            f"{name}: its {len(boxes)} shards hold {covered} elements and do not cover the {prod(shape)} elements of shape "
             f"{shape} exactly once. Every element needs exactly one rank that writes it."
         )
 
@@ -257,11 +245,10 @@ def _check(condition: bool, problem: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; of a name that stands in it twice, two readers might see two values."""
+    """Build a JSON object; two readers might see different values of a repeated name."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{name!r} stands in one object twice")
+        raise ValueError(f"{max(result, key=[name for name, _ in pairs].count)!r} occurs in one object twice")
     return result
 
 
@@ -279,6 +266,6 @@ def _counts(values: Sequence[object]) -> Shape:
 
 
 def _checksum(text: bytes) -> int:
-    """Return the CRC-32 of the manifest as it was before its last entry, the checksum, was added."""
+    """Return the CRC-32 of the manifest without its last entry, the checksum."""
     body, _, _ = text.rpartition(_CHECKSUM.encode())
     return zlib.crc32(b"}", zlib.crc32(body))

@@ -1,11 +1,11 @@
-"""How a Lightning checkpoint (one nested dict) divides into named tensors and the rest.
+"""Split a Lightning checkpoint (one nested dict) into named tensors and the rest.
 
     state_dict[fqn]                              state_dict.<fqn>
     optimizer_states[i]["state"][fqn][key]       optimizer_states.<i>.state.<fqn>.<key>
     <key>[name], every value a tensor            <key>.<name>            (weight averaging's copies, say)
 
-*fqn* is a parameter's name in the whole model. Optimizer states exist in two forms: *named* (by fqn: what a sharded
-checkpoint holds) and *numbered* (torch's own, by position in the concatenated parameter groups: what a plain one holds).
+*fqn* is a parameter's name in the full model. Optimizer states exist in two forms: *named* (by fqn, in a
+sharded checkpoint) and *numbered* (torch's own, by position in the concatenated parameter groups, in a plain one).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_lightning.errors import CheckpointError
 
 OWN = "megatron_lightning"
-"""Key of what this package adds to a Lightning checkpoint; its entry ``tied`` maps copies of parameters to their owners."""
+"""Key of this package's entries in a Lightning checkpoint; ``tied`` there maps copies of parameters to their owners."""
 
 FULL_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "MegatronMixedPrecision")
 """Keys of a Lightning checkpoint that a save of weights alone leaves out."""
@@ -27,11 +27,7 @@ _OPTIMIZERS = "optimizer_states"
 
 
 def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Divide a checkpoint with named optimizer states into its named tensors and everything else.
-
-    Returns:
-        (global name -> tensor, the rest; a dict of which some values are tensors keeps the others).
-    """
+    """Split a checkpoint with named optimizer states into (global name -> tensor, everything else)."""
     tensors: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
     for key, value in checkpoint.items():
@@ -46,11 +42,7 @@ def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
 
 
 def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo :func:`split_tensors`.
-
-    Raises:
-        CheckpointError: If there is a tensor of an optimizer that the state does not describe.
-    """
+    """Undo :func:`split_tensors`."""
     checkpoint = {key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()}
     if _OPTIMIZERS in state:
         checkpoint[_OPTIMIZERS] = [
@@ -63,9 +55,7 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
             index, _, path = rest.partition(".state.")
             fqn, _, entry = path.rpartition(".")
             if not index.isdecimal() or int(index) >= len(checkpoint.get(key, ())):
-                raise CheckpointError(
-                    f"{name} stands in the checkpoint, whose state has no optimizer {index}. It is incomplete."
-                )
+                raise CheckpointError(f"{name} is in the checkpoint, whose state has no optimizer {index}. It is incomplete.")
             checkpoint[key][int(index)]["state"].setdefault(fqn, {})[entry] = tensor
         else:
             checkpoint.setdefault(key, {})[rest] = tensor
@@ -73,15 +63,7 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
 
 
 def name_optimizer_state(numbered: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Turn torch's optimizer state into the named form.
-
-    Args:
-        numbered: ``optimizer.state_dict()``.
-        names: Name of each parameter, in the order of the concatenated parameter groups.
-
-    Raises:
-        CheckpointError: If the number of parameters differs, or they are not numbered.
-    """
+    """Turn torch's optimizer state into the named form."""
     numbers = [number for group in numbered["param_groups"] for number in group["params"]]
     count = len(numbers)
     if not {*numbers, *numbered["state"]} <= {*range(count)} or len({*numbers}) < count:
@@ -121,7 +103,7 @@ def _split_optimizer(entry: Mapping[str, Any], prefix: str, tensors: dict[str, T
 
 
 def holds_tensors(key: str, value: Mapping[Any, Any]) -> bool:
-    """Return whether the entry ``key`` of a checkpoint is a dict of tensors by name, as the table at the top has them."""
+    """Return whether the entry ``key`` of a checkpoint is a dict of tensors by name, as in the table at the top."""
     if key == "state_dict":
         return True
     return "." not in key and bool(value) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())

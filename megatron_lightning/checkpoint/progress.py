@@ -1,4 +1,4 @@
-"""How long tools report what they have done: a callback of bytes, and a bar on the screen that is one."""
+"""Progress of long tools: a callback of bytes, and a progress bar that is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 Advance = Callable[[int], object]
-"""Called with the number of bytes done since the last call, from any thread."""
+"""Called with the number of bytes processed since the last call, from any thread."""
 
 
 def silent(num_bytes: int) -> None:
@@ -17,11 +17,6 @@ def silent(num_bytes: int) -> None:
 
 @contextmanager
 def progress_bar(title: str, total_bytes: int) -> Iterator[Advance]:
-    """Show a bar on stderr while the block runs.
-
-    Args:
-        title: What is being done.
-        total_bytes: When it is done.
-    """
+    """Show a bar of ``total_bytes`` on stderr while the block runs."""
     with tqdm(desc=title, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
         yield bar.update

@@ -26,9 +26,9 @@ class StoredCheckpoint(NamedTuple):
     path: str
     """Path or URL."""
     step: int
-    """Its ``global_step``; -1 if it does not say."""
+    """Its ``global_step``; -1 if unknown."""
     saved_at: float
-    """When its manifest was written, in seconds since the epoch; 0 if the storage does not tell."""
+    """When its manifest was written, in seconds since the epoch; 0 if unknown."""
 
     @property
     def name(self) -> str:
@@ -37,16 +37,16 @@ class StoredCheckpoint(NamedTuple):
 
 
 class Prunable(NamedTuple):
-    """Something that may go."""
+    """Something that may be deleted."""
 
     path: str
     """Path or URL."""
     size_bytes: int
-    """What deleting it frees."""
+    """Bytes that deleting it frees."""
     reason: str
     """Why."""
     files: tuple[str, ...] = ()
-    """The files of it that may go; empty: all of it."""
+    """Its files that may be deleted; empty: all of it."""
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
@@ -71,19 +71,9 @@ def find_prunable(
     """Return what may be deleted from a folder of checkpoints. Only our own files and directories are ever named.
 
     Always: leftovers of saves that were killed, unless a running save holds them or they are younger than ``min_age_s``.
-    With ``keep_last`` or ``keep_every``: every committed checkpoint that no rule keeps. Kept are, beside the rules', what a
-    link in the folder points to, and what the newest checkpoint's callbacks call their best and last. A checkpoint that lacks a
-    file neither counts nor goes.
-
-    Args:
-        folder: The folder, or the URL of one.
-        keep_last: Keep so many of the newest.
-        keep_every: Keep those whose step is a multiple of this.
-        keep: Keep names that fit one of these patterns.
-        min_age_s: Leftovers younger than this stay.
-
-    Raises:
-        ConfigError: If the folder does not exist or a number is not positive.
+    With ``keep_last`` or ``keep_every``: every committed checkpoint that no rule keeps. Targets of links in the folder, and the
+    best and last checkpoints of the newest one's callbacks, are kept. One that lacks a file neither counts nor is deleted. For
+    the arguments see ``commands.prune``.
     """
     top = str(folder) if is_remote(folder) else local_path(folder)
     try:
@@ -92,7 +82,7 @@ def find_prunable(
         raise ConfigError(f"{top} is not a directory. Name the folder that holds the checkpoints.") from error
     for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
         if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}. Set it to 1 or more, or leave it out.")
+            raise ConfigError(f"{name} is {number}. It must be a positive integer, or left out.")
     if is_committed(top):
         raise ConfigError(f"{top} is a checkpoint itself. Name the folder that holds it.")
     found = [*_leftovers(top, min_age_s), *_strays(top, min_age_s)]
@@ -100,7 +90,7 @@ def find_prunable(
         return found
     checkpoints = list_checkpoints(top)
     kept = _referred_to(top, checkpoints)
-    sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]  # of the others nobody can go on
+    sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]  # nobody can resume from the others
     kept |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
     for checkpoint in sound:
         by_step = keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
@@ -112,7 +102,7 @@ def find_prunable(
 
 
 def _has_its_files(path: str) -> bool:
-    """Whether the files that a checkpoint's manifest names are there, each of its size; they are not read."""
+    """Whether the files of a checkpoint's manifest exist with their sizes; they are not read."""
     return read_manifest(path).files.items() <= folder_of(path).sizes().items()
 
 
@@ -126,14 +116,14 @@ def prune(found: Sequence[Prunable]) -> None:
 
 
 def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
-    """Yield what local saves write beside a name before they take it; object stores have nothing of the kind."""
+    """Yield temporary directories and files of killed local saves."""
     if not isinstance(folder, Path):
         return
     for path in sorted(folder.iterdir()):
         leftover = _LEFTOVER.fullmatch(path.name)
         if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
             continue
-        # What stepped aside is all there is if its successor never took the name.
+        # The replaced file is the only copy if its successor was never renamed.
         superseded = leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])
         if superseded and not _is_in_use(path):
             size = sum(e.stat().st_size for e in path.rglob("*")) if path.is_dir() else path.stat().st_size
@@ -141,7 +131,7 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
 
 
 def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunable]:
-    """Yield files of saves that were never committed, under their final name."""
+    """Yield files of uncommitted saves under their final name."""
     for path in list_folders(folder):
         if _LEFTOVER.fullmatch(_name(path)):
             continue
@@ -150,7 +140,7 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
         try:
             known = read_manifest(path).files if MANIFEST in sizes else {}
         except CheckpointError:
-            continue  # damaged: what belongs to it is not known
+            continue  # damaged: its files are unknown
         strays = [name for name in sizes if OUR_FILES.fullmatch(name) and name not in known]
         if not strays or any(_age_s(place, name) < min_age_s for name in strays):
             continue
@@ -162,13 +152,13 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
 
 
 def _age_s(folder: Folder, name: str) -> float:
-    """Return the age of a file; 0 where the storage tells no times, so that nothing in use is ever taken for old."""
+    """Return the age of a file; 0 where the storage has no times."""
     modified = folder.modified(name)
     return 0.0 if modified is None else time.time() - modified
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a running save holds its lock; where locks do not work, as if it did."""
+    """Whether a running save holds its lock, or locks do not work."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return not try_lock(descriptor)
@@ -177,13 +167,13 @@ def _is_in_use(path: Path) -> bool:
 
 
 def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) -> set[str]:
-    """Return the checkpoints that links and the newest readable checkpoint's callbacks point to."""
+    """Return the checkpoints that links and the newest readable checkpoint's callbacks refer to."""
     names: set[str] = set()
     for checkpoint in reversed(checkpoints):
         try:
             names = {_name(path) for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))}
         except CheckpointError:
-            continue  # damaged: an older one says what was best
+            continue  # damaged: use an older one
         break
     if not isinstance(folder, Path):
         return {checkpoint.path for checkpoint in checkpoints if checkpoint.name in names}

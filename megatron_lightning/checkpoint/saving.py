@@ -1,4 +1,4 @@
-"""Write the tensors of all ranks as one checkpoint: a snapshot, taken while training waits, and its writing, which need not."""
+"""Write the tensors of all ranks as one checkpoint: take a snapshot while training waits, then write it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lightning import __version__
-from megatron_lightning.checkpoint.agreement import ALONE, gather, on_first_rank, together
+from megatron_lightning.checkpoint.agreement import gather, on_first_rank, together
 from megatron_lightning.checkpoint.commit import PendingSave, pending_save
 from megatron_lightning.checkpoint.files import new_identifier
-from megatron_lightning.checkpoint.manifest import Shape, Shard, TensorEntry, dtype_name
-from megatron_lightning.checkpoint.shard_file import Piece, WrittenFile, write_shards
-from megatron_lightning.checkpoint.sharded import TensorShards, own_parts
+from megatron_lightning.checkpoint.manifest import StoredShard, TensorInfo, dtype_name
+from megatron_lightning.checkpoint.replicas import written_shards
+from megatron_lightning.checkpoint.shard_file import WrittenFile, write_shards
 from megatron_lightning.checkpoint.state import dump_state
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Shard
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -37,15 +39,15 @@ def save_sharded(
 ) -> None:
     """Write a checkpoint directory; all ranks of ``group`` call this, and all return once it is committed.
 
-    What stood under ``path`` before stays readable until then, and stays for good if any rank fails.
+    An existing checkpoint at ``path`` stays readable until then, and stays if any rank fails.
 
     Args:
         path: The directory, on a file system that all ranks share.
-        tensors: What this rank holds; may be a generator, whose errors are reported like those of writing.
+        tensors: The shards of this rank; may be a generator, whose errors are reported like those of writing.
         state: Everything else, as the first rank has it (see ``state`` for what it may hold).
-        info: Layout, hyper-parameters, consumed samples …: shown to people, stored as JSON (text where it is not).
+        info: Layout, hyper-parameters, consumed samples …, for display; stored as JSON.
         group: The ranks that save together.
-        max_file_bytes: A rank starts another file beyond this size.
+        max_file_bytes: Largest size of a file of a rank.
 
     Raises:
         CheckpointError: On every rank, if one of them failed, the state has no plain form, or the tensors written by all
@@ -56,7 +58,7 @@ def save_sharded(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes of a checkpoint, collected while nothing changes it."""
+    """The content that one rank writes of a checkpoint."""
 
     path: str
     """The checkpoint's name."""
@@ -64,17 +66,17 @@ class Snapshot:
     """Id of this save, the same on all ranks."""
     state: bytes
     """Content of the state file on the first rank."""
-    pieces: tuple[Piece, ...]
-    """What this rank writes; views of the live tensors, unless they were copied since."""
-    tensors: Mapping[str, tuple[Shape, torch.dtype]]
-    """Shape and dtype of every tensor that this rank has a part in."""
+    shards: tuple[tuple[str, Shard], ...]
+    """(tensor name, shard) that this rank writes; views of the live tensors, or copies."""
+    tensors: Mapping[str, TensorInfo]
+    """Every tensor of which this rank holds shards."""
     info: Mapping[str, Any]
     """See ``Manifest``."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pieces."""
-        return sum(piece.view.nbytes for piece in self.pieces)
+        """Bytes of the shards."""
+        return sum(shard.data.nbytes for _, shard in self.shards)
 
 
 def take_snapshot(
@@ -85,16 +87,16 @@ def take_snapshot(
     info: Mapping[str, Any] | None = None,
     group: AxisGroup = ALONE,
 ) -> Snapshot:
-    """Collect what a save writes; all ranks of ``group`` call this. For arguments and errors see :func:`save_sharded`."""
+    """Collect the content of a save; all ranks of ``group`` call this. For arguments and errors see :func:`save_sharded`."""
 
     def collect() -> Snapshot:
-        held = [shards for shards in tensors if shards.writes]
-        described = {shards.name: (shards.global_shape, shards.dtype) for shards in held}
-        for _, dtype in described.values():
-            dtype_name(dtype)
-        pieces = tuple(part for shards in held for part in own_parts(shards))
+        held = [tensor for tensor in tensors if tensor.writes]
+        described = {tensor.name: TensorInfo(tensor.global_shape, tensor.dtype) for tensor in held}
+        for tensor in described.values():
+            dtype_name(tensor.dtype)
+        shards = tuple(shard for tensor in held for shard in written_shards(tensor))
         data = dump_state(state) if group.rank == 0 else b""
-        return Snapshot(str(path), "", data, pieces, described, _as_json(info or {}))
+        return Snapshot(str(path), "", data, shards, described, _as_json(info or {}))
 
     snapshot = together(group, f"saving {path}", collect)
     return replace(snapshot, identifier=on_first_rank(group, new_identifier))
@@ -107,44 +109,41 @@ def write_snapshot(snapshot: Snapshot, group: AxisGroup = ALONE, max_file_bytes:
         on_first_rank(group, lambda: pending.begin(snapshot.state))
         written = together(group, f"saving {snapshot.path}", lambda: _write_rank(pending, group.rank, snapshot, max_file_bytes))
         reports = gather(group, written)
-        on_first_rank(group, lambda: pending.commit(_tensor_entries(reports), _file_sizes(reports), snapshot.info))
+        sizes = {file.name: file.size_bytes for report in reports for file in report.files}
+        on_first_rank(group, lambda: pending.commit(_merged_tensors(reports), sizes, snapshot.info))
 
 
 class _RankReport(NamedTuple):
     files: list[WrittenFile]
-    tensors: dict[str, tuple[Shape, torch.dtype]]
+    tensors: dict[str, TensorInfo]
 
 
 def _write_rank(pending: PendingSave, rank: int, snapshot: Snapshot, max_file_bytes: int) -> _RankReport:
     stem = f"tensors.{pending.identifier}.{rank:05d}"
-    return _RankReport(write_shards(pending.folder, stem, snapshot.pieces, max_file_bytes), dict(snapshot.tensors))
+    return _RankReport(write_shards(pending.folder, stem, snapshot.shards, max_file_bytes), dict(snapshot.tensors))
 
 
-def _file_sizes(reports: Sequence[_RankReport]) -> dict[str, int]:
-    return {file.name: file.size_bytes for report in reports for file in report.files}
-
-
-def _tensor_entries(reports: Sequence[_RankReport]) -> dict[str, TensorEntry]:
-    described: dict[str, tuple[Shape, torch.dtype]] = {}
-    shards: dict[str, list[Shard]] = {}
+def _merged_tensors(reports: Sequence[_RankReport]) -> dict[str, TensorInfo]:
+    described: dict[str, TensorInfo] = {}
+    shards: dict[str, list[StoredShard]] = {}
     for report in reports:
-        for name, (shape, dtype) in report.tensors.items():
-            if described.setdefault(name, (shape, dtype)) != (shape, dtype):
-                first = described[name]
+        for name, info in report.tensors.items():
+            first = described.setdefault(name, info)
+            if first != info:
                 raise CheckpointError(
-                    f"{name} has shape {first[0]} and {first[1]} on one rank, {shape} and {dtype} on another. "
+                    f"{name} has shape {first.shape} and {first.dtype} on one rank, {info.shape} and {info.dtype} on another. "
                     "Its sharding is declared wrongly."
                 )
         for file in report.files:
             for name, shard in file.shards:
                 shards.setdefault(name, []).append(shard)
-    return {name: TensorEntry(shape, dtype, tuple(shards.get(name, ()))) for name, (shape, dtype) in described.items()}
+    return {name: replace(info, shards=tuple(shards.get(name, ()))) for name, info in described.items()}
 
 
 def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
     versions = {"megatron_lightning": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {name: version(name) for name in ("lightning", "numpy", "safetensors")}
-    # Two passes: values that JSON lacks become text, and so do NaN and infinity, which other readers refuse.
+    # Values that JSON lacks become text; so do NaN and infinity, which other readers refuse.
     text = json.dumps({"versions": versions, **info}, default=str, skipkeys=True)
     result: dict[str, Any] = json.loads(text, parse_constant=str)
     return result

@@ -1,22 +1,22 @@
-"""Where a checkpoint's tensors come from: a sharded directory, or a plain Lightning ``.ckpt`` file, behind one interface."""
+"""Sources of a checkpoint's tensors: a sharded directory, or a plain Lightning ``.ckpt`` file, behind one interface."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from megatron_lightning.checkpoint.agreement import ALONE, on_first_rank, together
+from megatron_lightning.checkpoint.agreement import on_first_rank, together
 from megatron_lightning.checkpoint.commit import MANIFEST
-from megatron_lightning.checkpoint.manifest import Manifest, Shape
+from megatron_lightning.checkpoint.manifest import Manifest, TensorInfo
 from megatron_lightning.checkpoint.naming import name_optimizer_state, split_tensors
-from megatron_lightning.checkpoint.shard_file import BoxRead, Piece, RangeReads, plan_box
+from megatron_lightning.checkpoint.shard_file import RangeRead, ReadQueue, check_dtypes, plan_reads
 from megatron_lightning.checkpoint.state import load_plain_file, load_state
 from megatron_lightning.checkpoint.storage import (
     Folder,
@@ -31,23 +31,13 @@ from megatron_lightning.checkpoint.storage import (
 )
 from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
-
-if TYPE_CHECKING:
-    from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.spec import Shard
 
 _MISSING = (b"", b"")
 _READ_THREADS = 4
 _MAX_MANIFEST_BYTES = 1 << 30  # that of 16,384 ranks has less than a fifth
 _OPEN_FILES = 64
-
-
-class TensorInfo(NamedTuple):
-    """What a checkpoint says about one tensor."""
-
-    shape: Shape
-    """Global shape."""
-    dtype: torch.dtype
-    """Stored dtype."""
 
 
 class CheckpointSource(Protocol):
@@ -61,27 +51,23 @@ class CheckpointSource(Protocol):
         """Return a fresh copy of everything else; optimizer states are in the named form."""
         ...
 
-    def read(self, pieces: Iterable[Piece]) -> None:
-        """Fill the views of ``pieces``, whose tensors exist and enclose them, with the checkpoint's values."""
+    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        """Fill (tensor name, shard) with the checkpoint's values; the tensors exist and enclose the shards."""
         ...
 
 
 class DirectorySource:
-    """A sharded checkpoint.
+    """A sharded checkpoint."""
 
-    Args:
-        folder: Its directory.
-        manifest: Its checked manifest.
-        state: Content of its state file.
-        alone: Whether no other rank reads it, too.
-    """
-
-    def __init__(self, folder: Folder, manifest: Manifest, state: bytes, *, alone: bool = False) -> None:
-        self.folder, self.manifest, self._state, self._alone = folder, manifest, state, alone
+    def __init__(self, folder: Folder, manifest: Manifest, state: bytes, *, alone: bool) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._state = state
+        self._alone = alone
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
-        return {name: TensorInfo(entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
+        return self.manifest.tensors
 
     def state(self) -> dict[str, Any]:
         """See :class:`CheckpointSource`."""
@@ -90,37 +76,42 @@ class DirectorySource:
         check_structure(state, origin)
         return state
 
-    def read(self, pieces: Iterable[Piece]) -> None:
-        """See :class:`CheckpointSource`; reads only the byte ranges that the pieces need.
-
-        Raises:
-            CheckpointError: If a file is missing or damaged.
-        """
-        by_file: dict[str, list[BoxRead]] = {}
-        for piece in pieces:
-            entry = self.manifest.tensors[piece.name]
-            for shard in entry.shards:
-                box = overlap(piece.offset, piece.view.shape, shard.offset, shard.shape)
-                if box is not None:
-                    low, extent = box
-                    target = piece.view[slices(low, extent, piece.offset)]
-                    inside = tuple(a - o for a, o in zip(low, shard.offset, strict=True))
-                    by_file.setdefault(shard.file, []).extend(plan_box(shard, inside, target, entry.dtype))
+    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        """See :class:`CheckpointSource`; reads only the byte ranges that the shards need."""
+        by_file: dict[str, list[RangeRead]] = {}
+        dtypes: dict[str, dict[int, tuple[str, torch.dtype]]] = {}
+        for name, shard in shards:
+            info = self.manifest.tensors[name]
+            for stored in info.shards:
+                common = stored.box.overlap(shard.box)
+                if common is not None:
+                    target = shard.data[common.relative_to(shard.offset).slices]
+                    inside = common.relative_to(stored.box.offset)
+                    by_file.setdefault(stored.file, []).extend(plan_reads(stored, inside.offset, target, info.dtype))
+                    dtypes.setdefault(stored.file, {})[stored.start] = name, info.dtype
         files = list(by_file)
         with ThreadPoolExecutor(_READ_THREADS, "checkpoint-read") as threads:
             for first in range(0, len(files), _OPEN_FILES):
-                self._read_files({file: by_file[file] for file in files[first : first + _OPEN_FILES]}, threads)
+                self._read_files({file: by_file[file] for file in files[first : first + _OPEN_FILES]}, dtypes, threads)
 
-    def _read_files(self, reads: Mapping[str, Sequence[BoxRead]], threads: ThreadPoolExecutor) -> None:
+    def _read_files(
+        self,
+        reads: Mapping[str, Sequence[RangeRead]],
+        dtypes: Mapping[str, Mapping[int, tuple[str, torch.dtype]]],
+        threads: ThreadPoolExecutor,
+    ) -> None:
         """Read from several files at once; two threads share a file if there are fewer files than threads."""
         with ExitStack() as stack:
-            streams: list[RangeReads] = []
+            streams: list[ReadQueue] = []
+            checks: list[Callable[[], None]] = []
             for file, boxes in reads.items():
                 reader = stack.enter_context(opened(self.folder, file, self.manifest.files[file], once=self._alone))
+                checks.append(partial(check_dtypes, reader, dtypes[file], f"{self.folder}/{file}"))
                 ordered = sorted(boxes, key=lambda read: read.shard.start + read.start)
                 parts = (ordered[first :: reader.num_streams] for first in range(reader.num_streams))
-                streams += [RangeReads(reader, part, f"{self.folder}/{file}") for part in parts]
-            pending = [threads.submit(stream.work) for _ in range(2) for stream in streams]
+                streams += [ReadQueue(reader, part, f"{self.folder}/{file}") for part in parts]
+            work = [stream.work for _ in range(2) for stream in streams]
+            pending = [threads.submit(task) for task in (*checks, *work)]
             try:
                 wait(pending, return_when=FIRST_EXCEPTION)
             finally:  # before the files are closed
@@ -137,7 +128,7 @@ class PlainSource:
     Args:
         path: The file.
         optimizer_parameters: For each optimizer the names of its parameters, in the order of the concatenated parameter
-            groups on one device; without them nothing of the optimizers is served but how many there are.
+            groups on one device; without them only the number of optimizers is known.
 
     Raises:
         CheckpointError: If the file cannot be read as plain data, or its optimizers have other parameters.
@@ -172,11 +163,10 @@ class PlainSource:
         """See :class:`CheckpointSource`; tensors in it are memory-mapped."""
         return dict(self._state)
 
-    def read(self, pieces: Iterable[Piece]) -> None:
+    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
         """See :class:`CheckpointSource`."""
-        for piece in pieces:
-            box = slices(piece.offset, tuple(piece.view.shape), (0,) * piece.view.dim())
-            piece.view.copy_(self._tensors[piece.name][box])
+        for name, shard in shards:
+            shard.data.copy_(self._tensors[name][shard.box.slices])
 
 
 def open_checkpoint(
@@ -184,7 +174,7 @@ def open_checkpoint(
 ) -> CheckpointSource:
     """Open a checkpoint directory or a plain Lightning ``.ckpt`` file; no tensor is read yet.
 
-    The first rank decides what stands at ``path`` and reads manifest and state for all, so that ranks cannot differ.
+    The first rank finds out what is at ``path`` and reads manifest and state for all, so that ranks cannot differ.
 
     Args:
         path: Directory or file.
@@ -192,8 +182,8 @@ def open_checkpoint(
         group: The ranks that call this together.
 
     Raises:
-        MissingCheckpointError: On every rank, if nothing stands at ``path``.
-        CheckpointError: On every rank, if what stands there is not complete or cannot be read safely.
+        MissingCheckpointError: On every rank, if there is nothing at ``path``.
+        CheckpointError: On every rank, if the checkpoint is incomplete or cannot be read safely.
     """
     parsed: list[Manifest] = []  # on the first rank
     content = on_first_rank(group, lambda: _read_directory(path, parsed))
@@ -241,11 +231,7 @@ def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tup
 
 
 def manifest_text(folder: Folder, size_bytes: int) -> bytes:
-    """Return the content of a folder's manifest.
-
-    Raises:
-        CheckpointError: If it cannot be read, or is too large to be one.
-    """
+    """Return the content of a folder's manifest."""
     if size_bytes > _MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{folder}/{MANIFEST} has {size_bytes} bytes, more than {_MAX_MANIFEST_BYTES}: it is no manifest. "
@@ -253,16 +239,3 @@ def manifest_text(folder: Folder, size_bytes: int) -> bytes:
         )
     with opened(folder, MANIFEST, size_bytes) as reader:
         return bytes(read_range(reader, 0, size_bytes))
-
-
-def overlap(offset: Shape, shape: Shape, other_offset: Shape, other_shape: Shape) -> tuple[Shape, Shape] | None:
-    """Return (first index, extent) of what two boxes have in common, None for nothing."""
-    low = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
-    ends = zip(offset, shape, other_offset, other_shape, low, strict=True)
-    extent = tuple(max(0, min(a + n, b + m) - start) for a, n, b, m, start in ends)
-    return (low, extent) if prod(extent) else None
-
-
-def slices(low: Shape, extent: Shape, origin: Shape) -> tuple[slice, ...]:
-    """Return the indices of a box inside a tensor whose first index is ``origin``."""
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(low, extent, origin, strict=True))

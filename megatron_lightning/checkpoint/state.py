@@ -1,10 +1,10 @@
 """The part of a checkpoint that is not sharded tensors: loops, callbacks, schedulers, hyper-parameters, generator states.
 
-It is a nested dict, stored by ``torch.save`` and proven, when it is saved, to load with ``weights_only=True``: a
-checkpoint that could only be read by running code from it is never written.
+It is a nested dict, stored by ``torch.save`` and proven, when it is saved, to load with ``weights_only=True``: a checkpoint
+that could only be read by running its code is never written.
 
 Stored as they are: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, tensors (moved
-to the CPU), torch.dtype, torch.device, torch.Size. Stored as something plainer, and read back as that:
+to the CPU), torch.dtype, torch.device, torch.Size. Converted when they are saved:
 
     Path                                  str              enum members                  their value
     numpy scalars                         Python scalars   numpy arrays                  tensors
@@ -46,10 +46,10 @@ _CLASS_ENTRIES = ("hparams_type", "datamodule_hparams_type")  # Lightning's, for
 def dump_state(state: Mapping[str, Any]) -> bytes:
     """Serialise a nested dict so that ``torch.load(..., weights_only=True)`` reads it.
 
-    Hyper-parameters that this cannot read are left out with a warning, as Lightning leaves out what cannot be pickled.
+    Hyper-parameters without a plain form are left out with a warning, as Lightning leaves out what cannot be pickled.
 
     Raises:
-        CheckpointError: If it holds something else that this cannot read, naming its place and type.
+        CheckpointError: If it holds something else without a plain form, naming its path and type.
     """
     classes = {key: state[key] for key in _CLASS_ENTRIES if isinstance(state.get(key), type)}
     names = {key: f"{kind.__module__}.{kind.__qualname__}" for key, kind in classes.items()}
@@ -73,24 +73,12 @@ def _storable(name: str, hyper_parameters: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def load_state(data: bytes | bytearray, origin: str) -> dict[str, Any]:
-    """Read what :func:`dump_state` wrote, without running any code from it.
-
-    Args:
-        data: The bytes of the file.
-        origin: Its name, for messages.
-
-    Raises:
-        CheckpointError: If the bytes are damaged or ask for anything but plain data.
-    """
+    """Read the bytes that :func:`dump_state` wrote, without running any code; ``origin`` is their name in messages."""
     return _load_plain(io.BytesIO(data), origin)
 
 
 def load_plain_file(path: str) -> dict[str, Any]:
-    """Read a plain ``.ckpt`` file without running any code from it; a local one is memory-mapped.
-
-    Raises:
-        CheckpointError: If the file is damaged or asks for anything but plain data.
-    """
+    """Read a plain ``.ckpt`` file without running any code; a local one is memory-mapped."""
     if is_remote(path):
         remote = RemoteFolder(path)
         return _load_plain(io.BytesIO(remote.files.cat_file(remote.root)), path)
@@ -112,7 +100,7 @@ def _load_plain(file: io.BytesIO | str, origin: str) -> dict[str, Any]:
 
 
 def _check_archive(file: io.BytesIO | str) -> None:
-    """Refuse an archive that would grow when it is read: ``torch.save`` does not compress, and ``torch.load`` decompresses."""
+    """Refuse a compressed archive: ``torch.save`` does not compress, and ``torch.load`` would expand it."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     size_bytes = os.path.getsize(file) if isinstance(file, str) else file.getbuffer().nbytes
@@ -123,15 +111,7 @@ def _check_archive(file: io.BytesIO | str) -> None:
 
 
 def plain(value: Any, path: str = "") -> Any:
-    """Return a copy of ``value`` built of plain types only (the table at the top of this file).
-
-    Args:
-        value: Any nested value.
-        path: Where it stands, for messages.
-
-    Raises:
-        CheckpointError: If something in it has no plain form.
-    """
+    """Return a copy of ``value`` of plain types only (the table at the top); ``path`` is its place, for messages."""
     kind = type(value)
     if kind in _SAFE:
         return value

@@ -1,8 +1,7 @@
-"""Where a checkpoint's files are: a folder of this machine's file system, or of an object store that fsspec reaches.
+"""Storage of a checkpoint's files: a folder of this machine's file system, or of an object store that fsspec reaches.
 
-A shared file system (NFS, Lustre) is a local path to us; ``s3://bucket/run/step=5.ckpt`` is a remote one. Errors of the storage
-leave as they are (``OSError``, or what its client raises); callers that know what the file means turn them into a
-``CheckpointError``.
+A shared file system (NFS, Lustre) is a local path; ``s3://bucket/run/step=5.ckpt`` is a remote one. Errors of the storage
+propagate unchanged (``OSError``, or those of its client); callers turn them into a ``CheckpointError``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class RangeReader(Protocol):
     """Reads byte ranges of one file; threads may share it."""
 
     num_streams: int
-    """How many ranges are best read at the same time, each of them followed by those behind it."""
+    """Best number of sequential readers of the file."""
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``start`` on."""
@@ -44,11 +43,7 @@ class Folder(Protocol):
         ...
 
     def open(self, name: str, size_bytes: int, *, once: bool = False) -> RangeReader:
-        """Open a file for reading; with ``once``, system memory does not keep what was read, since nobody needs it again.
-
-        Raises:
-            CheckpointError: If it is missing, unreadable, a link that could lead out of the folder, or of another size.
-        """
+        """Open a file for reading; with ``once``, the system's cache does not keep it."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -60,12 +55,12 @@ class Folder(Protocol):
         ...
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was written, in seconds since the epoch; None if the storage does not tell."""
+        """Return when a file was written, in seconds since the epoch; None if unknown."""
         ...
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a URL of an object store and not a path of this machine's file system."""
+    """Return whether ``path`` is a URL of an object store."""
     protocol, separator, _ = str(path).partition("://")
     return bool(separator) and protocol not in ("file", "local")
 
@@ -84,11 +79,7 @@ def folder_of(path: str | os.PathLike[str]) -> Folder:
 
 
 def list_folders(path: str | os.PathLike[str]) -> list[str]:
-    """Return the folders in a folder, as paths or URLs by its own kind, in order; links are not followed.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-    """
+    """Return the sorted folders in a folder, as paths or URLs; links are not followed."""
     if is_remote(path):
         return sorted(RemoteFolder(str(path)).folders())
     with os.scandir(local_path(path)) as entries:
@@ -96,7 +87,7 @@ def list_folders(path: str | os.PathLike[str]) -> list[str]:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a directory, or objects under a common prefix, stand at a local path or URL."""
+    """Return whether a directory, or objects under a common prefix, are at a local path or URL."""
     if not is_remote(path):
         return local_path(path).is_dir()
     if str(path).startswith(("http://", "https://")):  # nothing to ask: the web has no folders
@@ -106,7 +97,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def is_plain_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file, and no directory, stands at a local path or URL."""
+    """Return whether a file, and no directory, is at a local path or URL."""
     if not is_remote(path):
         return local_path(path).is_file()
     folder = RemoteFolder(str(path))
@@ -114,10 +105,10 @@ def is_plain_file(path: str | os.PathLike[str]) -> bool:
 
 
 def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
-    """Tell the system, where it takes advice, how a file is used up to byte ``stop``; 0 is its end.
+    """Advise the system on the use of a file up to byte ``stop`` (0: its end), where it takes advice.
 
-    SEQUENTIAL reads far ahead. (WILLNEED for the very ranges costs three times the processor time: Linux then reads page by
-    page.) DONTNEED behind the reader lets the same few pages serve the whole file: a virtual machine takes two seconds to find
+    SEQUENTIAL reads far ahead. (WILLNEED of the exact ranges costs three times the processor time: Linux then reads page by
+    page.) DONTNEED behind the reader reuses a few pages for the full file: a virtual machine takes two seconds to provide
     another GiB of memory.
     """
     if hasattr(os, "posix_fadvise"):
@@ -126,11 +117,7 @@ def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL and the path there.
-
-    Raises:
-        CheckpointError: If fsspec knows none, or the package for it is not installed.
-    """
+    """Return fsspec's file system of a URL and the path there."""
     try:
         files, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
@@ -140,7 +127,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a file to write; it takes the name ``target``, a local path or a URL, when the block ends well."""
+    """Yield a file to write; it is renamed to ``target``, a local path or a URL, when the block ends without an error."""
     if is_remote(target):
         files, name = _file_system(str(target))
         with files.transaction, files.open(name, "wb") as file:
@@ -178,11 +165,7 @@ def read_range(reader: RangeReader, start: int, length: int) -> bytearray:
 
 
 class LocalFolder:
-    """A directory of this machine's file system.
-
-    Args:
-        path: The directory.
-    """
+    """A directory of this machine's file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -219,7 +202,9 @@ class _LocalReader:
     num_streams = 1  # the system reads ahead of one
 
     def __init__(self, path: Path, size_bytes: int, once: bool) -> None:
-        self._path, self._once, self._let_go = path, once, 0
+        self._path = path
+        self._once = once
+        self._released = 0
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -235,14 +220,14 @@ class _LocalReader:
         while view:
             try:
                 count = os.preadv(self._descriptor, [view], position)
-            except OSError as error:  # a disk that cannot give these bytes back
+            except OSError as error:  # a bad disk
                 raise unreadable(f"{self._path}: bytes {position} to {position + len(view)}", str(error)) from error
             if count == 0:
                 raise _ended(self._path, position)
             view, position = view[count:], position + count
-        if self._once and start - self._let_go >= _BEHIND_BYTES:
+        if self._once and start - self._released >= _BEHIND_BYTES:
             _advise(self._descriptor, "POSIX_FADV_DONTNEED", start)
-            self._let_go = start
+            self._released = start
 
     def close(self) -> None:
         if self._once:
@@ -251,11 +236,7 @@ class _LocalReader:
 
 
 class RemoteFolder:
-    """A prefix of an object store (or any other file system of fsspec's).
-
-    Args:
-        url: With its protocol, such as ``s3://bucket/run/last.ckpt``.
-    """
+    """A prefix of an object store (or any other file system of fsspec's)."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -265,11 +246,7 @@ class RemoteFolder:
         return self.url
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """See :class:`Folder`; an object appears when it is whole.
-
-        Raises:
-            CheckpointError: If the store holds another number of bytes afterwards.
-        """
+        """See :class:`Folder`; an object appears when it is complete."""
         path, size_bytes = f"{self.root}/{name}", 0
         with self.files.open(path, "wb") as file:
             for chunk in chunks:
@@ -282,7 +259,7 @@ class RemoteFolder:
         return size_bytes
 
     def open(self, name: str, size_bytes: int, *, once: bool = False) -> RangeReader:
-        """See :class:`Folder`; system memory keeps nothing of what is read."""
+        """See :class:`Folder`; nothing is cached."""
         return _RemoteReader(self.files, f"{self.root}/{name}", f"{self.url}/{name}", size_bytes)
 
     def sizes(self) -> dict[str, int]:
@@ -309,21 +286,19 @@ class RemoteFolder:
             return None
 
     def folders(self) -> list[str]:
-        """Return the URLs of the folders in it.
-
-        Raises:
-            FileNotFoundError: If it does not exist.
-        """
+        """Return the URLs of the folders in it."""
         self.files.invalidate_cache(self.root)
         entries = self.files.ls(self.root, detail=True)
         return [f"{self.url}/{e['name'].rstrip('/').rpartition('/')[2]}" for e in entries if e["type"] == "directory"]
 
 
 class _RemoteReader:
-    num_streams = 4  # nobody reads ahead; every range is a request and its answer
+    num_streams = 4  # every range is a request; nothing reads ahead
 
     def __init__(self, files: Any, path: str, name: str, size_bytes: int) -> None:
-        self._files, self._path, self._name = files, path, name
+        self._files = files
+        self._path = path
+        self._name = name
         try:
             found = files.size(path)
         except (OSError, LookupError) as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint's state must look like before anybody takes it apart: the file may come from anywhere."""
+"""Checks of the form of a checkpoint's state, which is not trusted."""
 
 from __future__ import annotations
 
@@ -24,19 +24,11 @@ _PROGRESS: Mapping[str, type] = {
     "loaders": Mapping,
     "layer_streams": Mapping,
 }
-_OWN: Mapping[str, type] = {**_PROGRESS, "skipped_steps": int, "tied": Mapping, "metrics": Mapping}
+_OWN: Mapping[str, type] = {**_PROGRESS, "skipped_steps": int, "tied": Mapping}
 
 
 def check_structure(state: Mapping[Any, Any], origin: str) -> None:
-    """Check the outer form of a checkpoint without its tensors; what plugins and callbacks put there is theirs to check.
-
-    Args:
-        state: The checkpoint.
-        origin: Its name, for messages.
-
-    Raises:
-        CheckpointError: Naming the entry that is missing or of another type.
-    """
+    """Check the outer form of a checkpoint without its tensors, but not the entries of plugins and callbacks."""
     for key in state:
         _require(isinstance(key, str), f"the key {key!r}", str, key, origin)
     _check_entries(state, _LIGHTNING, "", origin)
@@ -57,11 +49,7 @@ def check_structure(state: Mapping[Any, Any], origin: str) -> None:
 
 
 def check_progress(own: Mapping[str, Any]) -> None:
-    """Check that what this package adds to a checkpoint says where training stood.
-
-    Raises:
-        CheckpointError: Naming the entry that is missing.
-    """
+    """Check that this package's entries of a checkpoint record the progress of training."""
     _check_entries(own, _PROGRESS, f"[{OWN!r}]", "the checkpoint", needed=True)
 
 

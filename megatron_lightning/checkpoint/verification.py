@@ -1,4 +1,4 @@
-"""Recompute every checksum of a checkpoint and say which bytes of which file are bad."""
+"""Recompute every checksum of a checkpoint and name the damaged bytes of each file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_lightning.checkpoint.checksums import bad_blocks
 from megatron_lightning.checkpoint.commit import MANIFEST
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, Shard, TensorEntry
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredShard, TensorInfo
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import box_name, header_entry
 from megatron_lightning.checkpoint.source import manifest_text
@@ -19,10 +19,11 @@ from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 _READ_BYTES = 8 * BLOCK_BYTES
+_READ_THREADS = 4
 
 
 class Damage(NamedTuple):
-    """A part of a checkpoint that is not what was written."""
+    """A damaged range of a checkpoint."""
 
     file: str
     """Name of the file."""
@@ -31,25 +32,18 @@ class Damage(NamedTuple):
     stop: int
     """Byte after the last."""
     problem: str
-    """What is wrong with it."""
+    """Description of the damage."""
 
     def __str__(self) -> str:
         where = f"bytes {self.first} to {self.stop} " if self.stop else ""
         return f"{self.file}: {where}{self.problem}"
 
 
-class _Part(NamedTuple):
-    tensor: str
-    entry: TensorEntry
-    shard: Shard
+_Stored = tuple[str, TensorInfo, StoredShard]  # a shard with its tensor's name and description
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the checked manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointError: If there is none, or it is damaged.
-    """
+    """Return the checked manifest of a checkpoint directory."""
     if is_plain_file(path):
         raise CheckpointError(f"{path} is a plain file, which has neither manifest nor checksums. Name a checkpoint directory.")
     folder = folder_of(path)
@@ -64,35 +58,23 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def verify(path: str | os.PathLike[str], *, num_threads: int = 4, advance: Advance = silent) -> list[Damage]:
-    """Read a whole checkpoint directory and compare it with its manifest.
-
-    Args:
-        path: The directory.
-        num_threads: Files read at the same time.
-        advance: Progress, in bytes read.
-
-    Returns:
-        Everything that differs, in the order of the files; empty for a sound checkpoint.
-
-    Raises:
-        CheckpointError: If the manifest itself is missing or damaged, so that there is nothing to compare with.
-    """
+def verify(path: str | os.PathLike[str], *, advance: Advance = silent) -> list[Damage]:
+    """Read a checkpoint directory and return everything that differs from its manifest, in the order of the files."""
     folder, manifest = folder_of(path), read_manifest(path)
-    parts: dict[str, list[_Part]] = {name: [] for name in manifest.files}
-    for name, entry in manifest.tensors.items():
-        for shard in entry.shards:
-            parts[shard.file].append(_Part(name, entry, shard))
+    stored: dict[str, list[_Stored]] = {name: [] for name in manifest.files}
+    for name, info in manifest.tensors.items():
+        for shard in info.shards:
+            stored[shard.file].append((name, info, shard))
 
     def check(file: str) -> list[Damage]:
-        ordered = sorted(parts[file], key=lambda part: part.shard.start)
+        ordered = sorted(stored[file], key=lambda found: found[2].start)
         return list(_check_file(folder, manifest, file, ordered, advance))
 
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
         return [damage for found in pool.map(check, manifest.files) for damage in found]
 
 
-def _check_file(folder: Folder, manifest: Manifest, file: str, parts: Sequence[_Part], advance: Advance) -> Iterator[Damage]:
+def _check_file(folder: Folder, manifest: Manifest, file: str, stored: Sequence[_Stored], advance: Advance) -> Iterator[Damage]:
     size = manifest.files[file]
     try:
         with opened(folder, file, size, once=True) as reader:
@@ -101,37 +83,36 @@ def _check_file(folder: Folder, manifest: Manifest, file: str, parts: Sequence[_
                     yield Damage(file, 0, size, "do not match their checksum")
                 advance(size)
             else:
-                if parts and not _header_matches(reader, parts):
-                    yield Damage(file, 0, parts[0].shard.start, "are not the header that the manifest describes")
-                for part in parts:
-                    yield from _check_part(reader, file, part, advance)
+                if stored and not _header_matches(reader, stored):
+                    yield Damage(file, 0, stored[0][2].start, "are not the header that the manifest describes")
+                for name, info, shard in stored:
+                    yield from _check_shard(reader, name, shard, info.num_bytes(shard.box.shape), advance)
     except CheckpointError as error:  # missing, truncated, unreadable
         yield Damage(file, 0, 0, str(error))
 
 
-def _check_part(reader: RangeReader, file: str, part: _Part, advance: Advance) -> Iterator[Damage]:
-    shard, length = part.shard, part.entry.num_bytes(part.shard.shape)
+def _check_shard(reader: RangeReader, name: str, shard: StoredShard, length: int, advance: Advance) -> Iterator[Damage]:
     for begin in range(0, length, _READ_BYTES):
         at, count = shard.start + begin, min(_READ_BYTES, length - begin)
         try:
             data = memoryview(read_range(reader, at, count))
-        except CheckpointError:  # what comes after it may be sound
-            yield Damage(file, at, at + count, f"cannot be read ({part.tensor})")
+        except CheckpointError:  # later bytes may be sound
+            yield Damage(shard.file, at, at + count, f"cannot be read ({name})")
         else:
             for first, stop in bad_blocks(data, shard.checksums[begin // BLOCK_BYTES :]):
-                yield Damage(file, at + first, at + stop, f"do not match their checksum ({part.tensor})")
+                yield Damage(shard.file, at + first, at + stop, f"do not match their checksum ({name})")
         advance(count)
 
 
-def _header_matches(reader: RangeReader, parts: Sequence[_Part]) -> bool:
-    """Whether other readers of safetensors find in the file what the manifest says."""
-    data = bytes(read_range(reader, 0, parts[0].shard.start))
+def _header_matches(reader: RangeReader, stored: Sequence[_Stored]) -> bool:
+    """Whether the header, which other safetensors readers use, agrees with the manifest."""
+    data = bytes(read_range(reader, 0, stored[0][2].start))
     base = 8 + int.from_bytes(data[:8], "little")
     expected = {}
-    for name, entry, shard in parts:
+    for name, info, shard in stored:
         start = shard.start - base
-        stop = start + entry.num_bytes(shard.shape)
-        expected[box_name(name, shard.offset, shard.shape)] = header_entry(entry.dtype, shard.shape, start, stop)
+        stop = start + info.num_bytes(shard.box.shape)
+        expected[box_name(name, shard.box)] = header_entry(info.dtype, shard.box.shape, start, stop)
     try:
         return base <= len(data) and {k: v for k, v in json.loads(data[8:base]).items() if k != "__metadata__"} == expected
     except ValueError:

@@ -1,5 +1,5 @@
-"""Global batch sizes that grow in the course of training, as functions of the samples consumed (Megatron-Core's
-``num_microbatches_calculator``): a ramp of equal increments, or steps at given positions.
+"""Global batch sizes that grow during training, as functions of the samples consumed: a ramp of equal increments, or steps
+at given positions (Megatron-Core's ``num_microbatches_calculator``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNITS: Mapping[str, int] = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeSchedule:
-    """Samples of a batch, over all data-parallel ranks, after so many samples of training.
+    """Global batch size (samples of a batch over all data-parallel ranks) as a function of the samples consumed.
 
     Raises:
         ConfigError: If the values contradict each other.
@@ -27,13 +27,13 @@ class BatchSizeSchedule:
     global_batch_size: int
     """Samples of a batch at the end of the schedule."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """(size of the first batches, increment, samples of the ramp): the sizes take equal parts of the ramp."""
+    """(size of the first batches, increment, samples of the ramp); all sizes last for equally many samples of the ramp."""
     step_batch_size_schedule: str | None = None
     """Positions and sizes, such as "0:16 1000:32 5000:64"; positions may end in K, M, B or T."""
     sequence_length: int | None = None
-    """Tokens of a sample, where the positions of step_batch_size_schedule are counted in tokens."""
+    """Tokens of a sample, if the positions of step_batch_size_schedule are in tokens."""
     decrease_batch_size_if_needed: bool = False
-    """Round a size that the data-parallel ranks cannot share in whole micro-batches down, instead of refusing it."""
+    """Round a size down that does not split into full micro-batches on all data-parallel ranks, instead of refusing it."""
 
     def __post_init__(self) -> None:
         ways = {"rampup_batch_size": self.rampup_batch_size, "step_batch_size_schedule": self.step_batch_size_schedule}
@@ -43,11 +43,11 @@ class BatchSizeSchedule:
             self._check_ramp(*self.rampup_batch_size)
         sizes = self.sizes
         if min(sizes) < 1 or any(later < earlier for earlier, later in pairwise(sizes)):
-            raise ConfigError(f"the global batch sizes are {sizes}; they count samples, and do not fall. Order them.")
+            raise ConfigError(f"the global batch sizes are {sizes}; they must be positive and must not decrease. Order them.")
         if sizes[-1] != self.global_batch_size:
             raise ConfigError(
                 f"step_batch_size_schedule ends with {sizes[-1]}, and global_batch_size is {self.global_batch_size}. Set both "
-                "to the size at the end."
+                "to the final size."
             )
 
     def _check_ramp(self, start: int, increment: int, samples: int) -> None:
@@ -58,8 +58,8 @@ class BatchSizeSchedule:
             )
         if (self.global_batch_size - start) % increment:
             raise ConfigError(
-                f"rampup_batch_size={[start, increment, samples]}: the way from {start} to global_batch_size="
-                f"{self.global_batch_size} is no multiple of the increment. Set an increment that divides "
+                f"rampup_batch_size={[start, increment, samples]}: the difference from {start} to global_batch_size="
+                f"{self.global_batch_size} is not a multiple of the increment. Set an increment that divides "
                 f"{self.global_batch_size - start}."
             )
 
@@ -78,7 +78,9 @@ class BatchSizeSchedule:
                 raise ConfigError(f"step_batch_size_schedule={text!r}: {entry!r} is not position:size, such as 1M:32.")
             steps.append((int(digits) * factor // (self.sequence_length or 1), int(size)))
         if not steps or steps[0][0] != 0 or any(later[0] <= earlier[0] for earlier, later in pairwise(steps)):
-            raise ConfigError(f"step_batch_size_schedule={text!r} does not begin at 0, or goes back. Order it by position.")
+            raise ConfigError(
+                f"step_batch_size_schedule={text!r} does not begin at 0, or is not ordered. Order it by position."
+            )
         return steps
 
     @property
@@ -101,19 +103,19 @@ class BatchSizeSchedule:
         return start + int(consumed_samples / (samples / ((self.global_batch_size - start) // increment))) * increment
 
     def running_batch_size(self, consumed_samples: int, unit: int) -> int:
-        """Return the size that is run when batches consist of ``unit`` samples: micro-batch size x data-parallel size."""
+        """Return the global batch size, rounded down to ``unit`` (micro-batch size x data-parallel size) if configured."""
         size = self.batch_size(consumed_samples)
         return size // unit * unit if self.decrease_batch_size_if_needed else size
 
     def num_microbatches(self, micro_batch_size: int, data_parallel_size: int) -> list[int]:
-        """Return the numbers of micro-batches of a step that occur.
+        """Return the different numbers of micro-batches per step.
 
         Raises:
-            ConfigError: For a size that the ranks cannot share in whole micro-batches.
+            ConfigError: For a size that does not split into full micro-batches on all ranks.
         """
-        unit, decrease = micro_batch_size * data_parallel_size, self.decrease_batch_size_if_needed
+        unit = micro_batch_size * data_parallel_size
         for size in self.sizes:
-            if size < unit or (size % unit and not decrease):
+            if size < unit or (size % unit and not self.decrease_batch_size_if_needed):
                 raise ConfigError(
                     f"global batch size ({size}) is not divisible by micro batch size ({micro_batch_size}) times data parallel "
                     f"size ({data_parallel_size}). Set the sizes of the batch size schedule to multiples of {unit}"
@@ -125,15 +127,15 @@ class BatchSizeSchedule:
 class ScheduledBatchSampler(BatchSampler):
     """Batches whose size follows a :class:`BatchSizeSchedule`: ``DataLoader(dataset, batch_sampler=…)``.
 
-    MegatronStrategy gives each data-parallel rank its part, and continues after a checkpoint where it was. The number of
-    batches of a pass changes from pass to pass, so there is no length.
+    MegatronStrategy splits each batch over the data-parallel ranks, and resumes from a checkpoint at its position. The number
+    of batches differs from pass to pass, so there is no length.
 
     Args:
         sampler: The order of the samples.
         schedule: Global batch sizes.
-        drop_last: Leave out the last batch of a pass if samples are missing from it.
-        num_replicas: Data-parallel ranks, of which ``sampler`` has one's samples.
-        micro_batch_size: Samples of a micro-batch, where sizes are rounded down.
+        drop_last: Drop the last batch of a pass if it is incomplete.
+        num_replicas: Data-parallel ranks; ``sampler`` yields the samples of one.
+        micro_batch_size: Samples of a micro-batch, to round sizes down.
     """
 
     def __init__(
@@ -146,16 +148,18 @@ class ScheduledBatchSampler(BatchSampler):
         micro_batch_size: int = 1,
     ) -> None:
         super().__init__(sampler, 1, drop_last)
-        self.schedule, self.num_replicas, self.unit = schedule, num_replicas, micro_batch_size * num_replicas
+        self.schedule = schedule
+        self.num_replicas = num_replicas
+        self.unit = micro_batch_size * num_replicas
         schedule.num_microbatches(micro_batch_size, num_replicas)
         self.consumed_samples = 0
-        """Samples of all batches handed out, over all ranks; a sampler that counts itself goes before."""
+        """Samples of all batches yielded, over all ranks; a sampler that counts takes precedence."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batch: list[int] = []
         start = True
         for index in self.sampler:
-            if start:  # only now has the sampler begun its pass
+            if start:  # the sampler has begun its pass only now
                 self.consumed_samples, start = getattr(self.sampler, "consumed_samples", self.consumed_samples), False
             batch.append(index)
             size = self.schedule.running_batch_size(self.consumed_samples, self.unit)
@@ -168,4 +172,4 @@ class ScheduledBatchSampler(BatchSampler):
             yield batch
 
     def __len__(self) -> int:
-        raise TypeError("the number of batches depends on how many samples have been consumed before")
+        raise TypeError("the number of batches depends on how many samples have been consumed")

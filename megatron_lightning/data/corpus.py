@@ -1,6 +1,6 @@
-"""Where documents come from: JSON-lines files, plain-text files, and the Python standard library's own source.
+"""Readers of documents: JSON-lines files, plain-text files, and the Python standard library's own source.
 
-Reading yields raw records, cheap to pass to a worker; decoding and parsing happen there. A record knows its file and line.
+They yield raw records, cheap to send to a worker, which decodes and parses them. A record has its file and line.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ _JSON_SUFFIXES = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Record:
-    """One undecoded document."""
+    """One undecoded document: a line of JSON, or the text itself."""
 
     path: str
-    """File it comes from."""
     line: int
-    """Line it starts on, from 1."""
+    """Number of its first line in the file, from 1."""
     raw: bytes
-    """A line of JSON, or the text itself."""
     is_json: bool
-    """Whether ``raw`` is JSON."""
 
     @property
     def where(self) -> str:
@@ -42,7 +39,7 @@ class Record:
         """Return the record decoded as UTF-8.
 
         Raises:
-            DataError: If it is not UTF-8; names file, line and byte.
+            DataError: If it is not UTF-8; with file, line and byte.
         """
         try:
             return self.raw.decode()
@@ -57,7 +54,7 @@ class Record:
         """Return the text under every key of ``json_keys``; plain text counts as every key.
 
         Raises:
-            DataError: If the record is undecodable, invalid JSON, or lacks a key; names file and line.
+            DataError: If the record is undecodable, invalid JSON, or lacks a key; with file and line.
         """
         text = self.text()
         if not self.is_json:
@@ -65,10 +62,10 @@ class Record:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            column = min(error.pos, len(text.rstrip())) + 1  # what ends too early ends before the newline
+            column = min(error.pos, len(text.rstrip())) + 1  # truncated JSON ends before the newline
             raise DataError(f"{self.where}: invalid JSON at column {column}: {error.msg}; a line must be one object") from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.where}: JSON that cannot be read ({error}); a line must be one object") from error
+            raise DataError(f"{self.where}: unreadable JSON ({error}); a line must be one object") from error
         if not isinstance(fields, dict):
             raise DataError(f"{self.where}: a line must be a JSON object with a text, found {type(fields).__name__}")
         return [self._field(fields, key) for key in json_keys]
@@ -104,11 +101,8 @@ def input_files(inputs: str | Sequence[str]) -> list[Path]:
     Raises:
         DataError: If there is none, or one is missing, is a folder or cannot be read.
     """
-    files = [
-        path
-        for name in ([inputs] if isinstance(inputs, str) else inputs)
-        for path in (stdlib_files() if name == STDLIB else [Path(name)])
-    ]
+    names = [inputs] if isinstance(inputs, str) else inputs
+    files = [path for name in names for path in (stdlib_files() if name == STDLIB else [Path(name)])]
     if not files:
         raise DataError(f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files")
     for path in files:

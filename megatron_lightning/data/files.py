@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written under a hidden name beside the target and renamed when complete."""
+"""Atomic writes: files are written under a hidden name beside the target and renamed when complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def flush_to_disk(file: BinaryIO) -> None:
-    """Force what was written to ``file`` onto the disk, so that a rename never publishes missing bytes."""
+    """Write ``file`` to the disk, so that a rename never publishes a file with missing bytes."""
     file.flush()
     os.fsync(file.fileno())
 

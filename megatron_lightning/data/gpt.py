@@ -33,7 +33,7 @@ _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """What all splits of a dataset share.
+    """Options of all splits of a dataset.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -44,23 +44,23 @@ class GPTDatasetConfig:
     random_seed: int = 1234
     """Seed of the order of documents and samples."""
     split: str = "969,30,1"
-    """Weights of train, validation and test; they cut the documents in file order."""
+    """Weights of train, validation and test, which split the documents in file order."""
     tokenizer: Tokenizer | None = None
-    """Tokenizer that made the data, for its padding and end-of-document ids; part of the cache's name."""
+    """Tokenizer of the data, for its padding and end-of-document ids; part of the cache's name."""
     vocab_size: int | None = None
-    """Ids the model knows; a larger one in the data is an error. None: the tokenizer's, else unchecked."""
+    """Size of the model's vocabulary; a larger id in the data is an error. None: the tokenizer's, else unchecked."""
     cache_dir: str | None = None
     """Folder of the index cache. None: ``{data_prefix}/cache/GPTDataset_indices``."""
     eod_mask_loss: bool = False
-    """Whether positions that read an end of document carry no loss."""
+    """Whether positions of an end of document have no loss."""
     add_extra_token_to_sequence: bool = True
-    """Whether a sample reads one token more, the label of its last position; else that position carries no loss."""
+    """Whether a sample reads one more token, the label of its last position; else that position has no loss."""
     drop_last_partial_validation_sequence: bool = True
-    """Whether validation leaves out the tokens that do not fill a sample; else they are padded."""
+    """Whether validation drops the tokens that do not fill a sample; else they are padded."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
-            raise ConfigError(f"sequence_length={self.sequence_length}: a sample needs tokens; set it to 1 or more")
+            raise ConfigError(f"sequence_length={self.sequence_length}: must be a positive integer; set it to 1 or more")
         if self.eod_mask_loss and self.tokenizer is None:
             raise ConfigError("eod_mask_loss=True needs the end-of-document id; set tokenizer_model, or eod_mask_loss to False")
         if not 0 <= self.random_seed < 2**32:
@@ -74,17 +74,17 @@ class GPTDatasetConfig:
 
     @property
     def num_ids(self) -> int | None:
-        """Ids that may occur in the data."""
+        """Size of the vocabulary; None: unknown."""
         return self.tokenizer.vocab_size if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
 
 
 def plan_part(
     indexed: IndexedDataset, config: GPTDatasetConfig, index_split: IndexSplit, num_samples: int | None
 ) -> tuple[npt.NDArray[np.int32], EpochPlan]:
-    """Return the sequences [D] of one part of the split and how they are read; it takes no more than their lengths.
+    """Return the sequences [D] of one part of the split, and its epochs; reads the sequences' lengths only.
 
     Raises:
-        ConfigError: If the part has no share of the documents.
+        ConfigError: If the part has no weight.
         DataError: If it has too few tokens.
     """
     bounds = split_matrix(config.split)[_SPLITS.index(index_split)]
@@ -115,33 +115,35 @@ def _drops_last(config: GPTDatasetConfig, index_split: IndexSplit) -> bool:
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s], "loss_mask": float32 [s]}``.
 
-    Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled here, once and for all, so that the
-    position in the data is a single number. The index arrays are cached under Megatron's names and shared by all processes
-    through the page cache; several processes or nodes may build them at once.
+    Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled once, here, so that the position in
+    the data is a single number. The index arrays are cached under Megatron's names and shared by all processes through the
+    page cache; several processes or nodes may build them at once.
 
     Args:
-        data_prefix: The ``.bin`` and ``.idx`` files without their suffixes.
-        config: What all splits share.
-        index_split: Which part of the documents to serve.
-        num_samples: Samples wanted, over as many epochs as that takes; None: one epoch.
+        data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
+        config: Options of all splits.
+        index_split: Part of the documents to serve.
+        num_samples: Number of samples, over as many epochs as needed; None: one epoch.
 
     Raises:
         DataError: If a file is missing or damaged, or the split has too few tokens.
-        ConfigError: If the split has no share of the documents.
+        ConfigError: If the split has no weight.
     """
 
     def __init__(
         self, data_prefix: str, config: GPTDatasetConfig, index_split: IndexSplit = "train", num_samples: int | None = None
     ) -> None:
-        self.config, self.index_split, self.num_samples = config, index_split, num_samples
+        self.config = config
+        self.index_split = index_split
+        self.num_samples = num_samples
         self.indexed = IndexedDataset(data_prefix)
-        pad = NO_PAD if config.tokenizer is None else config.tokenizer.pad
-        self._pad = NO_PAD if config.tokenizer is None or pad == config.tokenizer.eod else pad
-        self._indices = self._load_or_build()
+        tokenizer = config.tokenizer
+        self._pad = NO_PAD if tokenizer is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
+        self.indices = self._load_or_build()
 
     @property
     def unique_description(self) -> str:
-        """What decides the indices, as Megatron writes it; its md5 names the cache files."""
+        """All that determines the indices, as Megatron writes it; its md5 names the cache files."""
         config = self.config
         fields: dict[str, object] = {
             "class": type(self).__name__,
@@ -154,7 +156,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             "split_matrix": split_matrix(config.split),
             "tokenizer": None if config.tokenizer is None else dict(config.tokenizer.unique_identifiers),
         }
-        # Megatron leaves these out and would serve the cache of another setting; its defaults keep its names
+        # Megatron omits these and would serve the cache of another setting; with the defaults the names are Megatron's
         if not config.add_extra_token_to_sequence:
             fields["add_extra_token_to_sequence"] = False
         if not _drops_last(config, self.index_split):
@@ -166,21 +168,6 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         """Md5 of :attr:`unique_description` in hexadecimal."""
         return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
 
-    @property
-    def document_index(self) -> npt.NDArray[np.int32]:
-        """Sequence read at each position of the token stream [epochs * documents]."""
-        return self._indices.document_index
-
-    @property
-    def sample_index(self) -> npt.NDArray[np.int32 | np.int64]:
-        """Position in the document index and token offset where each sample starts [n + 1, 2]."""
-        return self._indices.sample_index
-
-    @property
-    def shuffle_index(self) -> npt.NDArray[np.uint32 | np.int64]:
-        """Row of the sample index that is served as sample i [n]."""
-        return self._indices.shuffle_index
-
     def _cache_path(self, name: str) -> Path:
         folder = self.config.cache_dir or f"{self.indexed.prefix}/cache/{type(self).__name__}_indices"
         return Path(folder) / f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split}-{name}"
@@ -189,19 +176,15 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         config, extra = self.config, self.config.extra_tokens
         sequences, plan = plan_part(self.indexed, config, self.index_split, self.num_samples)
         shapes = ((plan.num_epochs * len(sequences),), (plan.num_samples + 1, 2), (plan.num_samples,))
-        cached = self._load(shapes, self._cache_time())
+        cached = self._load(shapes, not_before=idx_path(self.indexed.prefix).stat().st_mtime)  # else of replaced data
         if cached is None:
             lengths = self.indexed.sequence_lengths
             sizes = {"sequence_length": config.sequence_length, "extra": extra, "seed": config.random_seed}
             self._store(build_indices(lengths, sequences, plan, **sizes))
-            cached = self._load(shapes, 0.0)
+            cached = self._load(shapes, not_before=0.0)
         if cached is None:
             raise DataError(f"{self._cache_path('*')}: unreadable just after it was written; set cache_dir to another folder")
         return cached
-
-    def _cache_time(self) -> float:
-        """Age limit of the cache: older files belong to data that have been replaced since."""
-        return idx_path(self.indexed.prefix).stat().st_mtime
 
     def _load(self, shapes: tuple[tuple[int, ...], ...], not_before: float) -> SampleIndices | None:
         """Map the cached arrays; None if one is missing, unreadable, outdated or of another shape."""
@@ -209,7 +192,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         for name, shape in zip(_ARRAYS, shapes, strict=True):
             path = self._cache_path(f"{name}.npy")
             try:
-                array = np.load(path, mmap_mode="r").view(np.ndarray)  # indexing a memmap object costs three times as much
+                array = np.load(path, mmap_mode="r").view(np.ndarray)  # indexing a memmap object takes three times as long
                 outdated = path.stat().st_mtime < not_before
             except (OSError, ValueError, EOFError):
                 return None
@@ -233,7 +216,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             ) from error
 
     def __len__(self) -> int:
-        return len(self._indices.shuffle_index)
+        return len(self.indices.shuffle_index)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return sample ``index``.
@@ -245,37 +228,35 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         config = self.config
-        # the label of the last position is padding unless an extra token was read for it
-        text = self._read(index, config.sequence_length + 1)
+        text = self._read(index, config.sequence_length + 1)  # without an extra token, the last label is padding
         tokens, labels = text[:-1].copy(), text[1:]
         loss_mask = (labels != self._pad).astype(np.float32)
         if config.eod_mask_loss and config.tokenizer is not None:
             loss_mask[tokens == config.tokenizer.eod] = 0.0
         for ids in (tokens, labels):
-            ids[ids == self._pad] = 0  # an embedding needs a valid id; the mask already leaves these positions out
+            ids[ids == self._pad] = 0  # an embedding needs a valid id; these positions are masked already
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     def _read(self, index: int, length: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of a sample, padded at its end to ``length`` if the sample or the data end before."""
-        row = int(self.shuffle_index[index])
-        (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
+        """Return the tokens of a sample, padded at its end to ``length``."""
+        row = int(self.indices.shuffle_index[index])
+        (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
         parts = []
         for position in range(first, last + 1):
             offset = begin if position == first else 0
             count = end + self.config.extra_tokens - offset if position == last else None
-            parts.append(self.indexed.get(int(self.document_index[position]), offset, count))
+            parts.append(self.indexed.get(int(self.indices.document_index[position]), offset, count))
         text = np.concatenate(parts, dtype=np.int64)
         self._check_ids(text, row)
-        padding = np.full(length - len(text), self._pad, np.int64)
-        return np.concatenate([text, padding])
+        return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
 
     def _check_ids(self, text: npt.NDArray[np.int64], row: int) -> None:
         num_ids = self.config.num_ids
         if num_ids is None or (int(text.min()) >= 0 and int(text.max()) < num_ids):
             return
-        first, last = self.sample_index[row : row + 2, 0].tolist()
-        for sequence in self.document_index[first : last + 1].tolist():
+        first, last = self.indices.sample_index[row : row + 2, 0].tolist()
+        for sequence in self.indices.document_index[first : last + 1].tolist():
             tokens = self.indexed[sequence].astype(np.int64)
             outside = np.flatnonzero((tokens < 0) | (tokens >= num_ids))
             if len(outside):

@@ -1,8 +1,8 @@
-"""Which tokens form sample i: the document, sample and shuffle index of Megatron's GPTDataset, as pure functions of sizes.
+"""Document, sample and shuffle index of Megatron's GPTDataset (``core/datasets/gpt_dataset.py``), as functions of sizes.
 
-Documents are repeated for E epochs and shuffled (document index), read as one stream of tokens and cut every q tokens (sample
-index), and the cuts are shuffled (shuffle index). A sample reads q + x tokens: with x = 1 extra token neighbours share one, so
-that every token but the first is a label once. D: documents in the split, t: their tokens, n: samples.
+Documents are repeated for E epochs and shuffled (document index), read as one stream of tokens that is split every q tokens
+(sample index), and the samples are shuffled (shuffle index). A sample reads q + x tokens: with x = 1 extra token neighbors
+share one, so that every token but the first is a label once. D: documents in the split, t: their tokens, n: samples.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from megatron_lightning.errors import ConfigError
 
 Bounds = tuple[float, float]
 _Index = TypeVar("_Index", bound=np.generic)
-_MIN_FULL_FINAL_EPOCH = 0.80  # a final epoch used for less than this share is shuffled on its own
+_MIN_FULL_FINAL_EPOCH = 0.80  # a final epoch used for less than this fraction is shuffled on its own
 
 
 def split_matrix(split: str) -> list[Bounds | None]:
-    """Return the bounds in [0, 1] of train, validation and test in the documents; None for a part of weight zero.
-
-    Args:
-        split: Up to three weights such as ``"969,30,1"``; their sum is what counts as the whole.
+    """Return the bounds in [0, 1] of train, validation and test for weights such as ``"969,30,1"``; None for weight zero.
 
     Raises:
         ConfigError: If these are not one to three weights with a positive sum.
@@ -37,8 +34,8 @@ def split_matrix(split: str) -> list[Bounds | None]:
             f'split={split!r}: must be one to three weights with a positive sum for train,valid,test, such as "969,30,1"'
         )
     weights = [*map(float, found.split(",")), 0.0, 0.0][:3]
-    shares = [weight / float(np.sum(weights)) for weight in weights]
-    edges: list[float] = list(accumulate(shares, initial=0))
+    fractions = [weight / float(np.sum(weights)) for weight in weights]
+    edges: list[float] = list(accumulate(fractions, initial=0))
     return [(begin, end) if end > begin else None for begin, end in pairwise(edges)]
 
 
@@ -50,12 +47,12 @@ def split_sequences(bounds: Bounds, num_sequences: int) -> npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often the documents are read and how the final epoch is treated; sizes only."""
+    """Sizes of the epochs over the documents."""
 
     num_epochs: int
     """E, the fewest epochs that give the requested samples."""
     num_samples: int
-    """n, all samples of these epochs; it can exceed the request."""
+    """n, all samples of these epochs, at least the requested ones."""
     num_samples_before_final: int
     """Samples shuffled apart from the final epoch's; 0 if all epochs are shuffled together."""
 
@@ -67,14 +64,14 @@ def plan_epochs(
 
     Args:
         num_tokens: Tokens of one epoch.
-        num_requested: Samples wanted; None: what one epoch gives.
+        num_requested: Samples requested; None: those of one epoch.
         sequence_length: Tokens of a sample (q).
         extra: 1 if a sample reads one more token for its last label, else 0 (x).
-        drop_last: Whether tokens too few for a sample are left out instead of padded.
+        drop_last: Whether tokens too few for a sample are dropped instead of padded.
     """
     num_epochs = 1 if num_requested is None else max(1, -((num_requested * sequence_length + extra) // -num_tokens))
-    cut = num_epochs * num_tokens - extra
-    num_samples = cut // sequence_length if drop_last else -(cut // -sequence_length)
+    usable = num_epochs * num_tokens - extra
+    num_samples = usable // sequence_length if drop_last else -(usable // -sequence_length)
     if num_epochs == 1 or num_requested is None:
         return EpochPlan(num_epochs, num_samples, 0)
     before_final = ((num_epochs - 1) * num_tokens - extra) // sequence_length
@@ -92,7 +89,7 @@ class SampleIndices:
     sample_index: npt.NDArray[np.int32 | np.int64]
     """Position in the document index, and token offset in that document, where each sample starts [n + 1, 2]."""
     shuffle_index: npt.NDArray[np.uint32 | np.int64]
-    """Cut served as sample i [n]."""
+    """Row of the sample index that is served as sample i [n]."""
 
 
 def build_indices(
@@ -104,15 +101,9 @@ def build_indices(
     extra: int,
     seed: int,
 ) -> SampleIndices:
-    """Build the indices; the random stream is that of ``numpy.random.RandomState(seed)``, documents before samples.
+    """Build the indices of ``sequences`` [D]; the rest is as for :func:`plan_epochs`.
 
-    Args:
-        sequence_lengths: Tokens of every sequence of the dataset.
-        sequences: Sequences of this split [D].
-        plan: From :func:`plan_epochs`.
-        sequence_length: Tokens of a sample (q).
-        extra: As in :func:`plan_epochs` (x).
-        seed: Seed of both shuffles.
+    Both shuffles draw from ``numpy.random.RandomState(seed)``, documents before samples.
     """
     random = np.random.RandomState(seed)
     separate = plan.num_samples_before_final > 0
@@ -120,7 +111,7 @@ def build_indices(
     document_index = _shuffled_parts(
         random, [np.tile(sequences, num_together), sequences.copy() if separate else sequences[:0]]
     )
-    sample_index = _cut(sequence_lengths[document_index], plan.num_samples, sequence_length, extra)
+    sample_index = _sample_starts(sequence_lengths[document_index], plan.num_samples, sequence_length, extra)
     fits = plan.num_samples < np.iinfo(np.uint32).max - 1
     order: npt.NDArray[np.uint32 | np.int64] = np.arange(plan.num_samples, dtype=np.uint32 if fits else np.int64)
     shuffle_index = _shuffled_parts(random, [order[: plan.num_samples_before_final], order[plan.num_samples_before_final :]])
@@ -133,18 +124,18 @@ def _shuffled_parts(random: np.random.RandomState, parts: list[npt.NDArray[_Inde
     return np.concatenate(parts)
 
 
-def _cut(
+def _sample_starts(
     lengths: npt.NDArray[np.int32], num_samples: int, sequence_length: int, extra: int
 ) -> npt.NDArray[np.int32 | np.int64]:
-    """Return where samples start in a stream of documents of ``lengths``: the cuts before its tokens j * q.
+    """Return the starts of the samples, tokens j * q of a stream of documents of ``lengths``, as (document, offset).
 
-    A cut belongs to the document of the last token that the sample before it read, at j * q + x - 1; the end of the stream
+    A start belongs to the document of the last token that the sample before it read, at j * q + x - 1; the end of the stream
     bounds the last sample if it is a partial one.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
-    cuts = np.minimum(np.arange(num_samples + 1, dtype=np.int64) * sequence_length, ends[-1] - extra)
-    documents = np.minimum(np.searchsorted(ends, cuts + extra - 1, side="right"), len(lengths) - 1)
-    sample_index = np.stack([documents, cuts - (ends[documents] - lengths[documents])], axis=1)
+    starts = np.minimum(np.arange(num_samples + 1, dtype=np.int64) * sequence_length, ends[-1] - extra)
+    documents = np.minimum(np.searchsorted(ends, starts + extra - 1, side="right"), len(lengths) - 1)
+    sample_index = np.stack([documents, starts - (ends[documents] - lengths[documents])], axis=1)
     sample_index[0] = 0
     fits = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
     return sample_index.astype(np.int32 if fits else np.int64)

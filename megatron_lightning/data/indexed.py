@@ -61,7 +61,7 @@ class IndexedDataset:
         expected_bytes = _HEADER.size + sum(sizes)
         if len(index) not in (expected_bytes, expected_bytes + num_sequences):
             raise DataError(
-                f"{self.prefix}.idx: has {len(index)} bytes, but its header announces {num_sequences} sequences and "
+                f"{self.prefix}.idx: has {len(index)} bytes, but its header declares {num_sequences} sequences and "
                 f"{num_boundaries - 1} documents, which take {expected_bytes}: the file is truncated or damaged; "
                 "copy it again or run preprocess again"
             )
@@ -75,7 +75,7 @@ class IndexedDataset:
     def _map(self, path: Path) -> npt.NDArray[np.uint8]:
         try:
             if path.stat().st_size == 0:
-                return np.empty(0, np.uint8)  # the system refuses to map nothing
+                return np.empty(0, np.uint8)  # an empty file cannot be mapped
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         except OSError as error:
             raise DataError(
@@ -99,7 +99,7 @@ class IndexedDataset:
         expected_bytes = self.num_tokens * self.dtype.itemsize
         if len(self._tokens) != expected_bytes:
             raise DataError(
-                f"{self.prefix}.bin: has {len(self._tokens)} bytes, but {self.prefix}.idx announces {self.num_tokens} "
+                f"{self.prefix}.bin: has {len(self._tokens)} bytes, but {self.prefix}.idx declares {self.num_tokens} "
                 f"tokens of {self.dtype}, which take {expected_bytes}: the .bin is truncated or belongs to another .idx; "
                 "copy both files again or run preprocess again"
             )
@@ -125,7 +125,7 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
-        """Return tokens [length] of sequence ``index`` from token ``offset`` on; None: to its end.
+        """Return ``length`` tokens of sequence ``index`` from token ``offset``; None: to its end.
 
         Raises:
             DataError: If the range leaves the sequence, or a damaged index points outside the ``.bin``.
@@ -146,7 +146,7 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes one dataset, byte for byte as Megatron does; the two files appear together on success, and not at all otherwise.
+    """Writer of one dataset, byte for byte as Megatron's; the two files appear together on success, and not at all otherwise.
 
     Use it as a context manager: leaving the block normally publishes the files, an exception (Ctrl-C included) removes them.
 
@@ -168,7 +168,8 @@ class IndexedDatasetWriter:
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._boundaries: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._num_sequences = 0
-        self._temporary, self._temporary_idx = temporary_beside(bin_path(prefix)), temporary_beside(idx_path(prefix))
+        self._temporary = temporary_beside(bin_path(prefix))
+        self._temporary_idx = temporary_beside(idx_path(prefix))
         try:
             self._temporary.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._temporary.open("xb")
@@ -176,11 +177,7 @@ class IndexedDatasetWriter:
             raise DataError(f"{bin_path(prefix)}: cannot be written ({error.strerror}); set another output prefix") from error
 
     def add_document(self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None) -> None:
-        """Append one document.
-
-        Args:
-            tokens: Token ids [n].
-            sequence_lengths: Lengths of the sequences the document consists of, summing to n; None: one sequence.
+        """Append one document of token ids [n]; ``sequence_lengths`` sum to n, None: one sequence.
 
         Raises:
             DataError: If an id does not fit the dtype, or the lengths do not sum to n.
@@ -192,12 +189,7 @@ class IndexedDatasetWriter:
     def add_documents(
         self, tokens: npt.NDArray[np.generic], lengths: npt.NDArray[np.int32], num_sequences: npt.ArrayLike
     ) -> None:
-        """Append several documents at once.
-
-        Args:
-            tokens: Token ids of all of them [n].
-            lengths: Lengths of their sequences, summing to n.
-            num_sequences: Number of sequences of each document, summing to ``len(lengths)``.
+        """Append documents of token ids [n]; ``lengths`` of sequences sum to n, ``num_sequences`` of documents to their number.
 
         Raises:
             DataError: If an id does not fit the dtype, or the counts do not agree.
@@ -237,9 +229,9 @@ class IndexedDatasetWriter:
         self._num_sequences += len(other)
 
     def finish(self) -> None:
-        """Write all that there is to the disk, so that :meth:`close` has nothing left to do but to give the files their names.
+        """Write everything to the disk, so that :meth:`close` only renames the files.
 
-        Who publishes several datasets together finishes all of them first: a full disk then leaves none.
+        To publish several datasets together, finish all of them first: a full disk then leaves none.
         """
         if self._file.closed:
             return
@@ -250,7 +242,7 @@ class IndexedDatasetWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Publish both files. A stop at any moment leaves either the whole pair or no readable ``.idx``."""
+        """Publish both files; an interruption at any moment leaves either both or no readable ``.idx``."""
         try:
             self.finish()
             idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
@@ -260,8 +252,8 @@ class IndexedDatasetWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Remove whatever has been written and not published."""
-        with suppress(OSError):  # a full disk; what is not written yet is not wanted either
+        """Remove what has been written and not published."""
+        with suppress(OSError):  # a full disk
             self._file.close()
         self._temporary.unlink(missing_ok=True)
         self._temporary_idx.unlink(missing_ok=True)

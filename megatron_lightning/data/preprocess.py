@@ -1,4 +1,4 @@
-"""Text to Megatron's ``.bin``/``.idx`` files: one pass over the input, tokenized by several processes in document order."""
+"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: one pass over the input by several processes, in order."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron_lightning.errors import ConfigError, DataError
 
 _Encoded = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # ids of several documents back to back [n], their lengths [d]
 _CHUNK_BYTES = 1 << 18
-_TRAINING_BYTES = 1 << 24  # a tokenizer of usual size gains nothing from more text
+_TRAINING_BYTES = 1 << 24  # a tokenizer of usual size does not improve with more text
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a worker must know; small, because it travels with every chunk."""
+    """Settings of a worker; small, because they are sent with every chunk."""
 
     tokenizer_type: TokenizerType
     tokenizer_model: str
@@ -44,7 +44,6 @@ class _Job:
     empty_documents: Literal["error", "skip"]
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer."""
         return load_tokenizer(self.tokenizer_model, self.tokenizer_type)
 
 
@@ -65,7 +64,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
     tokenizer is trained. Everything is published at the end: an error, Ctrl-C or SIGTERM leaves nothing behind.
 
     Args:
-        output_prefix: Path and start of the name of what is written.
+        output_prefix: Path and beginning of the names of the output files.
         input: JSON-lines files (``.jsonl``, ``.json``: a document a line), text files (a document a file), or ``stdlib``: the
             source of the Python standard library.
         tokenizer_type: sentencepiece or huggingface.
@@ -73,24 +72,24 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
             SentencePiece model on the input.
         vocab_size: Number of pieces of the tokenizer to train.
         json_keys: Keys of a JSON line whose texts are written, each to a dataset of its own.
-        append_eod: Whether the end-of-document id closes each document.
+        append_eod: Whether the end-of-document id ends each document.
         workers: Number of processes that tokenize.
-        empty_documents: What a document without any token is: an error, or left out (skip).
+        empty_documents: Treatment of a document without tokens: error or skip.
 
     Returns:
         Prefix of the dataset of each key, as :class:`IndexedDataset` and ``PretrainDataModule`` take it.
 
     Raises:
-        ConfigError: If the settings contradict each other, or no tokenizer can be made of them.
-        DataError: If the input cannot be read (the message names file and line), or the output cannot be written.
+        ConfigError: If the settings contradict each other, or no tokenizer can be trained with them.
+        DataError: If the input cannot be read (with file and line), or the output cannot be written.
     """
     _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
     files = input_files(input)
     prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
-    _make_folder(Path(output_prefix).parent)
     with ExitStack() as published:
         published.enter_context(_write_errors_explained(output_prefix))
         published.enter_context(_termination_as_exit())
+        Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
         if tokenizer_model is None and vocab_size is not None:
             trained = published.enter_context(atomic_path(Path(f"{output_prefix}_tokenizer.model")))
             train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained)
@@ -99,7 +98,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
         tokenizer = job.tokenizer()
         dtype = token_dtype(tokenizer.vocab_size)
         writers = [published.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes.values()]
-        # closed here and now: an interrupt anywhere in the loop must end the workers before the files are cleaned up
+        # closed in this order: an interrupt anywhere in the loop ends the workers before the files are removed
         bar = published.enter_context(tqdm(desc="tokenizing", total=_num_bytes(files), unit="B", unit_scale=True))
         chunks = published.enter_context(closing(_encoded_chunks(_chunks(read_records(files)), job, tokenizer, workers)))
         num_tokens = dict.fromkeys(json_keys, 0)
@@ -110,7 +109,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
             bar.update(sum(len(record.raw) for record in chunk))
         _check_not_empty(num_tokens, files)
         for writer in writers:
-            writer.finish()  # all of them, before the first gets its name
+            writer.finish()  # all of them, before the first is published
     print(f"{sum(num_tokens.values())} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}")
     return prefixes
 
@@ -119,7 +118,7 @@ def _check_settings(
     tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None, json_keys: Sequence[str], workers: int
 ) -> None:
     if workers < 1:
-        raise ConfigError(f"workers={workers}: somebody has to tokenize; set it to 1 or more")
+        raise ConfigError(f"workers={workers}: must be a positive integer; set it to 1 or more")
     if not json_keys or len(set(json_keys)) != len(json_keys):
         raise ConfigError(f"json_keys={list(json_keys)}: each key is a dataset of its own; set one or more different keys")
     if tokenizer_model is None and tokenizer_type != "sentencepiece":
@@ -139,21 +138,12 @@ def _check_not_empty(num_tokens: Mapping[str, int], files: Sequence[Path]) -> No
             raise DataError(f"{', '.join(map(str, files[:5]))}: only empty documents under key {key!r}; set input to text")
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error.strerror}); set another output_prefix") from error
-
-
 @contextmanager
 def _write_errors_explained(output_prefix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"{output_prefix}: cannot be written ({error}); set another output_prefix, or make room there"
-        ) from error
+        raise DataError(f"{output_prefix}: cannot be written ({error}); set another output_prefix, or free space") from error
 
 
 def _num_bytes(files: Sequence[Path]) -> int:
@@ -161,14 +151,14 @@ def _num_bytes(files: Sequence[Path]) -> int:
 
 
 def _training_texts(files: Sequence[Path], json_keys: Sequence[str]) -> Iterator[str]:
-    """Yield every k-th document, so that large input gives about ``_TRAINING_BYTES`` from all of its parts."""
+    """Yield every k-th document, about ``_TRAINING_BYTES`` of a large input."""
     stride = 1 + _num_bytes(files) // _TRAINING_BYTES
     for record in islice(read_records(files), 0, None, stride):
         yield from record.texts(json_keys)
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Group records so that a chunk is worth the trip to another process."""
+    """Group records into chunks large enough to be sent to another process."""
     chunk: list[Record] = []
     num_bytes = 0
     for record in records:
@@ -188,7 +178,7 @@ def _encoded_chunks(
     if workers == 1:
         yield from ((chunk, _encode(chunk, job, tokenizer)) for chunk in chunks)
         return
-    # fork spares each worker the import of the caller's program; elsewhere than on Linux it is not safe
+    # fork saves each worker the import of the caller's program; it is safe on Linux only
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
     waiting: deque[tuple[list[Record], Future[list[_Encoded]]]] = deque()
@@ -196,7 +186,7 @@ def _encoded_chunks(
         for chunk in chunks:
             with _interrupt_deferred():
                 waiting.append((chunk, executor.submit(_encode_in_worker, chunk, job)))
-            if len(waiting) > 4 * workers:  # enough to keep all busy; more would read the whole input into memory
+            if len(waiting) > 4 * workers:  # enough to keep all busy; without a limit the input is read into memory
                 oldest, result = waiting.popleft()
                 yield oldest, result.result()
         while waiting:
@@ -223,7 +213,7 @@ def _signals_handled(numbers: Sequence[int], handler: Callable[[int, object], No
 
 @contextmanager
 def _termination_as_exit() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that what is half-written is removed; by default it ends the process at once."""
+    """Raise SystemExit on SIGTERM, so that unfinished files are removed; by default it ends the process at once."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -234,7 +224,7 @@ def _termination_as_exit() -> Iterator[None]:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the block: amid a fork Python drops them, or forgets the worker."""
+    """Defer Ctrl-C and SIGTERM to the end of the block: during a fork Python drops them, or loses the worker."""
     interrupts: list[int] = []
     with _signals_handled([signal.SIGINT, signal.SIGTERM], lambda number, _: interrupts.append(number)):
         yield
@@ -243,7 +233,7 @@ def _interrupt_deferred() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, which tells its workers, and follow it should it end without doing so."""
+    """Leave Ctrl-C to the parent, which ends its workers, and end with the parent if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -258,7 +248,7 @@ def _end_with_parent() -> None:
 
 @lru_cache(maxsize=1)
 def _worker_tokenizer(job: _Job) -> Tokenizer:
-    """Load once in the life of a worker; it serves a single job."""
+    """Load the tokenizer once per worker, which serves a single job."""
     return job.tokenizer()
 
 

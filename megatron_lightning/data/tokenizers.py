@@ -1,12 +1,12 @@
 """Tokenizers behind one small protocol: SentencePiece (loaded or trained here) and Hugging Face.
 
-Both libraries are imported only when a tokenizer is made, so that reading tokenized data needs neither.
+Both libraries are imported when a tokenizer is created, so that reading tokenized data needs neither.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,11 +19,11 @@ NO_PAD = -1
 
 
 class Tokenizer(Protocol):
-    """What data preparation, datasets and generation need of a tokenizer."""
+    """Interface of tokenizers for data preparation, datasets and generation."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids; every id is below it."""
+        """Number of ids, from 0."""
 
     @property
     def eod(self) -> int:
@@ -38,17 +38,14 @@ class Tokenizer(Protocol):
         """Class and origin; part of the name of cached sample indices."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without any special ids added."""
+        """Return the ids of ``text``, without special ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; its end-of-sentence piece ends a document.
-
-    Args:
-        model: Path of the ``.model`` file.
+    """A SentencePiece ``.model`` file; its end-of-sentence piece ends a document.
 
     Raises:
         DataError: If the file is missing or is not a SentencePiece model.
@@ -138,15 +135,14 @@ class HuggingFaceTokenizer:
 
 
 def _why_not(model: str) -> str:
-    """Say why ``transformers`` could not load a tokenizer; its own message comes after it."""
+    """Return why ``transformers`` could not load a tokenizer, to precede its own message."""
     if Path(model).exists():
         return "no Hugging Face tokenizer can be loaded from here"
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         return "there is no such folder"
     return (
-        "no such folder is here, and no tokenizer of this name could be fetched from the Hugging Face hub. On a machine "
-        "without network, use a folder with the tokenizer's files, copied from one that has it, and set HF_HUB_OFFLINE=1 to "
-        "save the attempts"
+        "there is no such folder, and no tokenizer of this name could be fetched from the Hugging Face hub. On a machine "
+        "without network, use a folder with the tokenizer's files, and set HF_HUB_OFFLINE=1 to skip the attempts"
     )
 
 
@@ -157,27 +153,8 @@ def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = 
         ConfigError: If its library is missing or the tokenizer lacks an end-of-document id.
         DataError: If it cannot be loaded.
     """
-    return (
-        SentencePieceTokenizer(tokenizer_model) if tokenizer_type == "sentencepiece" else HuggingFaceTokenizer(tokenizer_model)
-    )
-
-
-class _Lines:
-    """The lines of texts that are not empty; knows how they ended, which SentencePiece tells in words of its own only."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.count = 0
-        self.error: DataError | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for line in (line for text in self._texts for line in text.splitlines() if line):
-                self.count += 1
-                yield line
-        except DataError as error:
-            self.error = error
-            raise
+    kind = SentencePieceTokenizer if tokenizer_type == "sentencepiece" else HuggingFaceTokenizer
+    return kind(tokenizer_model)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
@@ -187,12 +164,15 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
     ``decode(encode(text)) == text``. The same texts give the same file.
 
     Raises:
-        ConfigError: If the texts are too few for ``vocab_size``, or it is too small to hold the bytes and special pieces.
+        ConfigError: If the texts are too few for ``vocab_size``, or it is too small for the bytes and special pieces.
         DataError: As ``texts`` does, or if they are all empty.
     """
     from sentencepiece import SentencePieceTrainer
 
-    model, lines = io.BytesIO(), _Lines(texts)
+    lines = [line for text in texts for line in text.splitlines() if line]
+    if not lines:
+        raise DataError("the input has no text that a tokenizer could be trained on; set input to files with text")
+    model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -209,12 +189,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
             minloglevel=3,
         )
     except RuntimeError as error:
-        if lines.error is not None:
-            raise lines.error from None
-        if lines.count == 0:
-            raise DataError(
-                "the input has no text that a tokenizer could be trained on; set input to files with text"
-            ) from error
         raise ConfigError(
             f"vocab_size={vocab_size}: no tokenizer can be trained on this text; set another vocab_size: {error}"
         ) from error

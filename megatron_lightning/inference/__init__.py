@@ -1,18 +1,5 @@
-"""Text from a trained model, on any layout: a sampling loop, the model behind it, and the two joined."""
+"""Text generation with a trained model, on any layout: the sampling loop, the model, and the command that joins them."""
 
-from typing import TYPE_CHECKING
-
-from megatron_lightning._lazy import lazy_attributes
-
-if TYPE_CHECKING:
-    from megatron_lightning.inference.sampling import Sampling, sample
+from megatron_lightning.inference.sampling import Sampling, sample
 
 __all__ = ["Sampling", "sample"]
-
-__getattr__, __dir__ = lazy_attributes(
-    __name__,
-    {
-        "Sampling": "megatron_lightning.inference.sampling",
-        "sample": "megatron_lightning.inference.sampling",
-    },
-)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
+from megatron_lightning import compat
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.model import LanguageModel, read_config
@@ -18,12 +18,13 @@ from megatron_lightning.inference.sampling import Sampling, sample
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.resilience.workers import run_workers
 from megatron_lightning.rules import check_model_layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What every rank must know."""
+    """Arguments of every rank."""
 
     checkpoint: str
     layout: ParallelLayout
@@ -52,23 +53,23 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
 ) -> list[str]:
     """Continue prompts with a model that ``GPTLightningModule`` trained.
 
-    The checkpoint may come from any layout; the sizes given here are those of generating. The same seed gives the same text on
-    every layout. There is no key-value cache: each token costs a forward of the whole text.
+    The checkpoint may come from any layout; the sizes given here are for generation. The same seed gives the same text on
+    every layout. There is no key-value cache: each token takes a forward of the full text.
 
     Args:
         checkpoint: Checkpoint directory, or a plain Lightning .ckpt file.
         prompts: One text, or a list of texts, to continue.
         tokenizer_model: The tokenizer that made the training data.
         tokenizer_type: sentencepiece or huggingface.
-        max_new_tokens: Tokens added to each prompt, at most; a text also ends with its document.
+        max_new_tokens: Tokens added to each prompt, at most; a text ends earlier with its document.
         temperature: Divides the logits; 0 always takes the most likely token.
         top_k: Choose among this many of the most likely tokens; leave it out for all.
         top_p: Choose among the most likely tokens that together have this probability.
         seed: Seed of the draws.
-        tensor_model_parallel_size: Ranks that share each layer's matrices.
-        pipeline_model_parallel_size: Ranks that share the sequence of layers.
-        virtual_pipeline_model_parallel_size: Parts of the sequence of layers on each of those ranks.
-        pipeline_schedule: As for training; it decides which rank holds which part.
+        tensor_model_parallel_size: Ranks over which each layer's matrices are split.
+        pipeline_model_parallel_size: Ranks over which the layers are split into stages.
+        virtual_pipeline_model_parallel_size: Stages on each of those ranks.
+        pipeline_schedule: As for training; determines the stages of each rank.
         device: cpu, cuda, or auto: cuda where there is one.
 
     Returns:
@@ -83,9 +84,9 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        sequence_parallel=False,  # a text grows by one token at a time and cannot be cut into equal parts
+        sequence_parallel=False,  # a text grows by one token at a time and cannot be split evenly
     )
-    resolve(pipeline_schedule, num_coordinates=layout.pp, num_chunks=layout.vpp)  # to refuse what cannot run before it starts
+    resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)  # raises before processes start
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     tokenizer, config = load_tokenizer(tokenizer_model, tokenizer_type), read_config(checkpoint)
     if tokenizer.vocab_size > config.vocab_size:
@@ -108,7 +109,7 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     if layout.data_parallel_size(world_size) > 1:
         raise ConfigError(
             f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} x pipeline_model_parallel_size="
-            f"{layout.pp} uses {layout.tp * layout.pp}; the rest would only write the same text. Start as many as are used."
+            f"{layout.pp} uses {layout.tp * layout.pp}; the others would write the same text. Start as many as are used."
         )
     if started and world_size > 1:
         texts = _join(job, int(os.environ["RANK"]), world_size, "env://")
@@ -139,13 +140,13 @@ def _join(job: _Job, rank: int, world_size: int, init_method: str) -> list[list[
     try:
         return _run(job)
     finally:
-        dist.destroy_process_group()
+        compat.destroy_process_groups()
 
 
 def _start(job: _Job, world_size: int) -> list[list[int]]:
     """Start a process for every rank and return what the first one generates."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_worker, (job, world_size, folder), nprocs=world_size)  # type: ignore[no-untyped-call]
+        run_workers(_worker, (job, world_size, folder), world_size)
         texts: list[list[int]] = torch.load(Path(folder, "texts"), weights_only=True)
         return texts
 

@@ -1,6 +1,6 @@
-"""The sampling loop: one token at a time from a function that gives the next token's logits.
+"""The sampling loop: one token at a time from a function that returns the next token's logits.
 
-The loop knows neither model nor layout. Every rank of a layout runs it on the same logits and so takes the same tokens.
+The loop knows neither model nor layout. Every rank runs it on the same logits and so chooses the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NextLogits = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen.
+    """Options of sampling.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -38,21 +38,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens} asks for no text. Set it to 1 or more.")
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens} must be a positive integer. Set it to 1 or more.")
         if not self.temperature >= 0.0:
             raise ConfigError(f"temperature={self.temperature} is below 0. Set it to 0 (most likely token) or more.")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k} leaves no token to choose. Set it to 1 or more, or leave it out.")
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p={self.top_p} is no share of the probability. Set it above 0 and at most 1.")
+            raise ConfigError(f"top_p={self.top_p} is not a probability above 0. Set it above 0 and at most 1.")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return one token.
-
-        Args:
-            logits: [v], of any floating dtype and on any device.
-            generator: A CPU generator.
-        """
+        """Return one token for ``logits`` [v], of any floating dtype and device, drawn from a CPU ``generator``."""
         if self.temperature == 0.0:
             return int(logits.argmax())
         probabilities = self._filtered(logits.detach().cpu().double() / self.temperature).softmax(dim=-1)
@@ -63,7 +58,7 @@ class Sampling:
         return int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(cumulative) - 1))
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        """Set the logits of tokens that may not be chosen to minus infinity."""
+        """Set the logits of tokens outside of top-k and top-p to minus infinity."""
         if self.top_k is not None and self.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
         if self.top_p < 1.0:
@@ -87,8 +82,8 @@ def sample(
         next_logits: The model.
         prompts: Token ids of each prompt, at least one.
         sampling: How tokens are chosen.
-        eod: Token that ends a text; it is not part of the result. None: every text has ``max_new_tokens``.
-        max_sequence_length: Tokens the model can look back at; None: all.
+        eod: Token that ends a text, and is not returned. None: every text gets ``max_new_tokens``.
+        max_sequence_length: Longest input of the model; None: unlimited.
 
     Returns:
         The ids of each prompt and its continuation.
@@ -104,8 +99,8 @@ def sample(
     for _ in range(sampling.max_new_tokens):
         if not unfinished:
             break
-        windows = [texts[row][-(max_sequence_length or 0) :] for row in unfinished]
-        logits = next_logits(*_padded(windows))
+        inputs = [texts[row][-(max_sequence_length or 0) :] for row in unfinished]
+        logits = next_logits(*_padded(inputs))
         chosen = {row: sampling.choose(logits[i], generators[row]) for i, row in enumerate(unfinished)}
         unfinished = [row for row in unfinished if chosen[row] != eod]
         for row in unfinished:
@@ -113,10 +108,7 @@ def sample(
     return texts
 
 
-def _padded(windows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return tokens [b, s] and the index of each row's last one [b]; what stands behind it never reaches it."""
-    lengths = torch.tensor([len(window) for window in windows])
-    tokens = torch.zeros(len(windows), int(lengths.max()), dtype=torch.long)
-    for row, window in enumerate(windows):
-        tokens[row, : len(window)] = torch.tensor(window)
-    return tokens, lengths - 1
+def _padded(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return tokens [b, s], padded on the right, which causal attention ignores, and the index of each row's last one [b]."""
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+    return tokens, torch.tensor([len(text) - 1 for text in texts])

@@ -1,7 +1,7 @@
 """Causal self-attention with a fused projection, grouped queries and rotary positions.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head dim. Under tensor
-parallelism ``n`` and ``g`` are the rank's share; they are read off the tensors, so that no count needs rewriting.
+parallelism ``n`` and ``g`` are the rank's own; they are read from the tensor shapes, so that no count needs rewriting.
 """
 
 from __future__ import annotations
@@ -26,19 +26,11 @@ class CoreAttention(nn.Module):
 
     def __init__(self, dropout: float, *, in_fp32: bool = False) -> None:
         super().__init__()
-        self.dropout, self.in_fp32 = Dropout(dropout), in_fp32
+        self.dropout = Dropout(dropout)
+        self.in_fp32 = in_fp32
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend.
-
-        Args:
-            q: [s, b, n, d].
-            k: [s, b, g, d].
-            v: [s, b, g, d].
-
-        Returns:
-            [s, b, n*d].
-        """
+        """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b, n*d]."""
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
                 return self._attend(q.float(), k.float(), v.float()).to(v.dtype)
@@ -61,13 +53,13 @@ class SelfAttention(nn.Module):
 
     Args:
         config: Sizes.
-        rotary: The model's rotary embedding, or None for other kinds of positions.
+        rotary: The model's rotary embedding; None: positions of another kind.
     """
 
     def __init__(self, config: TransformerConfig, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
-        self.head_dim, self.heads_per_group = config.head_dim, config.heads_per_group
-        projected = config.num_attention_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.heads_per_group = config.heads_per_group
         self.linear_qkv = nn.Linear(config.hidden_size, config.qkv_rows, bias=config.add_bias_linear or config.add_qkv_bias)
         rows = (config.heads_per_group * config.head_dim, config.head_dim, config.head_dim)
         self.linear_qkv.fused_rows = rows  # type: ignore[assignment]
@@ -75,12 +67,13 @@ class SelfAttention(nn.Module):
         self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.rotary = rotary
         self.core_attention = CoreAttention(config.attention_dropout, in_fp32=config.attention_softmax_in_fp32)
+        projected = config.num_attention_heads * config.head_dim
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]; ``position_ids`` [b, s] replace the positions 0 to s-1.
 
-        The sequence may be a shard of the whole: its length is known only after the projection has gathered it.
+        The input may be a sequence shard: the full length is known only after the projection has gathered it.
         """
         mixed = self.linear_qkv(hidden)
         mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)

@@ -24,11 +24,11 @@ class Dropout(nn.Module):
 
     @property
     def active_p(self) -> float:
-        """The probability in force: 0 in evaluation."""
+        """The probability, 0 in evaluation."""
         return self.p if self.training else 0.0
 
     def stream(self) -> AbstractContextManager[None]:
-        """Return the block in which to draw."""
+        """Return a context in which draws come from the right stream."""
         if self.streams is None or not self.active_p:
             return nullcontext()
         return self.streams.fork("model-parallel-rng")

@@ -1,6 +1,8 @@
-"""Embeddings shared by the tensor-parallel ranks: words by rows of the vocabulary, positions by parts of the sequence."""
+"""Embeddings split over the tensor-parallel ranks: words by rows of the vocabulary, positions along the sequence."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,20 +11,14 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.collectives import reduce_from_axis, reduce_scatter, scatter
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sharding import ShardSpec, take_shards
+from megatron_lightning.parallel.sharding import take_shards
+from megatron_lightning.parallel.spec import ShardSpec
 
 
 def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple[Tensor, Tensor]:
-    """Return the ids relative to this rank's rows, 0 for those of other ranks, and a mask of the latter.
+    """Return the ids [...] relative to this rank's rows, 0 for those of other ranks, and a mask of the latter.
 
-    Ids outside the whole vocabulary are left as they are on the rank next to them, so that the look-up there fails as it
-    does on one device.
-
-    Args:
-        ids: [...] ids of the whole vocabulary.
-        start: First row of this rank.
-        num_rows: Rows of this rank.
-        group: The ranks that share the vocabulary.
+    Ids outside the vocabulary stay as they are on the nearest rank, so that the look-up there fails as on one device.
     """
     local = ids - start
     outside = torch.zeros_like(local, dtype=torch.bool)
@@ -34,10 +30,10 @@ def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are shared; where the ranks do not divide the vocabulary, the last ones hold fewer rows.
+    """Embedding whose rows are split over the ranks; if these do not divide the vocabulary, the last ones hold fewer rows.
 
     Args:
-        num_embeddings: Entries of the whole vocabulary.
+        num_embeddings: Entries of the full vocabulary.
         embedding_dim: Size of a vector.
         group: The tensor-parallel ranks.
         padding_idx: Entry that gets no gradient.
@@ -66,38 +62,31 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.group = group
         self.padding_idx = padding_idx
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and group.size > 1, sequence_dim
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        self.sequence_dim = sequence_dim
         spec = ShardSpec.split_rows((num_embeddings, embedding_dim), size=group.size, rank=group.rank, axis=group.name)
-        self.start = spec.rectangles[0].global_offset[0]
+        self.start = spec.boxes[0].offset[0]
         source = nn.Embedding(num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype)
         take_shards(self, source, {"weight": spec})
 
     @classmethod
-    def from_embedding(
-        cls, embedding: nn.Embedding, *, group: AxisGroup, sequence_parallel: bool = False, sequence_dim: int = 0
-    ) -> VocabParallelEmbedding:
-        """Return this rank's rows of ``embedding``.
+    def from_embedding(cls, embedding: nn.Embedding, **options: Any) -> VocabParallelEmbedding:
+        """Return this rank's rows of ``embedding``; ``options`` are keywords of the constructor.
 
         Raises:
             ShardingError: If it uses an option that has no parallel form.
         """
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ShardingError(
-                "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the whole table on one rank. "
+                "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the full table on one rank. "
                 "Build it without them, or leave it out of the plan."
             )
-        module = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            group=group,
-            padding_idx=embedding.padding_idx,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device="meta",
-            dtype=embedding.weight.dtype,
-        )
+        options |= {"padding_idx": embedding.padding_idx, "device": "meta", "dtype": embedding.weight.dtype}
+        module = cls(embedding.num_embeddings, embedding.embedding_dim, **options)
         take_shards(module, embedding, module.shard_specs)
         return module.train(embedding.training)
 
@@ -107,24 +96,19 @@ class VocabParallelEmbedding(nn.Module):
         padding = None if self.padding_idx is None else self.padding_idx - self.start
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None
-        part = F.embedding(local, self.weight, padding).masked_fill(outside[..., None], 0.0)
+        partial = F.embedding(local, self.weight, padding).masked_fill(outside[..., None], 0.0)
         if self.sequence_parallel:
-            return reduce_scatter(part, self.group, self.sequence_dim)
-        return reduce_from_axis(part, self.group)
+            return reduce_scatter(partial, self.group, self.sequence_dim)
+        return reduce_from_axis(partial, self.group)
 
 
 class SequenceParallelEmbedding(nn.Module):
-    """Embedding that every rank holds whole and looks up for its part of the sequence only (learned positions).
+    """Embedding that every rank holds in full and looks up for its sequence shard only (learned positions)."""
 
-    Args:
-        embedding: The plain embedding, whose weight it takes over.
-        group: The tensor-parallel ranks.
-        sequence_dim: Dim of the sequence in the ids.
-    """
-
-    def __init__(self, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int = 0) -> None:
+    def __init__(self, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int) -> None:
         super().__init__()
-        self.group, self.sequence_dim = group, sequence_dim
+        self.group = group
+        self.sequence_dim = sequence_dim
         self.weight = embedding.weight
         self.shard_specs = {"weight": ShardSpec.replicated(self.weight.shape, partial_over=(group.name,))}
 

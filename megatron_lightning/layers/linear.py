@@ -1,9 +1,9 @@
-"""Linear layers whose weight is shared by the tensor-parallel ranks (https://arxiv.org/abs/1909.08053), with sequence
+"""Linear layers whose weight is split over the tensor-parallel ranks (https://arxiv.org/abs/1909.08053), with sequence
 parallelism (https://arxiv.org/abs/2205.05198).
 
-With X the input, rank i computes in a column-parallel layer Y_i = X W_i^T (rows of W are cut) and in a row-parallel layer the
-partial sum X_i W_i^T (columns of W are cut). Under sequence parallelism the input of the former and the output of the latter
-are shards along the sequence.
+With X the input, rank i computes in a column-parallel layer Y_i = X W_i^T (rows of W are split) and in a row-parallel layer
+the partial sum X_i W_i^T (columns of W are split). Under sequence parallelism the input of the former and the output of the
+latter are sequence shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.split_backward import HiddenWeight, Owner, Splittable, hide, linear
+from megatron_lightning.layers.split_backward import HiddenWeight, Owner, Splittable, hide, linear, rows
 from megatron_lightning.parallel.collectives import (
     all_gather_start,
     all_reduce_start,
@@ -30,7 +30,8 @@ from megatron_lightning.parallel.collectives import (
     scatter,
 )
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sharding import ShardSpec, take_shards
+from megatron_lightning.parallel.sharding import take_shards
+from megatron_lightning.parallel.spec import ShardSpec
 
 Self = TypeVar("Self", bound="_ParallelLinear")
 
@@ -38,9 +39,9 @@ Self = TypeVar("Self", bound="_ParallelLinear")
 class _ColumnLinear(torch.autograd.Function):
     """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or reduce-scattered) backward.
 
-    What is kept for backward is the sequence shard, gathered again while the input's gradient is computed; that gradient's
-    reduction then runs beside the weight's gradient. A weight gradient that is put off gathers when it is computed. On CPUs,
-    where nothing runs beside a gather, the whole input is kept for a weight gradient that is computed at once.
+    Backward keeps the sequence shard, and gathers it again while the input's gradient is computed; that gradient's reduction
+    then overlaps with the weight's gradient. A deferred weight gradient gathers when it is computed. On CPUs, where nothing
+    overlaps with a gather, the full input is kept for a weight gradient that is computed at once.
     """
 
     @staticmethod
@@ -53,11 +54,13 @@ class _ColumnLinear(torch.autograd.Function):
         sequence_dim: int | None,
         owner: Owner | HiddenWeight | None,
     ) -> Tensor:
-        whole = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
+        full = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
         ctx.gathers = sequence_dim is not None and (overlaps(x) or not weight.requires_grad)
-        ctx.save_for_backward(x if ctx.gathers else whole, weight)
-        ctx.group, ctx.sequence_dim, ctx.owner = group, sequence_dim, owner
-        return F.linear(whole, weight.to(x.dtype), bias)
+        ctx.save_for_backward(x if ctx.gathers else full, weight)
+        ctx.group = group
+        ctx.sequence_dim = sequence_dim
+        ctx.owner = owner
+        return F.linear(full, weight.to(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -72,12 +75,12 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x = grad.matmul(weight.to(grad.dtype))
             grad_x = all_reduce_start(grad_x, group) if dim is None else reduce_scatter_start(grad_x, group, dim)
         if need_weight:
-            whole = finish(started, group, dim) if ctx.gathers else x
-            grad_weight = grad.flatten(0, -2).t().matmul(whole.flatten(0, -2))
+            full = finish(started, group, dim) if ctx.gathers else x
+            grad_weight = rows(grad).t().matmul(rows(full))
         elif owner is not None:
             owner.deliver(grad, x)
         if need_bias:
-            grad_bias = grad.flatten(0, -2).sum(0)
+            grad_bias = rows(grad).sum(0)
         if grad_x is not None:
             grad_x = finish(grad_x, group, dim or 0)
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -87,10 +90,10 @@ def _column_linear(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
     weight, owner = hide(x, layer)
     bias: Tensor | None = layer.bias
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # a custom Function's backward sees no autocast, so its operands agree from the start
+    if torch.is_autocast_enabled(device):  # backward of a custom Function runs without autocast, so operands are cast here
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        if owner is None:  # else it is cast inside, and its gradient is the parameter's own
+        if owner is None:  # a hidden weight is cast inside, so that its gradient has the parameter's dtype
             weight = weight.to(dtype)
     dim = layer.sequence_dim if layer.sequence_parallel else None
     y: Tensor = _ColumnLinear.apply(x, weight, bias, layer.group, dim, owner)  # type: ignore[no-untyped-call]
@@ -98,9 +101,9 @@ def _column_linear(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
 
 
 class _ParallelLinear(Splittable, nn.Module, ABC):
-    """What both kinds share: global sizes, and a weight cut out of a plain linear layer's.
+    """Base of the parallel linear layers, with global sizes and shards of a plain linear layer's weight.
 
-    The weights equal those of ``nn.Linear`` built from the same random state, whatever the number of ranks.
+    The weights equal those of ``nn.Linear`` built from the same random state, for any number of ranks.
     """
 
     bias: nn.Parameter | None
@@ -110,15 +113,18 @@ class _ParallelLinear(Splittable, nn.Module, ABC):
         self, in_features: int, out_features: int, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.group = in_features, out_features, group
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and group.size > 1, sequence_dim
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group = group
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        self.sequence_dim = sequence_dim
 
     @classmethod
     def from_linear(cls: type[Self], linear: nn.Linear, **options: Any) -> Self:
-        """Return this rank's part of ``linear``; ``options`` are the constructor's keywords.
+        """Return this rank's shard of ``linear``; ``options`` are keywords of the constructor.
 
         Raises:
-            ShardingError: If the ranks cannot share the weight equally.
+            ShardingError: If the weight cannot be split evenly.
         """
         bias = linear.bias is not None
         options |= {"bias": bias, "device": "meta", "dtype": linear.weight.dtype}
@@ -136,23 +142,23 @@ class _ParallelLinear(Splittable, nn.Module, ABC):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Linear layer whose output features are shared: x [..., in] -> this rank's part of [..., out].
+    """Linear layer whose output features are split over the ranks: x [..., in] -> this rank's shard of [..., out].
 
     Args:
         in_features: Size of the input.
-        out_features: Size of the whole output.
+        out_features: Size of the full output.
         group: The tensor-parallel ranks.
-        bias: Whether a bias, cut like the output, is added.
-        sequence_parallel: The input is a shard along the sequence, and is gathered.
+        bias: Whether a bias, split like the output, is added.
+        sequence_parallel: The input is a sequence shard, and is gathered.
         sequence_dim: Dim of the sequence.
-        gather_output: Return the whole output on every rank.
+        gather_output: Return the full output on every rank.
         copy_input: Sum the input's gradient over the ranks; False where the caller has done it (``copy_to_axis``).
-        num_blocks: Equal blocks stacked in the output that are each cut (2 for a fused gate and up projection).
-        device: Where the parameters live.
-        dtype: Type of the parameters.
+        num_blocks: Equal blocks stacked in the output that are each split (2 for a fused gate and up projection).
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ShardingError: If the ranks cannot share the output equally.
+        ShardingError: If the output cannot be split evenly.
     """
 
     def __init__(
@@ -171,7 +177,9 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim)
-        self.gather_output, self.copy_input, self.num_blocks = gather_output, copy_input, num_blocks
+        self.gather_output = gather_output
+        self.copy_input = copy_input
+        self.num_blocks = num_blocks
         take_shards(self, nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype), self._specs(bias))
 
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
@@ -190,28 +198,28 @@ class ColumnParallelLinear(_ParallelLinear):
             y = _column_linear(x, self)
         return gather(y, self.group, -1, self.out_features) if self.gather_output else y
 
-    def whole_input(self, x: Tensor) -> Tensor:
-        """Gather the input of all ranks again under sequence parallelism, where each keeps its shard."""
+    def full_input(self, x: Tensor) -> Tensor:
+        """Gather the input again under sequence parallelism, where each rank keeps its shard."""
         if not self.sequence_parallel:
             return x
         return finish(all_gather_start(x, self.group, self.sequence_dim), self.group, self.sequence_dim)
 
 
 class SharedGroupsLinear(ColumnParallelLinear):
-    """A projection to keys or values where ranks outnumber the query groups: x [..., in] -> [..., (n + m) d].
+    """Projection to keys or values where ranks outnumber the query groups: x [..., in] -> [..., (n + m) d].
 
-    The rows are shared equally, as in every column-parallel layer, and so are gradients and checkpoints; the result is
-    gathered, and each rank takes n query heads of d channels, if there are any, and the m heads that its group shares: key and
-    value of a fused projection, one of them of a separate one. Backward, the ranks that share a group add up what they have of
-    these heads' gradient (Megatron-Core's ``SelfAttention`` does the same).
+    The rows are split evenly, as in every column-parallel layer, and so are gradients and checkpoints; the result is gathered,
+    and each rank takes n query heads of d channels, if there are any, and the m heads that its group shares: key and value of
+    a fused projection, one of them of a separate one. Backward, the ranks that share a group sum these heads' gradients, as
+    Megatron-Core's ``SelfAttention`` does.
 
     Args:
         in_features: Size of the input.
-        out_features: Size of the whole output: of each query group its query heads, then its shared heads.
-        num_groups: Query groups, of which each serves equally many ranks.
+        out_features: Size of the full output: of each query group its query heads, then its shared heads.
+        num_groups: Query groups; a divisor of the number of ranks.
         heads_per_group: Query heads of a group that are fused with the shared ones.
         shared_per_group: Shared heads of a group.
-        options: See :class:`ColumnParallelLinear`.
+        options: As for :class:`ColumnParallelLinear`.
     """
 
     def __init__(
@@ -225,42 +233,44 @@ class SharedGroupsLinear(ColumnParallelLinear):
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        self.num_groups, self.heads_per_group, self.shared_per_group = num_groups, heads_per_group, shared_per_group
+        self.num_groups = num_groups
+        self.heads_per_group = heads_per_group
+        self.shared_per_group = shared_per_group
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to this rank's query heads and the heads that its group shares."""
         mixed = gather_sequence(super().forward(x), self.group, -1)
         ranks = self.group.size // self.num_groups
-        heads, (group, part) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
+        heads, (group, index) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
         per_group = self.heads_per_group + self.shared_per_group
         own = mixed.view(*mixed.shape[:-1], self.num_groups, per_group, -1)[..., group, :, :]
-        q = own[..., part * heads : (part + 1) * heads, :]
+        q = own[..., index * heads : (index + 1) * heads, :]
         return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """Column-parallel output layer for any vocabulary: the last ranks hold fewer rows where the ranks do not divide it."""
+    """Column-parallel output layer for any vocabulary; if the ranks do not divide it, the last ones hold fewer rows."""
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:
         return ShardSpec.split_rows(shape, size=self.group.size, rank=self.group.rank, axis=self.group.name)
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Linear layer whose input features are shared: this rank's part of x [..., in] -> [..., out].
+    """Linear layer whose input features are split over the ranks: this rank's shard of x [..., in] -> [..., out].
 
     Args:
-        in_features: Size of the whole input.
+        in_features: Size of the full input.
         out_features: Size of the output.
         group: The tensor-parallel ranks.
         bias: Whether a bias is added, after the reduction.
-        sequence_parallel: Return a shard of the output along the sequence.
+        sequence_parallel: Return a sequence shard of the output.
         sequence_dim: Dim of the sequence.
-        input_is_parallel: The input is this rank's part already; False: it is whole, and is cut here.
-        device: Where the parameters live.
-        dtype: Type of the parameters.
+        input_is_parallel: The input is this rank's shard already; False: it is full, and is split here.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ShardingError: If the ranks cannot share the input equally.
+        ShardingError: If the input cannot be split evenly.
     """
 
     def __init__(
@@ -292,8 +302,7 @@ class RowParallelLinear(_ParallelLinear):
         """Map [..., in / ranks] to [..., out]."""
         if self.group.size == 1:
             return linear(x, self, self.bias)
-        part = x if self.input_is_parallel else scatter(x, self.group, -1)
-        partial = linear(part, self, None)
+        partial = linear(x if self.input_is_parallel else scatter(x, self.group, -1), self, None)
         if self.sequence_parallel:
             y = reduce_scatter(partial, self.group, self.sequence_dim)
         else:

@@ -1,8 +1,8 @@
 """Token losses: plain cross entropy, and the vocabulary-parallel one, which never gathers the logits.
 
 The parallel form follows Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): the maximum, the sum of exponentials and
-the target's logit are each reduced over the tensor-parallel ranks. All arithmetic is fp32; what is kept for backward are
-the logits in their own dtype and one number a token.
+the target's logit are each reduced over the tensor-parallel ranks. All arithmetic is fp32; backward keeps the logits in
+their own dtype and one number a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lightning.layers.embedding import local_ids
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sharding import part_of
+from megatron_lightning.parallel.spec import shard_range
 
 
 class CrossEntropy(nn.Module):
@@ -46,7 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, group: AxisGroup) -> Tensor:
         shifted = logits.float()
         maximum = all_reduce(shifted.amax(dim=-1), group, "max")
-        shifted = shifted - maximum[..., None]  # in place from here on: every temporary would be of the logits' size
+        shifted = shifted - maximum[..., None]  # in place from here on: a temporary would be as large as the logits
         picked = shifted.gather(-1, local[..., None]).squeeze(-1).masked_fill(outside, 0.0)
         picked, total = all_reduce(torch.stack((picked, shifted.exp_().sum(dim=-1))), group).unbind()
         log_total = total.log()
@@ -66,19 +66,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: AxisGroup, *, vocab_size: int | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """Return the cross entropy of every token in fp32, from logits whose last dim the ranks share.
+    """Return the cross entropy of every token in fp32, from logits whose last dim is split over the ranks.
 
     Args:
         logits: [..., v / ranks] this rank's logits.
-        targets: [...] ids of the whole vocabulary.
+        targets: [...] ids of the full vocabulary.
         group: The tensor-parallel ranks.
-        vocab_size: Size of the whole vocabulary, where the last ranks hold less than the others; None: all hold the same.
+        vocab_size: Size of the full vocabulary, where the last ranks hold less than the others; None: all hold the same.
         ignore_index: Target whose loss and gradient are zero.
 
     Returns:
         [...] losses, equal on every rank.
     """
-    start, _ = part_of(vocab_size or logits.shape[-1] * group.size, group.size, group.rank)
+    start, _ = shard_range(vocab_size or logits.shape[-1] * group.size, group.size, group.rank)
     ignored = targets == ignore_index
     local, outside = local_ids(targets.masked_fill(ignored, start), start, logits.shape[-1], group)
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, local, outside, group)  # type: ignore[no-untyped-call]
@@ -86,17 +86,13 @@ def vocab_parallel_cross_entropy(
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """The form of :class:`CrossEntropy` for logits whose last dim the ranks share.
-
-    Args:
-        group: The tensor-parallel ranks.
-        vocab_size: Size of the whole vocabulary.
-        ignore_index: Target whose loss and gradient are zero.
-    """
+    """:class:`CrossEntropy` for logits whose last dim is split over the ranks; see :func:`vocab_parallel_cross_entropy`."""
 
     def __init__(self, group: AxisGroup, vocab_size: int, ignore_index: int = -100) -> None:
         super().__init__()
-        self.group, self.vocab_size, self.ignore_index = group, vocab_size, ignore_index
+        self.group = group
+        self.vocab_size = vocab_size
+        self.ignore_index = ignore_index
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""

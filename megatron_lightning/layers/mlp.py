@@ -8,11 +8,7 @@ from megatron_lightning.config import TransformerConfig
 
 
 class MLP(nn.Module):
-    """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight, the gate's rows first.
-
-    Args:
-        config: Sizes and the activation.
-    """
+    """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight, the gate's rows first."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""What a module saves for its backward pass waits in the host's memory.
+"""Offload of the tensors that a module saves for backward to the host's memory.
 
-Copies run on a stream of their own, from and to pinned memory, beside the computation: to the host as soon as a tensor is
-saved, back when the backward pass asks for it. Parameters stay, as do small tensors. On the CPU there is nowhere to go, and
-all tensors stay.
+Copies run on a stream of their own, from and to pinned memory, and overlap with the computation: to the host as soon as a
+tensor is saved, back when backward unpacks it. Parameters and small tensors stay on the device; on the CPU all tensors stay.
 """
 
 from __future__ import annotations
@@ -35,14 +34,7 @@ class _OnHost:
 
 
 def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwargs: Any) -> Any:
-    """Run ``forward``, a method of a module or what has been put around one, and keep what it saves on the host.
-
-    Args:
-        forward: Called with the remaining arguments.
-        args: Its positional arguments.
-        min_bytes: Tensors of fewer bytes stay on the device.
-        kwargs: Its keyword arguments.
-    """
+    """Run ``forward``, a method of a module or a wrapper of one; tensors of ``min_bytes`` that it saves go to the host."""
     device = next((value.device for value in args if isinstance(value, Tensor)), torch.device("cpu"))
     if device.type != "cuda" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -52,7 +44,12 @@ def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwar
     def pack(tensor: Tensor) -> Tensor | _OnHost:
         if tensor.device != device or tensor.nbytes < min_bytes or tensor.untyped_storage().data_ptr() in stays:
             return tensor
-        return _to_host(tensor, stream)
+        values = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            values.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # its memory is not reused before the copy is done
+        return _OnHost(values, device, stream)
 
     def unpack(packed: Tensor | _OnHost) -> Tensor:
         return packed.fetch() if isinstance(packed, _OnHost) else packed
@@ -61,18 +58,9 @@ def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwar
         return forward(*args, **kwargs)
 
 
-def _to_host(tensor: Tensor, stream: torch.cuda.Stream) -> _OnHost:
-    values = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        values.copy_(tensor, non_blocking=True)
-    tensor.record_stream(stream)  # its memory is not given away before the copy is done
-    return _OnHost(values, tensor.device, stream)
-
-
 def _parameters(forward: Any) -> list[nn.Parameter]:
-    """Return the parameters of the module whose method is at the bottom of ``forward``."""
-    while hasattr(forward, "args") and hasattr(forward, "func"):  # partials of wrappers, the wrapped method first
+    """Return the parameters of the module whose method is innermost in ``forward``."""
+    while hasattr(forward, "args") and hasattr(forward, "func"):  # partials of wrappers; the wrapped method is args[0]
         forward = forward.args[0]
     owner = getattr(forward, "__self__", None)
     return list(owner.parameters()) if isinstance(owner, nn.Module) else []

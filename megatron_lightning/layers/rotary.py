@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the positions; without parameters and buffers, so that nothing needs materialising.
+    """Cosines and sines of the positions; without parameters and buffers, so that nothing needs materializing.
 
     Args:
         rotary_dim: Rotated channels of a head, even.
@@ -19,24 +19,22 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rotary_dim: int, base: float) -> None:
         super().__init__()
-        self.rotary_dim, self.base = rotary_dim, base
+        self.rotary_dim = rotary_dim
+        self.base = base
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, length: int, like: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines in ``like``'s dtype and on its device, each [s, b or 1, r/2].
 
-        Args:
-            length: Sequence length s; the positions are 0 to s-1 unless given.
-            like: A query or key tensor.
-            position_ids: [b, s] positions, for packed or shifted sequences.
+        The positions are 0 to ``length`` - 1, or ``position_ids`` [b, s] for packed or shifted sequences.
         """
         if position_ids is not None:
             return self._table(position_ids.t(), like)
-        if torch.compiler.is_compiling():  # a recomputed layer would find the table there, and make another graph
+        if torch.compiler.is_compiling():  # a recomputed layer would find a cached table, and trace another graph
             return self._table(torch.arange(length, device=like.device)[:, None], like)
         key = (length, like.device, like.dtype)
         if self._last is None or self._last[0] != key:
-            # Lightning validates in inference mode, and a table born there could not be used in training afterwards.
+            # Lightning validates in inference mode; a table made there could not be used in training afterwards.
             with torch.inference_mode(False):
                 self._last = key, self._table(torch.arange(length, device=like.device)[:, None], like)
         return self._last[1]
@@ -48,16 +46,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the first r channels of the last dim by the position's angles.
-
-    Args:
-        x: [s, b, ..., d] queries or keys.
-        cosines: [s, b or 1, r/2].
-        sines: [s, b or 1, r/2].
-
-    Returns:
-        A new tensor of ``x``'s shape.
-    """
+    """Return queries or keys ``x`` [s, b, ..., d] with the first r channels rotated; cosines and sines are [s, b or 1, r/2]."""
     shape = (*cosines.shape[:2], *(1,) * (x.ndim - 3), cosines.shape[2])
     cosines, sines = cosines.view(shape), sines.view(shape)
     half = cosines.shape[-1]

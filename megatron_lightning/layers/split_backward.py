@@ -1,11 +1,11 @@
-"""Linear layers whose backward can be split: the input's gradient at once, the weight's when the pipeline schedule says so.
+"""Linear layers with a split backward: the input's gradient at once, the weight's when the pipeline schedule runs it.
 
-What a layer puts off, and where, is described in :mod:`megatron_lightning.pipeline.weight_gradients`. A layer that can is
-:class:`Splittable`; plain ``nn.Linear`` layers become so by :func:`split_backwards`.
+:mod:`megatron_lightning.pipeline.weight_gradients` describes the deferred products. Layers that can defer theirs are
+:class:`Splittable`; :func:`split_backwards` makes plain ``nn.Linear`` layers so.
 
-A compiled layer puts off, too. What a traced backward computes is fixed, so its graph calls an operator that the compiler
-neither looks into, nor drops, nor moves before another of its kind: it takes the two operands of the weight's gradient out of
-the graph. Nothing else of the layer is opaque: its products and collectives are traced as ever.
+Compiled layers defer, too. A traced backward is fixed, so its graph calls an operator that the compiler neither looks into,
+nor drops, nor reorders with others of its kind: it takes the two operands of the weight's gradient out of the graph. The rest
+of the layer, its products and collectives, is traced as usual.
 """
 
 from __future__ import annotations
@@ -26,45 +26,46 @@ from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 
 class Splittable:
-    """A layer y = x W^T whose weight's gradient can be put off."""
+    """A layer y = x W^T whose weight's gradient can be deferred."""
 
     weight: Tensor
     hidden_weight: HiddenWeight | None = None
-    """Set while gradients may be put off."""
+    """Set while gradients may be deferred."""
 
-    def whole_input(self, x: Tensor) -> Tensor:
-        """Return what the weight was multiplied with, from what the layer was given."""
+    def full_input(self, x: Tensor) -> Tensor:
+        """Return the operand that the weight was multiplied with, from the layer's input."""
         return x
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The parameter of a layer, hidden from autograd: no edge leads to it, and its gradient is delivered here.
+    """The parameter of a layer, hidden from autograd; its gradient is delivered here.
 
-    An edge along which no gradient comes would still make the parameter's hooks fire.
+    With an edge to it in the graph, the parameter's hooks would fire without a gradient.
     """
 
     parameter: nn.Parameter
     store: WeightGradients
-    whole_input: Callable[[Tensor], Tensor]
+    full_input: Callable[[Tensor], Tensor]
 
     def deliver(self, grad: Tensor, x: Tensor) -> None:
-        """Let the store compute the parameter's gradient from the output's gradient and the layer's input."""
-        self.store.deliver(self.parameter, lambda: rows(grad).t().matmul(rows(self.whole_input(x))))
+        """Deliver the product of the output's gradient and the layer's input to the store."""
+        self.store.deliver(self.parameter, lambda: rows(grad).t().matmul(rows(self.full_input(x))))
 
 
 class HiddenWeight:
-    """The weight of one layer as a compiled graph takes it: without an edge to the parameter, and with a number to find it by.
+    """The weight of one layer for a compiled graph: values without an edge to the parameter, and a number that identifies it.
 
     Copies and pickles of the layer have None in its place: they are no part of the pipeline.
     """
 
     def __init__(self, layer: Splittable, store: WeightGradients) -> None:
-        self._layer, self.store = weakref.ref(layer), store
+        self._layer = weakref.ref(layer)
+        self.store = store
         self.number = torch.tensor(id(self), device="cpu")
         """A tensor, so that layers of one shape share one graph; on the CPU, where it is read."""
         self.value = layer.weight.detach()
-        """The parameter's values, made outside of the graph: each of its inputs that takes a gradient has an edge."""
+        """The parameter's values, detached outside of the graph, whose inputs with a gradient all have an edge."""
         _HIDDEN[id(self)] = self
         store.holders.add(self)
 
@@ -72,60 +73,50 @@ class HiddenWeight:
         return type(None), ()
 
     def renew(self) -> None:
-        """Look at the parameter again, whose memory may be another now."""
+        """Read the parameter again, whose memory may have changed."""
         layer = self._layer()
         if layer is not None:
             self.value = layer.weight.detach()
 
     def deliver(self, grad: Tensor, x: Tensor) -> None:
         """Do as :meth:`Owner.deliver`, in a compiled graph."""
-        torch.ops.megatron_lightning.put_off_weight_gradient(grad, x, self.number)
+        torch.ops.megatron_lightning.defer_weight_gradient(grad, x, self.number)
 
     def owner(self) -> Owner:
-        """Return the layer's parameter as it is now.
-
-        Raises:
-            PipelineError: If the layer is gone.
-        """
-        layer = self._layer()
-        if layer is None:
-            raise PipelineError(
-                "a layer was deleted between its forward and its backward, so its weight's gradient has no place."
-            )
-        parameter = cast(nn.Parameter, layer.weight)  # it was one when it was hidden
-        return Owner(parameter, self.store, layer.whole_input)
+        """Return the owner of the layer's current parameter."""
+        layer = cast(Splittable, self._layer())  # alive: its backward is running
+        return Owner(cast(nn.Parameter, layer.weight), self.store, layer.full_input)
 
 
-# Operators take tensors and numbers, so a number stands for an object, as a name does for a process group. Those of layers
-# that are gone vanish from here.
+# Operators take tensors and numbers, so a number represents an object, as a name does a process group.
 _HIDDEN: weakref.WeakValueDictionary[int, HiddenWeight] = weakref.WeakValueDictionary()
 
 
 @torch.library.custom_op(
-    "megatron_lightning::put_off_weight_gradient",
+    "megatron_lightning::defer_weight_gradient",
     mutates_args=(),
     schema="(Tensor grad, Tensor x, Tensor number) -> ()",
 )
-def _put_off_weight_gradient(grad: Tensor, x: Tensor, number: Tensor) -> None:
-    """Deliver copies of the operands: the compiler may use their memory again as soon as this returns.
+def _defer_weight_gradient(grad: Tensor, x: Tensor, number: Tensor) -> None:
+    """Deliver copies of the operands: the compiler may reuse their memory as soon as this returns.
 
     Raises:
-        PipelineError: If a CUDA graph is recorded, which would replay the layer's kernels and not this.
+        PipelineError: If a CUDA graph is recorded, which replays the layer's kernels only.
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         raise PipelineError(
-            "a compiled layer is recorded as a CUDA graph, which cannot put off weight gradients when it is replayed. Compile "
+            "a compiled layer is recorded as a CUDA graph, which cannot defer weight gradients when it is replayed. Compile "
             'without mode="reduce-overhead" or "max-autotune", or set pipeline_schedule to "1f1b" or "interleaved".'
         )
     _HIDDEN[int(number)].owner().deliver(grad.clone(), x.clone())
 
 
-@_put_off_weight_gradient.register_fake
+@_defer_weight_gradient.register_fake
 def _(grad: Tensor, x: Tensor, number: Tensor) -> None:
     return None
 
 
-never_drop(torch.ops.megatron_lightning.put_off_weight_gradient.default)
+never_drop(torch.ops.megatron_lightning.defer_weight_gradient.default)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -134,17 +125,17 @@ def rows(x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | None]:
-    """Return what ``layer`` computes with on input ``x``, and who takes the weight's gradient if it can be put off.
+    """Return the weight that ``layer`` uses on input ``x``, and the owner of its gradient if that can be deferred.
 
-    It cannot where autograd would not come to the layer without an edge from the weight, and where the weight is computed from
-    others (weight norm, say).
+    It cannot if autograd would not reach the layer without an edge to the weight, or if the weight is computed from others
+    (such as by weight norm).
     """
     weight, hidden = layer.weight, layer.hidden_weight if torch.is_grad_enabled() else None
     if hidden is None or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)):
         return weight, None
     if torch.compiler.is_compiling():
         return hidden.value, hidden
-    return weight.detach(), Owner(weight, hidden.store, layer.whole_input)
+    return weight.detach(), Owner(weight, hidden.store, layer.full_input)
 
 
 class _Linear(torch.autograd.Function):
@@ -166,12 +157,12 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, layer: Splittable, bias: Tensor | None) -> Tensor:
-    """Map x [..., in] to x W^T + b [..., out] with the layer's weight, whose gradient can be put off."""
+    """Map x [..., in] to x W^T + b [..., out] with the layer's weight, whose gradient can be deferred."""
     weight, owner = hide(x, layer)
     if owner is None:
         return F.linear(x, weight, bias)
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # the weight is cast inside, so that its gradient is the parameter's own
+    if torch.is_autocast_enabled(device):  # the weight is cast inside, so that its gradient has the parameter's dtype
         x = x.to(torch.get_autocast_dtype(device))
     y: Tensor = _Linear.apply(x, weight, bias, owner)  # type: ignore[no-untyped-call]
     return y
@@ -186,13 +177,13 @@ class SplitLinear(Splittable, nn.Linear):
 
 
 def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str], list[str]]:
-    """Let all linear layers in ``root`` put off their weight gradients in ``store``.
+    """Make all linear layers in ``root`` defer their weight gradients to ``store``.
 
     Returns:
-        Names of the modules that do, and of those that have matrices of their own and compute everything at once: layers of
-        other kinds, and subclasses of ``nn.Linear``, whose forward may be anything. Embeddings are in neither list.
+        Names of the modules that do, and of the other modules with matrices of their own: layers of other kinds, and
+        subclasses of ``nn.Linear``, whose forward may be anything. Embeddings are in neither list.
     """
-    split, whole = [], []
+    split, others = [], []
     for name, module in root.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = SplitLinear
@@ -202,8 +193,8 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
         elif not isinstance(module, nn.Embedding) and any(
             p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False)
         ):
-            whole.append(name)
-    return split, whole
+            others.append(name)
+    return split, others
 
 
 def join_backwards(root: nn.Module) -> None:

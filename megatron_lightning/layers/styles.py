@@ -1,8 +1,10 @@
-"""The styles of a :class:`ShardingPlan`: what becomes of one module of a plain model under tensor parallelism.
+"""Styles of a :class:`ShardingPlan`: rules that replace or mark one module of a plain model for tensor parallelism.
 
-Two kinds of models are served. One whose modules each handle their own input and output (``GPTModel``) names a style for
-every linear layer. One whose attention reads the shape of its input (Hugging Face) enters the parallel region once, before
-the attention (:class:`ParallelInput`), and its column-parallel layers leave the input alone (``copy_input=False``).
+Over one rank a module of any class stays as it is; only its specs record the axis.
+
+A model whose modules each handle their own input and output (``GPTModel``) names a style for every linear layer. One whose
+attention reads the shape of its input (Hugging Face) enters the parallel region once, before the attention
+(:class:`ParallelInput`), and its column-parallel layers leave the input alone (``copy_input=False``).
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from megatron_lightning.layers.linear import (
 from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
 from megatron_lightning.parallel.collectives import copy_to_axis, gather, gather_sequence, scatter
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, ShardSpec
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.spec import ShardSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def _keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
+    """Return ``module`` for a group of one rank; its parameters ``split`` are recorded as sharded."""
+    own = module.named_parameters(recurse=False)
+    specs = {n: ShardSpec.split(p.shape, dim=0, size=1, rank=0, axis=group.name) for n, p in own if n in split}
+    module.shard_specs = specs  # type: ignore[assignment]
+    return module
 
 
 def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
@@ -39,47 +50,52 @@ def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
     return module
 
 
+def _options(context: ParallelContext, plan: ShardingPlan, *, shards: bool = True) -> dict[str, Any]:
+    """Return the constructor keywords of all parallel layers; ``shards``: they gather or return sequence shards."""
+    return {"group": context.tp, "sequence_parallel": context.sp and shards, "sequence_dim": plan.sequence_dim}
+
+
 @dataclass(frozen=True)
 class ColumnParallel:
     """``nn.Linear`` -> :class:`ColumnParallelLinear`."""
 
     num_blocks: int = 1
-    """Equal blocks stacked in the output that are each cut (2 for a fused gate and up projection)."""
+    """Equal blocks stacked in the output that are each split (2 for a fused gate and up projection)."""
     num_heads: int | None = None
-    """Heads, or query groups, that the output consists of and that must stay whole."""
+    """Heads, or query groups, of the output, none of which may be split."""
     copy_input: bool = True
     """False inside a :class:`ParallelInput` region."""
     gather_output: bool = False
-    """Return the whole output on every rank."""
+    """Return the full output on every rank."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the column-parallel layer."""
+        if context.tp.size == 1:
+            return _keep(module, context.tp, "weight", "bias")
         if self.num_heads is not None and self.num_heads % context.tp.size:
             raise ShardingError(
-                f"{self.num_heads} heads (or query groups) cannot be shared by {context.tp.size} tensor-parallel ranks. "
+                f"{self.num_heads} heads (or query groups) cannot be split over {context.tp.size} tensor-parallel ranks. "
                 f"Set tensor_model_parallel_size to a divisor of {self.num_heads}."
             )
         return ColumnParallelLinear.from_linear(
             _expect(module, nn.Linear, "ColumnParallel"),
-            group=context.tp,
-            sequence_parallel=context.sp and self.copy_input,
-            sequence_dim=plan.sequence_dim,
             gather_output=self.gather_output,
             copy_input=self.copy_input,
             num_blocks=self.num_blocks,
+            **_options(context, plan, shards=self.copy_input),
         )
 
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """A fused projection to queries, keys and values, grouped per query group -> a column-parallel one of whole heads.
+    """A fused projection to queries, keys and values, grouped per query group -> a column-parallel one.
 
     Ranks that outnumber the query groups share them: see :class:`SharedGroupsLinear`. The attention around it then has fewer
-    query heads to a group, which the plan's ``attributes`` rewrite (:func:`local_heads_per_group`).
+    query heads per group, which the plan's ``attributes`` rewrite (:func:`local_heads_per_group`).
     """
 
     num_query_groups: int
-    """Key and value heads of the whole model."""
+    """Key and value heads of the full model."""
     heads_per_group: int
     """Query heads that share one of them."""
 
@@ -90,26 +106,22 @@ class QueryKeyValue:
             return ColumnParallel(num_heads=groups).apply(module, context, plan)
         return SharedGroupsLinear.from_linear(
             _expect(module, nn.Linear, "QueryKeyValue"),
-            group=context.tp,
-            sequence_parallel=context.sp,
-            sequence_dim=plan.sequence_dim,
             num_groups=groups,
             heads_per_group=self.heads_per_group,
             shared_per_group=2,
+            **_options(context, plan),
         )
 
 
 @dataclass(frozen=True)
 class KeyOrValue:
-    """A separate projection to keys or to values -> a column-parallel one of whole heads.
+    """A separate projection to keys or to values -> a column-parallel one; that to queries is a :class:`ColumnParallel`.
 
-    Ranks that outnumber the heads share them: see :class:`SharedGroupsLinear`. Where the attention around it repeats each of
-    them for its query heads, it repeats them less often then, which the plan's ``attributes`` rewrite
-    (:func:`local_heads_per_group`). The query projection is a :class:`ColumnParallel` of the query heads.
+    Ranks that outnumber the heads share them, as for :class:`QueryKeyValue`.
     """
 
     num_query_groups: int
-    """Key (or value) heads of the whole model."""
+    """Key (or value) heads of the full model."""
     copy_input: bool = True
     """False inside a :class:`ParallelInput` region."""
 
@@ -120,13 +132,11 @@ class KeyOrValue:
             return ColumnParallel(num_heads=groups, copy_input=self.copy_input).apply(module, context, plan)
         return SharedGroupsLinear.from_linear(
             _expect(module, nn.Linear, "KeyOrValue"),
-            group=context.tp,
-            sequence_parallel=context.sp and self.copy_input,
-            sequence_dim=plan.sequence_dim,
             copy_input=self.copy_input,
             num_groups=groups,
             heads_per_group=0,
             shared_per_group=1,
+            **_options(context, plan, shards=self.copy_input),
         )
 
 
@@ -135,7 +145,7 @@ def _shares_groups(num_query_groups: int, num_ranks: int) -> bool:
 
 
 def local_heads_per_group(num_query_groups: int, heads_per_group: int, context: ParallelContext) -> int:
-    """Return the query heads of one group that a rank has, given those of the whole model."""
+    """Return the query heads per group on a rank, given those of the full model."""
     return heads_per_group // max(1, context.tp.size // num_query_groups)
 
 
@@ -145,10 +155,9 @@ class RowParallel:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the row-parallel layer."""
-        linear = _expect(module, nn.Linear, "RowParallel")
-        return RowParallelLinear.from_linear(
-            linear, group=context.tp, sequence_parallel=context.sp, sequence_dim=plan.sequence_dim
-        )
+        if context.tp.size == 1:
+            return _keep(module, context.tp, "weight")
+        return RowParallelLinear.from_linear(_expect(module, nn.Linear, "RowParallel"), **_options(context, plan))
 
 
 @dataclass(frozen=True)
@@ -156,34 +165,26 @@ class VocabParallel:
     """``nn.Embedding`` -> :class:`VocabParallelEmbedding`, or an output ``nn.Linear`` -> :class:`VocabParallelLinear`."""
 
     shard_sequence: bool = True
-    """Under sequence parallelism the embedding returns a sequence shard; False: the model cuts it later."""
+    """Under sequence parallelism the embedding returns a sequence shard; False: the model scatters it later."""
     gather_output: bool = False
-    """The output layer returns the logits of the whole vocabulary on every rank."""
+    """The output layer returns the logits of the full vocabulary on every rank."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the vocabulary-parallel module."""
+        if context.tp.size == 1:
+            return _keep(module, context.tp, "weight", "bias")
         if isinstance(module, nn.Embedding):
-            return VocabParallelEmbedding.from_embedding(
-                module,
-                group=context.tp,
-                sequence_parallel=context.sp and self.shard_sequence,
-                sequence_dim=plan.sequence_dim,
-            )
-        return VocabParallelLinear.from_linear(
-            _expect(module, nn.Linear, "VocabParallel"),
-            group=context.tp,
-            sequence_parallel=context.sp,
-            sequence_dim=plan.sequence_dim,
-            gather_output=self.gather_output,
-        )
+            return VocabParallelEmbedding.from_embedding(module, **_options(context, plan, shards=self.shard_sequence))
+        linear = _expect(module, nn.Linear, "VocabParallel")
+        return VocabParallelLinear.from_linear(linear, gather_output=self.gather_output, **_options(context, plan))
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A module that works on each token by itself (a norm): on sequence shards its parameters' gradients are partial sums."""
+    """A module that maps each token alone (a norm): on sequence shards its parameters' gradients are partial sums."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Declare it; learned positions are looked up for the rank's part of the sequence only."""
+        """Declare the gradients partial; learned positions are looked up for the rank's sequence shard only."""
         if not context.sp:
             return module
         if isinstance(module, nn.Embedding):
@@ -193,24 +194,22 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """A module applied to each head by itself (a query or key norm): the rank sees its heads, so gradients are partial sums."""
+    """A module that maps each head alone (a query or key norm): on a rank's heads its gradients are partial sums."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Declare it."""
+        """Declare the gradients partial."""
         return _partial_over(module, context.tp)
 
 
 def _partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
-    if group.size > 1:
-        own = module.named_parameters(recurse=False)
-        specs = {name: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for name, p in own}
-        module.shard_specs = specs  # type: ignore[assignment]
+    own = module.named_parameters(recurse=False)
+    module.shard_specs = {n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own}  # type: ignore[assignment]
     return module
 
 
 @dataclass(frozen=True)
 class StreamDropout:
-    """A ``Dropout`` whose input differs between the ranks draws from a stream of the rank's own."""
+    """A ``Dropout`` whose input differs between the ranks, and which draws from a stream of the rank."""
 
     always: bool = False
     """The input is sharded with and without sequence parallelism (attention probabilities)."""
@@ -225,7 +224,8 @@ class StreamDropout:
 class _GatherLogits(nn.Module):
     def __init__(self, group: AxisGroup, vocab_size: int) -> None:
         super().__init__()
-        self.group, self.vocab_size = group, vocab_size
+        self.group = group
+        self.vocab_size = vocab_size
 
     def forward(self, logits: Tensor) -> Tensor:
         return gather(logits, self.group, -1, self.vocab_size)
@@ -233,14 +233,14 @@ class _GatherLogits(nn.Module):
 
 @dataclass(frozen=True)
 class GatherLogits:
-    """The identity -> an all-gather of the logits' shards, its gradient cut back to the shard."""
+    """The identity -> an all-gather of the logits' shards, and a scatter of the gradient."""
 
     vocab_size: int
-    """Size of the whole vocabulary."""
+    """Size of the full vocabulary."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the gathering module."""
-        return _GatherLogits(context.tp, self.vocab_size)
+        return module if context.tp.size == 1 else _GatherLogits(context.tp, self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -248,36 +248,40 @@ class VocabParallelLoss:
     """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits' shards."""
 
     vocab_size: int
-    """Size of the whole vocabulary."""
+    """Size of the full vocabulary."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the vocabulary-parallel loss."""
+        if context.tp.size == 1:
+            return module
         plain = _expect(module, CrossEntropy, "VocabParallelLoss")
         return VocabParallelCrossEntropy(context.tp, self.vocab_size, plain.ignore_index)
 
 
 @dataclass(frozen=True)
 class ParallelInput:
-    """A module within which every rank computes with its shards: its input is copied, or gathered from sequence shards."""
+    """A module inside which every rank computes with its shards: its input is copied, or gathered from sequence shards."""
 
     argument: str = "hidden_states"
-    """Name of the input, where it is not passed as the first positional argument."""
+    """Name of the input, where it is not the first positional argument."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Put the copy (or gather) before the module's forward."""
+        """Copy (or gather) the input before the module's forward."""
+        if context.tp.size == 1:
+            return module
         enter = partial(gather_sequence, dim=plan.sequence_dim) if context.sp else copy_to_axis
         return _map_input(module, self.argument, partial(enter, group=context.tp))
 
 
 @dataclass(frozen=True)
 class ShardSequence:
-    """The module from which on, under sequence parallelism, activations are sequence shards: its input is cut."""
+    """The first module whose activations, under sequence parallelism, are sequence shards: its input is scattered."""
 
     argument: str = "hidden_states"
-    """Name of the input, where it is not passed as the first positional argument."""
+    """Name of the input, where it is not the first positional argument."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Put the cut before the module's forward."""
+        """Scatter the input before the module's forward."""
         if not context.sp:
             return module
         return _map_input(module, self.argument, partial(scatter, group=context.tp, dim=plan.sequence_dim))

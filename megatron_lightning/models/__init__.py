@@ -1,4 +1,4 @@
-"""Model families in plain PyTorch, their configuration, and the tables that shard them."""
+"""Model families in plain PyTorch, their configuration, and their sharding plans."""
 
 from typing import TYPE_CHECKING
 

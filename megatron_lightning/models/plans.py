@@ -1,4 +1,4 @@
-"""The tables by which models are split over tensor-parallel ranks; a user writes one like them for a model of their own."""
+"""Sharding plans, tables by which models are split over tensor-parallel ranks; users write theirs likewise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 
 
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
-    """Return the table of :class:`GPTModel`."""
+    """Return the plan of :class:`GPTModel`."""
     layer = "decoder.layers.*"
     return ShardingPlan(
         modules={
@@ -52,7 +52,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
 
 
 def llama_hf_plan(config: Any) -> ShardingPlan:
-    """Return the table of an unmodified ``transformers.LlamaForCausalLM`` with configuration ``config``."""
+    """Return the plan of an unmodified ``transformers.LlamaForCausalLM`` with configuration ``config``."""
     column = ColumnParallel(copy_input=False)
     key_or_value = KeyOrValue(config.num_key_value_heads, copy_input=False)
     return ShardingPlan(

@@ -1,9 +1,9 @@
 """A decoder-only transformer (GPT, Llama, Qwen) in plain PyTorch, with Megatron-Core's module names.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``v`` vocabulary. Inputs and outputs are batch-first; inside, activations
-are sequence-major [s, b, h], so that a sequence shard is contiguous. The model runs on one CPU without a process group; how
-it is split over ranks is a table of its own (``models.plans``), and units of a pipeline that this rank lacks may be absent:
-``embedding``, ``output_layer`` or ``decoder.final_layernorm`` None, layers missing from ``decoder.layers``.
+are sequence-major [s, b, h], so that a sequence shard is contiguous. The model runs on one CPU without a process group;
+``models.plans`` describes how it is split over ranks. Pipeline units of other ranks may be absent: ``embedding``,
+``output_layer`` or ``decoder.final_layernorm`` None, layers missing from ``decoder.layers``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LanguageModelEmbedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream (pre-norm)."""
+    """Attention and feed-forward, each with a norm before and added to the residual stream (pre-norm)."""
 
     def __init__(self, config: TransformerConfig, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """The layers, keyed by their number in the whole model, and the final norm."""
+    """The layers, keyed by their number in the full model, and the final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)})
         self.final_layernorm: nn.Module | None = build_norm(config, config.hidden_size)
         self.layers_at_once = 1
-        """How many layers one call of :meth:`run_layers` runs; more when they are recomputed together."""
+        """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed together."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h] through the units that are present."""
@@ -97,11 +97,8 @@ class TransformerBlock(nn.Module):
 class GPTModel(nn.Module):
     """A decoder-only language model.
 
-    Built on a real device, it initialises itself; built under ``torch.device("meta")``, it stays there until its parameters
-    are filled through :meth:`init_weights`. Neither draws from torch's default generator.
-
-    Args:
-        config: Sizes and choices.
+    On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there until its parameters are
+    filled through :meth:`init_weights`. Neither draws from torch's default generator.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -127,7 +124,7 @@ class GPTModel(nn.Module):
 
         Args:
             tokens: [b, s] token ids; on a pipeline stage without the embedding, the previous stage's hidden [s, b, h].
-            labels: [b, s] next tokens, already shifted; -100 is left out.
+            labels: [b, s] next tokens, already shifted; -100 is ignored.
             position_ids: [b, s] positions; None: 0 to s-1.
 
         Returns:
@@ -149,7 +146,7 @@ class GPTModel(nn.Module):
         return losses.t()
 
     def pipeline_units(self) -> list[str]:
-        """Return the ordered module paths between which a pipeline may be cut, of the whole model."""
+        """Return the module paths of the full model between which it may be partitioned into stages, in order."""
         layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
         return ["embedding", *layers, "decoder.final_layernorm", "output_layer"]
 
@@ -158,18 +155,18 @@ class GPTModel(nn.Module):
         return {_OUTPUT: _WORDS} if self.config.share_embeddings_and_output_weights else {}
 
     def sharding_plan(self) -> ShardingPlan:
-        """Return the table by which this model is split over tensor-parallel ranks."""
-        from megatron_lightning.models.plans import gpt_plan  # the model itself knows nothing of parallelism
+        """Return the plan by which this model is split over tensor-parallel ranks."""
+        from megatron_lightning.models.plans import gpt_plan  # the model itself is independent of parallelism
 
         return gpt_plan(self.config)
 
     @torch.no_grad()
     def init_weights(self, name: str, tensor: Tensor) -> None:
-        """Fill ``tensor``, which has the whole shape of parameter ``name``, with its initial values.
+        """Fill ``tensor``, which has the full shape of parameter ``name``, with its initial values.
 
-        They depend on the config's seed and the name only (and on the kind of device, whose generator is used). Matrices are
-        normal with the config's deviation, divided by sqrt(2 x layers) for the projections into the residual stream
-        (Megatron-LM, GPT-2); norms are one, biases zero.
+        They depend only on the config's seed, the name, and the device type, whose generator is used. Matrices are normal with
+        the config's standard deviation, divided by sqrt(2 x layers) for projections into the residual stream (Megatron-LM,
+        GPT-2); norms are one, biases zero.
         """
         config, name = self.config, self.tied_parameters().get(name, name)
         if name.endswith("bias"):
@@ -181,5 +178,5 @@ class GPTModel(nn.Module):
             std = config.init_method_std / (math.sqrt(2.0 * config.num_layers) if into_residual else 1.0)
             digest = hashlib.sha256(f"{config.init_seed}/{name}".encode()).digest()
             generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)  # the same draw for every dtype
+            values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)  # equal draws for all dtypes
             tensor.copy_(values.normal_(0.0, std, generator=generator))

@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 
 class GPTLightningModule(LightningModule):
-    """Trains a :class:`GPTModel` with AdamW.
+    """:class:`GPTModel` trained with AdamW.
 
     A batch holds ``tokens`` and ``labels`` [b, s] (already shifted), and may hold ``loss_mask`` [b, s] (0 leaves a token out)
     and ``position_ids`` [b, s].
@@ -35,9 +35,9 @@ class GPTLightningModule(LightningModule):
         eps: Adam's epsilon.
         warmup_steps: Optimizer steps of linear warm-up; the first step is taken at rate 0.
         decay_steps: Optimizer steps until the cosine reaches its end; leave it out for a constant rate after the warm-up.
-        lr_schedule: Any other schedule, in the place of ``min_learning_rate``, ``warmup_steps`` and ``decay_steps``.
-        param_groups: Which parameters have a learning rate or weight decay of their own; leave it out for norms and biases
-            without weight decay.
+        lr_schedule: Another schedule; replaces ``min_learning_rate``, ``warmup_steps`` and ``decay_steps``.
+        param_groups: Parameters with a learning rate or weight decay of their own; leave it out for norms and biases without
+            weight decay.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -61,13 +61,13 @@ class GPTLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         if learning_rate < 0.0:
-            raise ConfigError(f"learning_rate is {learning_rate}; steps would climb. Set it to 0 or more.")
+            raise ConfigError(f"learning_rate is {learning_rate}; must not be negative. Set it to 0 or more.")
         if not 0.0 <= min_learning_rate <= learning_rate:
             raise ConfigError(
                 f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}. Lower it."
             )
         if not isinstance(config, TransformerConfig):
-            config = TransformerConfig(**config)  # as `load_from_checkpoint` passes it: a checkpoint holds plain values only
+            config = TransformerConfig(**config)  # from `load_from_checkpoint`: a checkpoint holds plain values only
         if isinstance(lr_schedule, Mapping):
             lr_schedule = LRSchedule(**lr_schedule)
         groups = [row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()]
@@ -84,13 +84,16 @@ class GPTLightningModule(LightningModule):
         }
         self.save_hyperparameters({"config": config.to_dict(), **settings})
         self.config = config
-        self.learning_rate, self.weight_decay, self.betas, self.eps = learning_rate, weight_decay, betas, eps
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.eps = eps
         self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
         self.lr_schedule = _schedule(lr_schedule, min_learning_rate, warmup_steps, decay_steps)
         self.model: GPTModel | None = None
 
     def configure_model(self) -> None:
-        """Build the model, on ``meta`` where the strategy will keep only a part of it and materialise that."""
+        """Build the model, on ``meta`` where the strategy materializes only a part of it."""
         if self.model is not None:
             return
         mesh = self.device_mesh
@@ -106,14 +109,14 @@ class GPTLightningModule(LightningModule):
         return out
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the tokens that count, and their number."""
+        """Return the mean loss over the unmasked tokens, and their number."""
         losses = self(batch["tokens"], batch["labels"], batch.get("position_ids"))
         mask = batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != -100
         num_tokens = mask.sum()
         return (losses * mask).sum() / num_tokens.clamp(min=1), num_tokens
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the loss of one micro-batch and the number of tokens it is the mean of."""
+        """Return the mean loss of one micro-batch and the number of its tokens."""
         loss, num_tokens = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return {"loss": loss, "num_items": num_tokens}
@@ -136,7 +139,7 @@ class GPTLightningModule(LightningModule):
         return logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW, and a schedule stepped with it where one is configured."""
+        """Return AdamW, and the learning rate schedule if one is configured."""
         groups = make_param_groups(self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
         if self.lr_schedule is None:
@@ -146,7 +149,7 @@ class GPTLightningModule(LightningModule):
 
 
 def _schedule(given: LRSchedule | None, min_lr: float, warmup_steps: int, decay_steps: int | None) -> LRSchedule | None:
-    """Return the schedule that the settings describe; None: a constant rate from the first step on."""
+    """Return the configured schedule; None: a constant rate from the first step on."""
     if given is not None:
         if min_lr or warmup_steps or decay_steps is not None:
             raise ConfigError(

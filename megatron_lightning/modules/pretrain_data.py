@@ -1,4 +1,4 @@
-"""The data of a pre-training run as a LightningDataModule: an indexed dataset served as fixed-length samples."""
+"""LightningDataModule of a pre-training run: an indexed dataset served as fixed-length samples."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ Batch = dict[str, torch.Tensor]
 
 
 class PretrainDataModule(pl.LightningDataModule):
-    """Serves ``{"tokens": [b, s], "labels": [b, s], "loss_mask": [b, s]}`` from files of ``megatron-lightning preprocess``.
+    """Batches ``{"tokens": [b, s], "labels": [b, s], "loss_mask": [b, s]}`` from files of ``megatron-lightning preprocess``.
 
-    The datasets hold the shuffled order; loaders read them front to back, so that the number of consumed samples is the whole
-    position in the data. Labels are already shifted.
+    The datasets are shuffled already and read in order, so that the number of consumed samples is the position in the data.
+    Labels are already shifted.
 
     Args:
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
         sequence_length: Tokens of a sample (s).
         batch_size: Samples of a batch on one data-parallel rank (b).
-        batch_size_schedule: Global batch sizes of training that grow, in the place of ``batch_size``.
-        split: Weights of train, validation and test, which cut the documents in file order; a part of weight 0 has no loader.
-            ``predict`` reads the test part.
+        batch_size_schedule: Growing global batch sizes of training; replaces ``batch_size``.
+        split: Weights of train, validation and test, which split the documents in file order; a part of weight 0 has no
+            loader. ``predict`` reads the test part.
         seed: Seed of the order of documents and samples.
-        num_train_samples: Training samples of the whole run, over as many epochs as they take; leave it out for one epoch,
-            which Lightning repeats in the same order.
+        num_train_samples: Training samples of the full run, over as many epochs as needed; leave it out for one epoch, which
+            Lightning repeats in the same order.
         num_val_samples: Validation samples; leave it out for all of them once.
         num_test_samples: Test samples; leave it out for all of them once.
-        vocab_size: Ids that may occur; data with a larger one are refused. Leave it out for the tokenizer's, or the model's.
-        tokenizer_model: Tokenizer that made the data, for its vocabulary, padding and end-of-document ids.
+        vocab_size: Size of the vocabulary; a larger id in the data is an error. Leave it out for the tokenizer's or model's.
+        tokenizer_model: Tokenizer of the data, for its vocabulary, padding and end-of-document ids.
         tokenizer_type: sentencepiece or huggingface.
-        eod_mask_loss: Whether positions that read an end of document carry no loss.
-        num_workers: Processes that read ahead, on each rank and for each loader; 0 reads in the training process.
+        eod_mask_loss: Whether positions of an end of document have no loss.
+        num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
         cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a shared file system each node
             builds its own.
 
@@ -83,11 +83,13 @@ class PretrainDataModule(pl.LightningDataModule):
         }
         for name, count in counts.items():
             if count is not None and count < 1:
-                raise ConfigError(f"{name}={count}: it counts samples; set it to 1 or more")
+                raise ConfigError(f"{name}={count}: must be a positive integer; set it to 1 or more")
         if num_workers < 0:
             raise ConfigError(f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 or more")
         self.batch_size_schedule = batch_size_schedule
-        self.data_prefix, self.batch_size, self.num_workers = data_prefix, batch_size, num_workers
+        self.data_prefix = data_prefix
+        self.batch_size = batch_size
+        self.num_workers = num_workers
         self.tokenizer = None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
         self.config = GPTDatasetConfig(
             sequence_length=sequence_length,
@@ -112,17 +114,17 @@ class PretrainDataModule(pl.LightningDataModule):
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids that may occur in the data; None if neither the setting nor a tokenizer says."""
+        """Size of the vocabulary; None if neither the setting nor a tokenizer gives it."""
         return self.config.num_ids
 
     def check_files(self, stage: str) -> None:
-        """Look whether the data are enough for ``stage``, before the strategy starts a process; nothing is built.
+        """Check that the data suffice for ``stage``, before the strategy starts a process; builds nothing.
 
         Raises:
             ConfigError: If there is no part to train on.
             DataError: If they cannot be read, or a part of the split has too few tokens.
         """
-        if type(self).prepare_data is PretrainDataModule.prepare_data:  # else they may be made there
+        if type(self).prepare_data is PretrainDataModule.prepare_data:  # a subclass may create them there
             indexed = IndexedDataset(self.data_prefix)
             for name, num_samples in self._parts(stage).items():
                 plan_part(indexed, self.config, name, num_samples)
@@ -136,35 +138,28 @@ class PretrainDataModule(pl.LightningDataModule):
         self._datasets.update(self._open(stage))
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
-        """Return the samples wanted of the parts that ``stage`` reads: one that is too small does no harm to another."""
+        """Return the requested samples of the parts that ``stage`` reads; the others may be too small."""
         needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",), "predict": ("test",)}.get(stage, ())
         parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
-        return {
-            name: wanted
-            for (name, wanted), bounds in parts
-            if name in needed and (bounds or name == "train")  # which nothing can be trained without
-        }
+        return {name: count for (name, count), bounds in parts if name in needed and (bounds or name == "train")}
 
     def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
-        config = self.config if self.vocab_size is not None else replace(self.config, vocab_size=self._model_vocab_size())
-        return {name: GPTDataset(self.data_prefix, config, name, wanted) for name, wanted in self._parts(stage).items()}
-
-    def _model_vocab_size(self) -> int | None:
-        """Return the vocabulary of the module that is run, if it says so as :class:`GPTLightningModule` does."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        size = getattr(getattr(module, "config", None), "vocab_size", None)
-        return size if isinstance(size, int) else None
+        config = self.config
+        if self.vocab_size is None and self.trainer is not None:  # the model's, where it is as in GPTLightningModule
+            size = getattr(getattr(self.trainer.lightning_module, "config", None), "vocab_size", None)
+            config = replace(config, vocab_size=size if isinstance(size, int) else None)
+        return {name: GPTDataset(self.data_prefix, config, name, count) for name, count in self._parts(stage).items()}
 
     def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the training loader; incomplete batches are left out."""
+        """Return the training loader, without incomplete batches."""
         return self._loader("train", drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the validation loader; an empty list if the split gives validation no weight."""
+        """Return the validation loader; an empty list if its weight in the split is 0."""
         return self._loader("valid", drop_last=False)
 
     def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the test loader; an empty list if the split gives the test no weight."""
+        """Return the test loader; an empty list if its weight in the split is 0."""
         return self._loader("test", drop_last=False)
 
     def predict_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
@@ -178,7 +173,7 @@ class PretrainDataModule(pl.LightningDataModule):
         if drop_last and self.batch_size_schedule is None and len(dataset) < self.batch_size:
             raise ConfigError(
                 f"{self.data_prefix}: the {name} part of split={self.config.split!r} has {len(dataset)} samples of "
-                f"{self.sequence_length} tokens, and batch_size={self.batch_size}: there is no whole batch. Set batch_size to "
+                f"{self.sequence_length} tokens, and batch_size={self.batch_size}: there is no full batch. Set batch_size to "
                 f"{len(dataset)} or less, or num_{name}_samples to read the data repeatedly."
             )
         batches: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "drop_last": drop_last}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.optim.buckets import Bucket, Fragment
+    from megatron_lightning.optim.buckets import Bucket
     from megatron_lightning.optim.chained import ChainedOptimizer
     from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
     from megatron_lightning.optim.distributed import DistributedOptimizer
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
     from megatron_lightning.optim.reducer import GradientReducer
     from megatron_lightning.optim.schedules import LRSchedule, ScheduledLR
-    from megatron_lightning.optim.state import StateTensor
 
 __all__ = [
     "NO_DECAY",
@@ -21,12 +20,10 @@ __all__ = [
     "ChainedOptimizer",
     "DistributedOptimizer",
     "DynamicLossScale",
-    "Fragment",
     "GradientReducer",
     "LRSchedule",
     "ParamGroup",
     "ScheduledLR",
-    "StateTensor",
     "clip_grads_by_norm_",
     "clip_grads_by_value_",
     "global_grad_norm",
@@ -40,13 +37,11 @@ __getattr__, __dir__ = lazy_attributes(
         "ChainedOptimizer": "megatron_lightning.optim.chained",
         "DistributedOptimizer": "megatron_lightning.optim.distributed",
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
-        "Fragment": "megatron_lightning.optim.buckets",
         "GradientReducer": "megatron_lightning.optim.reducer",
         "LRSchedule": "megatron_lightning.optim.schedules",
         "NO_DECAY": "megatron_lightning.optim.param_groups",
         "ParamGroup": "megatron_lightning.optim.param_groups",
         "ScheduledLR": "megatron_lightning.optim.schedules",
-        "StateTensor": "megatron_lightning.optim.state",
         "clip_grads_by_norm_": "megatron_lightning.optim.clipping",
         "clip_grads_by_value_": "megatron_lightning.optim.clipping",
         "global_grad_norm": "megatron_lightning.optim.clipping",

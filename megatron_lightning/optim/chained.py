@@ -17,14 +17,7 @@ from megatron_lightning.errors import ConfigError
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps ``optimizers`` one after another.
-
-    Args:
-        optimizers: Optimizers of different parameters.
-
-    Raises:
-        ConfigError: If there is none, or one has state already.
-    """
+    """Step ``optimizers`` one after another."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         if not optimizers or any(optimizer.state for optimizer in optimizers):
@@ -37,11 +30,7 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group at construction.
-
-        Raises:
-            ConfigError: Later, when it is not known whose group it would be.
-        """
+        """Add a group at construction."""
         if self.optimizers:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise ConfigError(
@@ -69,7 +58,7 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the optimizers inside see these groups and this state."""
+        """Share these groups and this state with the optimizers inside."""
         first = 0
         for optimizer in self.optimizers:
             last = first + len(optimizer.param_groups)
@@ -78,5 +67,5 @@ class ChainedOptimizer(Optimizer):
 
 
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers that do the work of ``optimizer``."""
+    """Return the optimizers of a chain, or ``optimizer`` itself."""
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)

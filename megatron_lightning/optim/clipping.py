@@ -1,12 +1,12 @@
 """Gradient norm over every axis without double counting, and clipping.
 
-A gradient counts once: not on the holder of a tied copy, and of the ranks that hold equal parameters only on the first
-(contracts of Megatron-Core's ``clip_grads``). Sharded gradients are moreover summed over the data-parallel ranks.
+A gradient counts once: not on the holder of a tied copy, and of the ranks that hold equal parameters only on the first, as
+in megatron/core/optimizer/clip_grads.py. Norms of sharded gradients are also summed over the data-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.grid import GridName
-from megatron_lightning.parallel.sharding import ShardSpec
-
-# Axes of each grid that lie inside one model replica, and the name of the group over all of them.
-_MODEL_AXES: Mapping[GridName, tuple[tuple[str, ...], str]] = {
-    "dense": (("tp",), "tp-pp"),
-    "expert": (("tp", "ep"), "tp-ep-pp"),
-}
-
-
-def counts_once(spec: ShardSpec, context: ParallelContext) -> bool:
-    """Return whether this rank stands for the parameter among the ranks of its model replica that hold the same values."""
-    axes = {*_MODEL_AXES[spec.grid][0], *spec.partial_over}
-    return spec.tied_to is None and all(axis in spec.sharded_over or context.axis(axis, spec.grid).rank == 0 for axis in axes)
+from megatron_lightning.parallel.spec import ShardSpec, is_writer
 
 
 def global_grad_norm(
@@ -36,24 +23,21 @@ def global_grad_norm(
     """Return the norm of all gradients of the model, equal on every rank; a collective.
 
     Args:
-        items: (reduced gradient, spec of its parameter): what this rank's optimizers will read.
+        items: (reduced gradient, spec of its parameter) of this rank's optimizers.
         context: The groups of this rank.
-        sharded: Whether data-parallel ranks hold different parts of the gradients.
+        sharded: Whether data-parallel ranks hold different shards of the gradients.
         norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
 
     Returns:
         A scalar tensor on the context's device.
-
-    Raises:
-        ConfigError: If ``norm_type`` is not positive.
     """
     if norm_type <= 0:
         raise ConfigError(f"norm_type is {norm_type}; a norm over several ranks needs a positive order. Set 2.0 or inf.")
     groups = _norm_groups(context, sharded)
     gradients: dict[AxisGroup, list[Tensor]] = {group: [] for group in groups.values()}
     for gradient, spec in items:
-        if counts_once(spec, context):
-            gradients[groups[spec.grid]].append(gradient)
+        if is_writer(spec, context):
+            gradients[groups[spec.model_axes]].append(gradient)
     norms = [_norm_over(group, tensors, context, norm_type) for group, tensors in gradients.items()]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
@@ -66,8 +50,8 @@ def global_zero_count(items: Iterable[tuple[Tensor, ShardSpec]], context: Parall
     groups = _norm_groups(context, sharded)
     counts = {group: torch.zeros((), dtype=torch.int64, device=context.device) for group in groups.values()}
     for gradient, spec in items:
-        if counts_once(spec, context):
-            counts[groups[spec.grid]] += (gradient == 0).sum()
+        if is_writer(spec, context):
+            counts[groups[spec.model_axes]] += (gradient == 0).sum()
     for group, count in counts.items():
         if group.process_group is not None:
             dist.all_reduce(count, group=group.process_group)
@@ -89,14 +73,12 @@ def clip_grads_by_value_(gradients: Iterable[Tensor], max_value: float) -> None:
         torch._foreach_clamp_max_(tensors, max_value)
 
 
-def _norm_groups(context: ParallelContext, sharded: bool) -> dict[GridName, AxisGroup]:
-    """Return the ranks that together hold each grid's gradients once; groups of equal ranks are one object."""
-    if sharded:  # the model ranks of a grid times its data-parallel ranks are all ranks, for both grids
-        return dict.fromkeys(_MODEL_AXES, context.axis("world"))
-    groups: dict[GridName, AxisGroup] = {grid: context.axis(name, grid) for grid, (_, name) in _MODEL_AXES.items()}
-    if groups["expert"].ranks == groups["dense"].ranks:
-        groups["expert"] = groups["dense"]
-    return groups
+def _norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup]:
+    """Return ``ShardSpec.model_axes`` -> the ranks that together hold gradients once; groups of equal ranks are one object."""
+    if sharded:  # the model ranks times the data-parallel ranks are all ranks, for both kinds of parameters
+        return dict.fromkeys(("tp-pp", "etp-ep-pp"), context.axis("world"))
+    dense, expert = context.axis("tp-pp"), context.axis("etp-ep-pp")
+    return {"tp-pp": dense, "etp-ep-pp": dense if expert.ranks == dense.ranks else expert}
 
 
 def _norm_over(group: AxisGroup, gradients: list[Tensor], context: ParallelContext, norm_type: float) -> Tensor:

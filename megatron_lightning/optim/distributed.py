@@ -1,16 +1,16 @@
-"""The distributed optimizer: the user's own ``torch.optim.Optimizer``, stepping only what this rank owns.
+"""The distributed optimizer: the user's own ``torch.optim.Optimizer``, stepping only this rank's shards.
 
 ZeRO stage 1 (https://arxiv.org/abs/1910.02054): every data-parallel rank keeps the optimizer state, and for half-precision
-parameters the fp32 masters, of its shard of each bucket; after the step the ranks gather the parameters from one another.
+parameters the fp32 main params, of its shard of each bucket; after the step the ranks all-gather the parameters.
 The optimizer object, its groups and their hyper-parameters stay, so learning-rate schedulers and loggers see no difference;
-only the tensors in the groups are exchanged, as ``entries`` says.
+only the tensors in the groups are replaced, as described in ``entries``.
 
 Checkpoints see the state through the base class, ``state.OptimizerState``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,29 +21,29 @@ from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import moments
-from megatron_lightning.optim.buckets import Bucket, Fragment, main_dtype
+from megatron_lightning.optim.buckets import Bucket, ParameterShard, main_dtype
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.elementwise import require_elementwise
-from megatron_lightning.optim.entries import Entry, Part, Pieces
-from megatron_lightning.optim.matrices import MatrixExchange, matrix_groups, require_whole, steps_matrices
+from megatron_lightning.optim.entries import OptimizerEntry, Target
+from megatron_lightning.optim.matrices import MatrixExchange, is_split, matrix_groups, require_undivided, steps_matrices
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.state import OptimizerState
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.spec import ShardSpec
 
 
 class DistributedOptimizer(OptimizerState):
-    """Makes ``optimizer`` step this rank's share; construct it once, before the first step.
+    """Make ``optimizer`` step this rank's shards; construct it once, before the first step.
 
     Args:
-        optimizer: What ``configure_optimizers`` returned. Its parameters are exchanged in place, state included.
-        reducer: The gradient reduction whose results it steps; its options say where and how the state is kept.
-        names: Name -> parameter of the whole module, frozen ones included; None: the reducer's.
-        gather: Gathers what was stepped; None: inside the step.
+        optimizer: The optimizer of ``configure_optimizers``. Its parameters are replaced in place, state included.
+        reducer: The gradient reduction whose results it steps; its options determine where and how the state is kept.
+        names: Name -> parameter of the full module, frozen ones included; None: the reducer's.
+        gather: Gathers the parameters after a step; None: inside the step.
 
     Raises:
-        ConfigError: If gradients are sharded and the optimizer is neither element-wise nor one of whole matrices, or a
+        ConfigError: If gradients are sharded and the optimizer is neither element-wise nor one of full matrices, or a
             trainable parameter is not part of the module, so that its gradient would not be reduced.
     """
 
@@ -55,7 +55,8 @@ class DistributedOptimizer(OptimizerState):
         gather: ParameterGather | None = None,
     ) -> None:
         super().__init__(optimizer, reducer)
-        self._options, self._gather = reducer.options, gather or ParameterGather(reducer)
+        self._options = reducer.options
+        self._gather = gather or ParameterGather(reducer)
         self._name_of = {id(parameter): name for name, parameter in (names or reducer.parameters).items()}
         self._entries = [
             [self._entry(parameter, group, f"param_groups.{i}.{j}") for j, parameter in enumerate(group["params"])]
@@ -82,73 +83,64 @@ class DistributedOptimizer(OptimizerState):
 
     @property
     def exchanged(self) -> bool:
-        """Whether the optimizer steps something else than the module's parameters, or does something around its steps."""
+        """Whether the optimizer steps other tensors than the module's parameters, or needs work around its steps."""
         sharded = any(entry.sharded for entry in self._all_entries())
         return bool(sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16")
 
     @property
     def names(self) -> set[str]:
-        """Names of the parameters that the optimizer was made for, on this rank or not."""
+        """Names of the parameters of the optimizer, on this rank or not."""
         return {entry.name for entry in self._all_entries()}
 
     def carriers_of_groups(self) -> list[set[int]]:
-        """Return, for each parameter group, the ids of the tensors that carry the reduced gradients which it reads here."""
-        return [{id(entry.carrier) for entry in entries if entry.carrier is not None} for entries in self._entries]
+        """Return, for each parameter group, the ids of the tensors that carry its reduced gradients on this rank."""
+        return [{id(entry.shard.target) for entry in entries if entry.shard is not None} for entries in self._entries]
 
     def _targets(self) -> Iterator[nn.Parameter]:
-        return (part.target for entry in self._all_entries() for part in entry.parts)
+        return (target.tensor for entry in self._all_entries() for target in entry.targets)
 
-    def _entry(self, parameter: nn.Parameter, group: dict[str, Any], fallback: str) -> Entry:
+    def _entry(self, parameter: nn.Parameter, group: dict[str, Any], fallback: str) -> OptimizerEntry:
         reducer, name = self._reducer, self._name_of.get(id(parameter), fallback)
         spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
         if reducer.parameters.get(name) is not parameter:
             self._check_unreduced(name, parameter, spec)
-            return Entry(name, spec, group, carrier=parameter, value=parameter.detach(), parts=[Part(parameter, spec.pieces)])
-        fragment, sharded = reducer.fragments.get(name), reducer.is_sharded(name)
-        if fragment is None and not reducer.is_plain(name):
-            return Entry(name, spec, group, sharded)
-        if fragment is None:
-            return self._stepped(Entry(name, spec, group, carrier=parameter, value=parameter.detach()), spec.pieces, None)
-        place = spec.pieces if fragment.whole else partial(spec.flat_pieces, start=fragment.start)
-        entry = Entry(name, spec, group, sharded, fragment.target, fragment.value, fragment.start, is_master=fragment.is_master)
-        return self._stepped(entry, place, fragment)
+            shard = ParameterShard.full(parameter)
+            return OptimizerEntry(name, spec, group, False, shard, [Target(parameter, spec.shards)])
+        held = ParameterShard.full(parameter) if reducer.is_plain(name) else reducer.shards.get(name)
+        targets = [] if held is None else [self._target(held, spec)]
+        return OptimizerEntry(name, spec, group, reducer.is_sharded(name), held, targets)
 
-    def _stepped(self, entry: Entry, place: Callable[[Tensor], Pieces], fragment: Fragment | None) -> Entry:
-        """Fill in what is stepped: what carries the gradient, or a copy of the value in another dtype or memory."""
-        if entry.carrier is None or entry.value is None:
-            return entry
-        offload, dtype = self._options.optimizer_cpu_offload, main_dtype(entry.value.dtype)
-        target = entry.carrier
-        if offload:
-            target = nn.Parameter(_host_copy(entry.value, dtype))
-        elif fragment is not None and dtype != entry.value.dtype:
-            target = entry.carrier = fragment.target = nn.Parameter(entry.value.to(dtype))
-        entry.parts = [Part(target, place)]
-        return entry
+    def _target(self, shard: ParameterShard, spec: ShardSpec) -> Target:
+        """Return the tensor that carries the gradient, or a copy of the value in another dtype or memory."""
+        tensor, dtype = shard.target, main_dtype(shard.value.dtype)
+        if self._options.optimizer_cpu_offload:
+            tensor = nn.Parameter(_host_copy(shard.value, dtype))
+        elif dtype != shard.value.dtype:
+            tensor = shard.target = nn.Parameter(shard.value.to(dtype))
+        return Target(tensor, spec.shards if shard.is_full else partial(spec.flat_shards, start=shard.start))
 
     def _exchange_matrices(self) -> list[MatrixExchange]:
-        """Let the matrices that tensor-parallel ranks share, or that consist of several, be stepped whole."""
+        """Prepare matrices that are divided over ranks, or fused from several, to be stepped in full."""
         context, groups = self._reducer.context, {id(group) for group in matrix_groups(self.optimizer)}
-        alone = AxisGroup("self", (context.rank,), 0, None)
-        shared: dict[AxisGroup, list[tuple[Entry, ShardSpec]]] = {}
+        shared: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
         for entry in self._all_entries():
             if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
                 continue
             rows = self._reducer.rows_of(entry.name)
             if rows is not None:
                 shared.setdefault(rows[1], []).append((entry, rows[0]))
-            elif entry.value is not None:
-                require_whole(entry, whole=tuple(entry.value.shape) == entry.spec.local_shape)
-                if "tp" in entry.spec.sharded_over:
+            elif entry.shard is not None:
+                require_undivided(entry, entry.shard, context)
+                if is_split(entry.spec, context):
                     shared.setdefault(context.tp, []).append((entry, entry.spec))
                 elif entry.spec.fused_rows:
-                    shared.setdefault(alone, []).append((entry, entry.spec))
+                    shared.setdefault(ALONE, []).append((entry, entry.spec))
         device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
         return [MatrixExchange(held, group, device) for group, held in shared.items()]
 
     def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
         context = self._reducer.context
-        groups = [context.data_group(spec.grid), *(context.axis(axis, spec.grid) for axis in spec.partial_over)]
+        groups = [context.axis(axis) for axis in (spec.data_axes, *spec.partial_over)]
         if parameter.requires_grad and any(group.size > 1 for group in groups):
             raise ConfigError(
                 f"{name} of {type(self.optimizer).__name__}, of shape {tuple(parameter.shape)}, is not a trainable parameter "
@@ -156,25 +148,26 @@ class DistributedOptimizer(OptimizerState):
                 "set requires_grad before the optimizer is set up."
             )
 
-    def _replace(self, group: dict[str, Any], entries: Sequence[Entry]) -> None:
-        """Put the targets into the group, and this rank's part of existing state beside them."""
+    def _replace(self, group: dict[str, Any], entries: Sequence[OptimizerEntry]) -> None:
+        """Replace the parameters of the group, and their existing state, by the targets and theirs."""
         for parameter, entry in zip(group["params"], entries, strict=True):
-            if parameter not in self.optimizer.state or any(part.target is parameter for part in entry.parts):
+            if parameter not in self.optimizer.state or any(target.tensor is parameter for target in entry.targets):
                 continue
             state = self.optimizer.state.pop(parameter)
-            for part in entry.parts:
-                self.optimizer.state[part.target] = {
-                    key: _cut(value, parameter, entry.start, part.target) for key, value in state.items()
+            start = 0 if entry.shard is None or entry.exchanged else entry.shard.start
+            for target in entry.targets:
+                self.optimizer.state[target.tensor] = {
+                    key: _own_state(value, parameter, start, target.tensor) for key, value in state.items()
                 }
-        group["params"] = [part.target for entry in entries for part in entry.parts]
+        group["params"] = [target.tensor for entry in entries for target in entry.targets]
         if "param_names" in group:
             names = zip(group["param_names"], entries, strict=True)
-            group["param_names"] = [name for name, entry in names for _ in entry.parts]
+            group["param_names"] = [name for name, entry in names for _ in entry.targets]
 
     def _prepare_after_closure(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare the step when the gradients exist: a closure, which computes them, runs inside the step."""
+        """Prepare the step when the gradients exist: a closure computes them inside the step."""
         itself, *positional = args
         closure = positional[0] if positional else kwargs.get("closure")
         if closure is None:
@@ -193,13 +186,13 @@ class DistributedOptimizer(OptimizerState):
         if self._options.moments_dtype == "bf16":
             moments.widen(self.optimizer, self._targets())
         for exchange in self._exchanges:
-            exchange.collect_gradients()
+            exchange.gather_gradients()
         if not self._options.optimizer_cpu_offload:
             return
         for entry in self._copied:
-            gradient = None if entry.carrier is None else entry.carrier.grad
-            for part in entry.parts:
-                part.target.grad = None if gradient is None else gradient.to("cpu", part.target.dtype)
+            gradient = None if entry.shard is None else entry.shard.target.grad
+            for target in entry.targets:
+                target.tensor.grad = None if gradient is None else gradient.to("cpu", target.tensor.dtype)
 
     @torch.no_grad()
     def _finish_step(self) -> None:
@@ -212,22 +205,22 @@ class DistributedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Bring the parameters up to date with what was stepped; runs at the end of every step. A collective."""
+        """Update the parameters from the targets; runs at the end of every step. A collective."""
         if self._copied:
-            values = [entry.value for entry in self._copied if entry.value is not None]
-            torch._foreach_copy_(values, [entry.parts[0].target for entry in self._copied])
+            values = [entry.shard.value for entry in self._copied if entry.shard is not None]
+            torch._foreach_copy_(values, [entry.targets[0].tensor for entry in self._copied])
         for exchange in self._exchanges:
-            exchange.distribute()
+            exchange.scatter_results()
         self._gather.start(self._buckets)
 
     @torch.no_grad()
     def finish_restore(self) -> None:
-        """After loading: masters that were not saved are made from the parameters, then all ranks agree. A collective."""
+        """After loading: compute main params that were not saved from the parameters, then synchronize. A collective."""
         for entry in self._copied:
-            if entry.global_name not in self._restored_masters and entry.value is not None:
-                entry.parts[0].target.copy_(entry.value)
+            if entry.global_name not in self._restored_main and entry.shard is not None:
+                entry.targets[0].tensor.copy_(entry.shard.value)
         for exchange in self._exchanges:
-            exchange.refresh(keep=self._restored_masters)
+            exchange.refresh(keep=self._restored_main)
         for target in self._targets():
             state = self.optimizer.state.get(target, {})
             for key, value in state.items():
@@ -235,7 +228,7 @@ class DistributedOptimizer(OptimizerState):
                     state[key] = value.to(target.dtype)
         if self._options.moments_dtype == "bf16":
             moments.narrow(self.optimizer, self._targets())
-        self._restored_masters = set()
+        self._restored_main = set()
         self.synchronize()
 
 
@@ -245,13 +238,13 @@ def _host_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
     return copied.copy_(value)
 
 
-def _cut(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any:
-    """Return the target's part of one existing state of ``parameter``."""
+def _own_state(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any:
+    """Return the target's range of one existing state of ``parameter``."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    if isinstance(value, DTensor):  # sharded as its parameter is: what this rank has of it belongs to the target
-        part = value.to_local().reshape(target.shape)
+    if isinstance(value, DTensor):  # sharded as its parameter is
+        own = value.to_local().reshape(target.shape)
     else:
-        part = value.flatten()[start : start + target.numel()].view(target.shape)
+        own = value.flatten()[start : start + target.numel()].view(target.shape)
     dtype = target.dtype if value.is_floating_point() else value.dtype
-    return part.to(target.device, dtype, copy=True)
+    return own.to(target.device, dtype, copy=True)

@@ -1,7 +1,7 @@
-"""Whether an optimizer treats every element by itself, so that it may step flat pieces of a matrix.
+"""Check that an optimizer is element-wise, so that it may step flat shards of a matrix.
 
-An optimizer that looks at a parameter as a whole (a matrix factorisation, an orthogonalisation, a trust ratio) computes
-something else on a piece; those that are known to (``matrices``) get whole matrices. The optimizers of torch that are
+An optimizer that looks at a parameter as a full (a matrix factorisation, an orthogonalisation, a trust ratio) computes
+something else on a shard; those that are known to (``matrices``) get full matrices. The optimizers of torch that are
 element-wise are listed; any other is tried on a small matrix.
 """
 
@@ -18,53 +18,49 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from megatron_lightning.errors import ConfigError
 
 ELEMENTWISE = frozenset({SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop})
-_PROBE_SHAPE, _PROBE_CUT, _PROBE_STEPS = (6, 4), 11, 3
+_PROBE_SHAPE, _PROBE_SPLIT, _PROBE_STEPS = (6, 4), 11, 3
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Check that ``optimizer`` gives the same result on the flat pieces of a matrix as on the whole.
-
-    Raises:
-        ConfigError: If it does not, or cannot be tried, or steps something else than what its groups hold.
-    """
+    """Check that ``optimizer`` gives the same result on the flat shards of a matrix as on the full."""
     if type(optimizer) in ELEMENTWISE:
         return
     name = type(optimizer).__name__
-    advice = 'Set data_parallel="ddp", which steps whole parameters on every rank, or choose an element-wise optimizer.'
+    advice = 'Set data_parallel="ddp", which steps full parameters on every rank, or choose an element-wise optimizer.'
     for group in optimizer.param_groups:
         try:
-            whole, pieces = probe(optimizer, group)
+            full, shards = probe(optimizer, group)
         except Exception as error:
             raise ConfigError(
                 f"{name} could not be tried on a small matrix, which sharding needs for optimizers that it does not know "
                 f"({type(error).__name__}: {error}). {advice}"
             ) from error
-        if not whole.any():
+        if not full.any():
             raise ConfigError(
-                f"{name} did not move a small matrix that stood in its param_groups, where sharding puts pieces of the "
+                f"{name} did not move a small matrix that stood in its param_groups, where sharding puts shards of the "
                 f"parameters: it steps something else, such as the groups of an optimizer inside it. {advice}"
             )
-        if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * float(whole.abs().max())):
+        if not torch.allclose(full, shards, rtol=1e-4, atol=1e-4 * float(full.abs().max())):
             raise ConfigError(
-                f"{name} does not treat every element by itself: a matrix stepped whole and as two flat pieces differ by "
-                f'{float((whole - pieces).abs().max()):.2g}. "zero1" and "fsdp" shard parameters into flat pieces. {advice}'
+                f"{name} does not treat every element by itself: a matrix stepped full and as two flat shards differ by "
+                f'{float((full - shards).abs().max()):.2g}. "zero1" and "fsdp" shard parameters into flat shards. {advice}'
             )
 
 
 def probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Step a matrix whole and in two flat pieces with the hyper-parameters of ``group``; return both 1-D updates."""
+    """Step a matrix full and in two flat shards with the hyper-parameters of ``group``; return both 1-D updates."""
     device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + _PROBE_STEPS, *_PROBE_SHAPE, generator=generator).to(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        whole = _steps(optimizer, group, [start], [[gradient] for gradient in gradients])
-        pieces = _steps(optimizer, group, _cut(start), [_cut(gradient) for gradient in gradients])
-    return whole - start.flatten(), pieces - start.flatten()
+        full = _steps(optimizer, group, [start], [[gradient] for gradient in gradients])
+        shards = _steps(optimizer, group, _split(start), [_split(gradient) for gradient in gradients])
+    return full - start.flatten(), shards - start.flatten()
 
 
-def _cut(matrix: Tensor) -> list[Tensor]:
+def _split(matrix: Tensor) -> list[Tensor]:
     flat = matrix.flatten()
-    return [flat[:_PROBE_CUT], flat[_PROBE_CUT:]]
+    return [flat[:_PROBE_SPLIT], flat[_PROBE_SPLIT:]]
 
 
 def _steps(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Infinities and NaN: found where they arise, before a reduction has spread them to all ranks.
+"""Detect infinities and NaN where they arise, before a reduction has spread them to all ranks.
 
-Every stage output, every loss and the gradient that each micro-batch gives each parameter leaves one number on the device, its
-largest absolute value. They are looked at once a flush: one synchronisation, and one small collective of all ranks. Of what
-is found the first in the order of computation is reported: an early micro-batch before a late one, forward before backward,
-forward from the first stage on and backward from the last; what comes after it is mostly its consequence.
+The largest absolute value of every stage output, every loss and the gradient of each parameter in each micro-batch is recorded
+on the device. They are checked once a pipeline run: one synchronization, and one small collective of all ranks. The first
+finding in the order of computation is reported: an early micro-batch before a late one, forward before backward, forward from
+the first stage on and backward from the last; later ones are mostly its consequence.
 """
 
 from __future__ import annotations
@@ -20,77 +20,78 @@ from torch import Tensor
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import NonFiniteError
 from megatron_lightning.parallel.context import ParallelContext
-
-Place = tuple[int, int]
-"""Stage and micro-batch."""
+from megatron_lightning.pipeline.actions import Action
 
 
 class _Finding(NamedTuple):
-    """Something that is not finite; the least is the first in the order of computation."""
+    """A tensor that is not finite; the least finding is the first in the order of computation."""
 
     microbatch: int
     backward: bool
     depth: int
-    """Stages since the beginning of the forward, or of the backward."""
+    """Stages since the start of the forward, or of the backward."""
     order: int
-    """How much the stage had computed before."""
+    """Number of tensors recorded before."""
     rank: int
     stage: int
     what: str
 
 
 class FiniteWatch:
-    """Watches the steps of one rank.
+    """Watch the steps of one rank."""
 
-    Args:
-        context: The groups of this rank.
-        num_stages: Stages of the pipeline.
-        policy: Whether a finding is an error or leaves the step out.
-        place: Returns the stage and the micro-batch that are computed now.
-    """
-
-    def __init__(self, context: ParallelContext, num_stages: int, *, policy: NonFinite, place: Callable[[], Place]) -> None:
-        self._context, self._num_stages, self._policy, self._place = context, num_stages, policy, place
+    def __init__(self, context: ParallelContext, num_stages: int, *, policy: NonFinite) -> None:
+        self._context = context
+        self._num_stages = num_stages
+        self._policy = policy
+        self._place = (0, 0)  # stage and micro-batch that are computed now
         self._seen: list[tuple[_Finding, Tensor]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self, parameters: Mapping[str, Tensor], when: Callable[[], bool]) -> None:
-        """Look at every gradient that these parameters receive while ``when()`` holds."""
+        """Record every gradient that these parameters receive while ``when()`` holds."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and parameter.numel():
                 hook = parameter.register_hook(partial(self._gradient, name, when))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def detach(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    def forward(self, output: Tensor | tuple[Tensor, ...] | None, *, is_loss: bool) -> None:
-        """Look at what a stage hands on, or at the loss of a micro-batch."""
-        tensors = output if isinstance(output, tuple) else () if output is None else (output,)
-        stage, microbatch = self._place()
-        what = "the loss" if is_loss else f"the output of stage {stage}"
-        for tensor in tensors:
-            if tensor.is_floating_point() and tensor.numel():
-                finding = _Finding(microbatch, False, stage, len(self._seen), self._context.rank, stage, what)
-                self._seen.append((finding, _largest(tensor)))
+    def begin(self, action: Action) -> None:
+        """Record the action that a pipeline begins."""
+        self._place = (action.stage, action.microbatch)
+
+    def end(self, action: Action, outputs: tuple[Tensor, ...] | Tensor | None) -> None:
+        """Record the outputs of a stage, or the loss of a micro-batch."""
+        if isinstance(outputs, Tensor):
+            self.loss(outputs)
+        for tensor in outputs if isinstance(outputs, tuple) else ():
+            self._output(tensor, f"the output of stage {action.stage}")
+
+    def loss(self, loss: Tensor) -> None:
+        """Record the loss of a micro-batch."""
+        self._output(loss, "the loss")
+
+    def _output(self, tensor: Tensor, what: str) -> None:
+        stage, microbatch = self._place
+        if tensor.is_floating_point() and tensor.numel():
+            finding = _Finding(microbatch, False, stage, len(self._seen), self._context.rank, stage, what)
+            self._seen.append((finding, _largest(tensor)))
 
     def _gradient(self, name: str, when: Callable[[], bool], gradient: Tensor) -> None:
         if not when():
             return
-        stage, microbatch = self._place()
+        stage, microbatch = self._place
         depth, rank = self._num_stages - stage, self._context.rank
         finding = _Finding(microbatch, True, depth, len(self._seen), rank, stage, f"the gradient of {name}")
         self._seen.append((finding, _largest(gradient)))
 
-    def settle(self, step: int) -> bool:
-        """Return whether any rank found something in this flush; all ranks call this together.
-
-        Raises:
-            NonFiniteError: On every rank, if that is the policy.
-        """
+    def check(self, step: int) -> bool:
+        """Return whether any rank found something in this pipeline run; a collective."""
         seen, self._seen = self._seen, []
         bad: list[_Finding] = []
         if seen:
@@ -109,7 +110,7 @@ class FiniteWatch:
         return True
 
     def _shared(self, mine: _Finding | None) -> list[_Finding]:
-        """Return the first finding of every rank that has one; only then is more exchanged than one number."""
+        """Return the first finding of every rank that has one; without findings one number is exchanged."""
         world = self._context.axis("world")
         if world.process_group is None:
             return [] if mine is None else [mine]

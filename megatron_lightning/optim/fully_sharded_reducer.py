@@ -1,37 +1,125 @@
 """The gradient reduction of one optimizer step where FSDP2 shards the units.
 
-Gradients of the units arrive reduced, as rows of the local parameters; the rest is reduced in buckets as under ZeRO-1.
+FSDP2 gathers parameters. Their gradients stay with them, summed over micro-batches, until the unit is reduced here: packed by
+the rank that keeps the rows, each parameter padded to as many rows as the first rank has.
+
+    | parameter 0: rank 0's rows | parameter 1: rank 0's rows | ... | parameter 0: rank 1's rows | parameter 1: rank 1's ...
+    |                       to rank 0                         | ... |                       to rank 1
+
+The rest is reduced in buckets as under ZeRO-1.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.optim.buckets import Fragment
-from megatron_lightning.optim.fully_sharded import ShardedUnits, local_rows
-from megatron_lightning.optim.reducer import GradientReducer
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.optim.buckets import DataGroups, ParameterShard, main_dtype
+from megatron_lightning.optim.fully_sharded import ShardedUnits, Unit, local_rows
+from megatron_lightning.optim.matrices import is_split
+from megatron_lightning.optim.reducer import GradientReducer, Usage
+from megatron_lightning.optim.reduction import Reduction
+from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
+from megatron_lightning.parallel.spec import ShardSpec
+
+
+class UnitGradients:
+    """The reduction of one unit's gradients, from this rank's sums to its rows of the sums over all ranks.
+
+    Args:
+        unit: The unit.
+        names: Names of the parameters.
+        groups: The ranks that shard the rows.
+        sent_as: Dtype in which gradients travel; None: that in which they are summed.
+        bytes_communicated: Counts the size of the buffers given to each collective.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        names: Sequence[str],
+        groups: DataGroups,
+        sent_as: torch.dtype | None,
+        bytes_communicated: Counter[str],
+    ) -> None:
+        self._unit = unit
+        self._ranks = groups.shard.size
+        self._within = replace(groups, replicas=ALONE)
+        self._across = replace(groups, all=groups.replicas, shard=ALONE, replicas=ALONE, sharded=False)
+        self._sent = sent_as, bytes_communicated
+        self._places: dict[str, slice] = {}
+        self._size = 0  # elements of one rank's rows
+        for name in names:
+            shape = unit.shards[name].shape
+            padded = -(-shape[0] // self._ranks) * math.prod(shape[1:])
+            self._places[name] = slice(self._size, self._size + padded)
+            self._size += padded
+        self.used: set[str] = set()
+        """Parameters that received a gradient on this rank in this step."""
+        self._sum: Tensor | None = None  # this rank's rows, summed over the reductions
+        self._reduction: Reduction | None = None  # in progress, inside an instance or between them
+        self._rows: Tensor | None = None  # this rank's rows of it
+        self._last = False
+
+    def clear(self) -> None:
+        """Forget the gradients of a step."""
+        for parameter in self._unit.gathered.values():
+            parameter.grad = None
+        self.used.clear()
+        self._sum = self._reduction = self._rows = None
+
+    def start(self, last: bool) -> None:
+        """Begin to reduce the gradients; ``last`` if it is the last reduction of the step."""
+        if self._size:
+            buffer = self._pack().view(-1)
+            self._reduction, self._last = Reduction(buffer, self._within, *self._sent), last
+            self._rows = buffer[self._within.shard_of(buffer.numel())]
+
+    def wait(self) -> None:
+        """Wait for the reduction that was started, and free the other ranks' rows."""
+        if self._reduction is None or self._rows is None:
+            return
+        self._reduction.finish()
+        self._sum = self._rows.clone() if self._sum is None else self._sum.add_(self._rows)
+        self._reduction = Reduction(self._sum, self._across, *self._sent) if self._last else None
+        self._rows = None
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for the sums; return this rank's rows, padded, by name."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        return {} if self._sum is None else {name: self._sum[place] for name, place in self._places.items()}
+
+    def _pack(self) -> Tensor:
+        """Move the gradients into one buffer [ranks, size]; what has none, and the padding, is zero."""
+        like = next(iter(self._unit.shards.values()))
+        buffer = torch.zeros(self._ranks, self._size, dtype=main_dtype(like.dtype), device=like.device)
+        for name, place in self._places.items():
+            parameter = self._unit.gathered.get(name)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None or not gradient.numel():
+                continue
+            rows = -(-parameter.shape[0] // self._ranks)
+            full = parameter.shape[0] // rows  # ranks that have as many rows as the first
+            rest = gradient[full * rows :].reshape(-1)
+            buffer[:full, place] = gradient[: full * rows].reshape(full, -1)
+            if rest.numel():
+                buffer[full, place][: rest.numel()] = rest
+            self.used.add(name)
+            parameter.grad = None
+        return buffer
 
 
 class FullyShardedReducer(GradientReducer):
-    """Reduces gradients where FSDP2 shards the units: theirs arrive reduced, the rest is reduced in buckets as under ZeRO-1.
-
-    Args:
-        parameters: Name -> trainable parameter, sharded ones included, in registration order.
-        specs: Name -> shard spec.
-        context: The groups of this rank.
-        units: The sharded units.
-        whole: Names of the parameters whose optimizer needs all of them on one rank.
-        options: Size of the buckets, and how they travel.
-    """
+    """Reduce the gradients of units that FSDP2 shards into rows, the rest in buckets as under ZeRO-1."""
 
     def __init__(
         self,
@@ -40,50 +128,51 @@ class FullyShardedReducer(GradientReducer):
         context: ParallelContext,
         *,
         units: ShardedUnits,
-        whole: Set[str] = frozenset(),
+        matrices: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
     ) -> None:
         rest = {name: parameter for name, parameter in parameters.items() if name not in units.names}
-        super().__init__(rest, specs, context, sharded=True, whole=whole - units.names, options=options)
+        super().__init__(rest, specs, context, sharded=True, matrices=matrices - units.names, options=options)
         self.units = units
         self._in_units = {name: p for name, p in parameters.items() if name in units.names and isinstance(p, DTensor)}
         self.parameters = dict(parameters)
         for name, parameter in self._in_units.items():
-            fragment = _fragment(name, parameter, is_master=units.policy.compute_dtype is not None)
-            if fragment is not None:
-                self.fragments[name] = fragment
-        self._sums: dict[str, Tensor] = {}
-        self._exchange_group = self._group_of_matrices()
-        self._used = torch.zeros(len(self._in_units), dtype=torch.uint8, device=context.device)
-        self._partial = self._partial_places()
-
-    def _group_of_matrices(self) -> AxisGroup:
-        """Return the ranks that together hold each parameter of this stage once; all ranks call this alike."""
-        return self.context.divide(self.context.axis("tp-dp-cp"), self.options.num_distributed_optimizer_instances)[0]
-
-    def _partial_places(self) -> dict[AxisGroup, list[str]]:
-        """Return which parameters of the units are summed over which further group."""
-        by_group: dict[AxisGroup, list[str]] = {}
+            shard = _rows_shard(parameter, is_main=units.compute_dtype is not None)
+            if shard is not None:
+                self.shards[name] = shard
+        self._gradients = [
+            UnitGradients(
+                unit,
+                [name for name in unit.shards if name in self._in_units],
+                units.groups,
+                self._sent_as,
+                self.bytes_communicated,
+            )
+            for unit in units.units
+        ]
+        self._started: UnitGradients | None = None
+        units.reduce_by(self._reduce_unit)
+        instances = self.options.num_distributed_optimizer_instances
+        self._exchange_group = context.divide(context.axis("tp-dp-cp"), instances)[0]
+        """The ranks that together hold each parameter of this stage once."""
+        self._partial: dict[tuple[AxisGroup, ...], list[str]] = {}  # further groups to sum over -> parameters of the units
         for name in self._in_units:
-            spec = self.specs[name]
-            for group in (self.context.axis(axis, spec.grid) for axis in spec.partial_over):
-                if group.size > 1:
-                    by_group.setdefault(group, []).append(name)
-        return by_group
+            groups = [context.axis(axis) for axis in specs[name].partial_over]
+            self._partial.setdefault(tuple(group for group in groups if group.size > 1), []).append(name)
 
     def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return which rows of a matrix this rank has, which may be none, and the ranks that together have all of it."""
+        """Return the spec of this rank's rows of a matrix, which may be empty, and the ranks that together hold it."""
         if name not in self._in_units:
             return None
         parameter, spec = self._in_units[name], self.specs[name]
         _, start = local_rows(parameter)
         row = parameter.numel() // parameter.shape[0]
-        group = self._exchange_group if "tp" in spec.sharded_over else self.units.groups.shard
-        return spec.rows(start // row, parameter._local_tensor.shape[0]), group
+        group = self._exchange_group if is_split(spec, self.context) else self.units.groups.shard
+        return spec.rows(start // row, parameter.to_local().shape[0]), group
 
     @property
     def exchanges(self) -> bool:
-        """Whether optimizers step something else than the parameters themselves."""
+        """Whether optimizers step other tensors than the parameters."""
         return True
 
     def is_plain(self, name: str) -> bool:
@@ -91,86 +180,78 @@ class FullyShardedReducer(GradientReducer):
         return name not in self._in_units and super().is_plain(name)
 
     def is_sharded(self, name: str) -> bool:
-        """Return whether data-parallel ranks step different parts of the parameter."""
+        """Return whether data-parallel ranks step different shards of the parameter."""
         return name in self._in_units or super().is_sharded(name)
 
-    def start_window(self) -> None:
+    def detach(self) -> None:
+        """Remove the hooks and drop all gradients; the reducer is not used afterwards."""
+        super().detach()
+        for gradients in self._gradients:
+            gradients.clear()
+
+    def begin_step(self) -> None:
         """Begin the accumulation of one optimizer step: there is no gradient yet."""
-        super().start_window()
-        self._sums = {}
+        super().begin_step()
+        self._wait_for_unit()  # of an abandoned step
+        for gradients in self._gradients:
+            gradients.clear()
         self.units.accumulate()
 
-    def hide(self) -> None:
-        """Take the gradients off the parameters; those that the units have reduced are added up here."""
-        self._take_over()
-        super().hide()
+    def _reduce_unit(self, index: int, last: bool) -> None:
+        """Begin to reduce a unit, overlapping the backward of the previous one: one at a time, to bound the memory."""
+        self._wait_for_unit()
+        self._started = self._gradients[index]
+        self._started.start(last)
 
-    def launch(self) -> None:
-        """Take over what the units have reduced, then launch the rest."""
-        self._take_over()
-        super().launch()
-
-    def _take_over(self) -> None:
-        for name, parameter in self._in_units.items():
-            gradient: Any = parameter.grad
-            if gradient is not None:
-                rows, _ = local_rows(gradient)
-                self._sums[name] = rows if name not in self._sums else self._sums[name].add_(rows)
-                parameter.grad = None
+    def _wait_for_unit(self) -> None:
+        if self._started is not None:
+            self._started.wait()
+            self._started = None
 
     def finish(self, scale: float | Tensor = 1.0) -> None:
         """Complete the reduction: the shards are summed over the other axes, scaled, and handed to the optimizers."""
+        self._wait_for_unit()
         super().finish(scale)
+        sums: dict[str, Tensor] = {}
+        for gradients in self._gradients:
+            sums.update((name, rows) for name, rows in gradients.finish().items() if name not in self._unused)
         self.units.reshard()
-        for name in self._unused_in_units():
-            self._sums.pop(name, None)
-        for group, names in self._partial.items():
-            self._sum_over(group, [self._sums[name] for name in names if name in self._sums])
-        if self._sums and (isinstance(scale, Tensor) or scale != 1.0):
-            torch._foreach_mul_(list(self._sums.values()), scale)
-        for name in self._in_units.keys() & self.fragments.keys():
-            target, rows = self.fragments[name].target, self._sums.get(name)
-            target.grad = None if rows is None else rows.view_as(target)
-        self._sums = {}
+        for groups, names in self._partial.items():
+            for group in groups:
+                self._sum_over(group, [sums[name] for name in names if name in sums])
+        if sums and (isinstance(scale, Tensor) or scale != 1.0):
+            torch._foreach_mul_(list(sums.values()), scale)
+        for name in self._in_units.keys() & self.shards.keys():
+            target, rows = self.shards[name].target, sums.get(name)
+            target.grad = None if rows is None else rows[: target.numel()].view_as(target)
 
     def _launch_in_order(self, *, everything: bool = False) -> None:
-        """Wait with the buckets until the units are reduced, so that the collectives of all ranks come in one order."""
+        """Launch the buckets after the units, so that the collectives of all ranks have one order."""
         if everything:
             super()._launch_in_order(everything=True)
 
-    def _unused_in_units(self) -> list[str]:
-        """Return the parameters of the units that no rank used in this step; a collective."""
-        names, used = list(self._in_units), self._used
-        if not names:
-            return []
-        mine = [self.units.used(parameter) for parameter in self._in_units.values()]
-        used.copy_(torch.tensor(mine, dtype=torch.uint8))
-        for group, partial in self._partial.items():
-            places = [names.index(name) for name in partial]
-            part = used[places]
-            self._all_reduce(part, group, dist.ReduceOp.MAX)
-            used[places] = part
-        self._all_reduce(used, self.context.dp_cp, dist.ReduceOp.MAX)
-        if all(mine):  # reading the flags waits for the device; only a rank that lacks a gradient needs to
-            return []
-        return [name for name, by_any in zip(names, used.tolist(), strict=True) if not by_any]
+    def _usage(self) -> list[Usage]:
+        used, data_group = set[str]().union(*(gradients.used for gradients in self._gradients)), self.units.groups.all
+        units = [Usage(names, [name in used for name in names], sums, data_group) for sums, names in self._partial.items()]
+        return super()._usage() + units
 
     def _sum_over(self, group: AxisGroup, shards: Sequence[Tensor]) -> None:
-        """Sum over ranks that hold the same parameters, in one message; all of them have the same shards."""
+        """Sum over ranks that hold the same shards, in one message."""
         if not shards:
             return
         buffer = torch.cat(list(shards))
-        self.bytes_communicated["all_reduce"] += buffer.nbytes
-        dist.all_reduce(buffer, group=group.process_group)
+        self._all_reduce(buffer, group)
         for shard, summed in zip(shards, torch.split(buffer, [shard.numel() for shard in shards]), strict=True):
             shard.copy_(summed)
 
 
-def _fragment(name: str, parameter: DTensor, *, is_master: bool) -> Fragment | None:
-    """Return this rank's rows as what an optimizer steps: they share the sharded parameter's memory."""
+def _rows_shard(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
+    """Return this rank's rows, which share the sharded parameter's memory; None: it has none."""
     rows, start = local_rows(parameter)
     if rows.numel() == 0:
         return None
-    whole = rows.numel() == parameter.numel()
-    value = rows.view(parameter.shape) if whole else rows
-    return Fragment(name, start, whole, value, value, nn.Parameter(value), is_master=is_master)
+    is_full = rows.numel() == parameter.numel()
+    value = rows.view(parameter.shape) if is_full else rows
+    target = nn.Parameter(value)
+    set_grad_dtype(target, main_dtype(value.dtype))
+    return ParameterShard(start, is_full, value, value, target, is_main=is_main)

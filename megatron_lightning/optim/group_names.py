@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer whose parameters the pipeline ranks share out: the whole model's, and a rank's own again."""
+"""Merge the parameter groups of all pipeline ranks into the full model's, and find a rank's own again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 
 
 def merge_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Put the groups of all stages together, by name or by equal hyper-parameters.
-
-    A module that leaves out empty groups has fewer on some stages. Of equal groups of a stage the first stays the first.
-    """
+    """Merge the groups of all stages, in order, by name or by equal hyper-parameters; a stage may lack empty ones."""
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for groups in ranks:
         seen: Counter[str] = Counter()
@@ -27,7 +24,7 @@ def merge_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[st
 
 
 def groups_of_rank(local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the saved group of each local one: which holds its parameters, or has its name, or else is in its place."""
+    """Return the saved group of each local one: by its parameters, its name, or its position."""
     holder = {name: group for group in saved for name in group["params"]}
     named = {group["name"]: group for group in saved if "name" in group}
     by_place = [saved[min(index, len(saved) - 1)] for index in range(len(local))]

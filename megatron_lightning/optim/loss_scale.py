@@ -1,9 +1,8 @@
-"""Dynamic loss scaling for fp16: the rule by which the scale follows overflows, and the unscaling of gradients.
+"""Dynamic loss scaling for fp16: updates of the scale, and the unscaling of gradients.
 
-The rule is Megatron-Core's ``DynamicGradScaler``: an overflow takes one from the hysteresis counter, and every overflow that
-finds it used up halves the scale; a run of clean steps doubles the scale and fills the counter up again. An overflow never
-fills it, so a scale that is much too high falls at every step (mixed precision training,
-https://arxiv.org/abs/1710.03740, section 3.2).
+As in Megatron-Core's ``DynamicGradScaler``, an overflow decrements the hysteresis counter and, once it is used up, halves the
+scale; a run of clean steps doubles the scale and resets the counter. An overflow never resets it, so a scale that is much too
+high falls at every step (mixed precision training, https://arxiv.org/abs/1710.03740, section 3.2).
 """
 
 from __future__ import annotations
@@ -19,26 +18,22 @@ from megatron_lightning.config import LossScaleOptions
 
 
 class DynamicLossScale:
-    """The factor that keeps small fp16 gradients above zero; equal on all ranks, because all see the same overflows.
-
-    Args:
-        options: Where it starts and how it moves.
-    """
+    """The factor that keeps small fp16 gradients above zero; equal on all ranks, because all see the same overflows."""
 
     def __init__(self, options: LossScaleOptions | None = None) -> None:
         self.options = options or LossScaleOptions()
         self.scale = float(self.options.initial_scale)
-        """What losses are multiplied by."""
+        """Factor of the losses."""
         self._clean_steps = 0
         self._overflows_left = self.options.hysteresis
 
     @property
     def is_lowest(self) -> bool:
-        """Whether the scale cannot fall any further, so that what is not finite is not its fault."""
+        """Whether the scale is at its minimum."""
         return self.scale <= self.options.min_scale
 
     def update(self, overflowed: bool) -> None:
-        """Take note of one step: whether any gradient on any rank was infinite or NaN."""
+        """Update the scale after a step in which a gradient on any rank was infinite or NaN, or not."""
         options = self.options
         if overflowed:
             self._clean_steps = 0
@@ -47,7 +42,7 @@ class DynamicLossScale:
                 self.scale = max(self.scale * options.backoff_factor, options.min_scale)
             return
         self._clean_steps += 1
-        if self._clean_steps >= options.growth_interval:  # more: it was longer in the run that this one goes on from
+        if self._clean_steps >= options.growth_interval:  # more: the resumed run had a longer interval
             self._clean_steps, self._overflows_left = 0, options.hysteresis
             self.scale *= options.growth_factor
 
@@ -56,7 +51,7 @@ class DynamicLossScale:
         return {"scale": self.scale, "growth_tracker": self._clean_steps, "hysteresis_tracker": self._overflows_left}
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """Return what a ``torch.amp.GradScaler`` needs to go on; it has no hysteresis."""
+        """Return the state of an equivalent ``torch.amp.GradScaler``, which has no hysteresis."""
         return {
             "scale": self.scale,
             "growth_factor": self.options.growth_factor,
@@ -66,7 +61,7 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that returned ``state`` would have; it may be a ``torch.amp.GradScaler``'s."""
+        """Resume from a :meth:`state_dict`, or from that of a ``torch.amp.GradScaler``."""
         self.scale = float(state["scale"])
         self._clean_steps = int(state["growth_tracker"] if "growth_tracker" in state else state["_growth_tracker"])
         self._overflows_left = int(state.get("hysteresis_tracker", self.options.hysteresis))
@@ -74,15 +69,10 @@ class DynamicLossScale:
 
 @torch.no_grad()
 def unscale_(gradients: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Divide the gradients by ``scale``, in place and in one pass that also looks for infinities and NaN.
-
-    Args:
-        gradients: Floating-point gradients of any dtypes.
-        scale: What the loss was multiplied by.
-        device: Where the answer is wanted.
+    """Divide the gradients by ``scale`` in place, in one pass that also looks for infinities and NaN.
 
     Returns:
-        A float tensor of shape [1]: 1 if a gradient is not finite, else 0.
+        A float tensor of shape [1] on ``device``: 1 if a gradient is not finite, else 0.
     """
     found = torch.zeros(1, device=device)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Moments kept as bf16 between the steps.
+"""Moments stored as bf16 between steps.
 
 The optimizer computes in fp32: its moments are widened before a step and rounded to the nearest bf16 after it, so that the
-4 bytes a parameter are saved while forward and backward need the memory, not during the step itself.
+4 bytes per parameter are saved while forward and backward need the memory, not during the step itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"})
-"""States that are averages of gradients; what other optimizers sum up for ever would not survive the rounding."""
+"""States that are averages of gradients; unbounded sums of other optimizers would not survive the rounding."""
 
-_DECAY_RATES: Mapping[str, str] = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}  # by the option's name: what it is called
-_SMALLEST_UPDATE = 2.0**-9  # half the distance of neighbouring bf16 numbers, relative to the larger ones
+_DECAY_RATES: Mapping[str, str] = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}  # option -> its name in messages
+_SMALLEST_UPDATE = 2.0**-9  # half the distance of neighboring bf16 numbers, relative to the larger ones
 
 
 def warn_if_lost(optimizer: Optimizer) -> None:
-    """Warn if the second moment changes by less in a step than bf16 can tell apart."""
+    """Warn if the second moment changes by less in a step than bf16 can represent."""
     rates = {name: [_rate(group, name) for group in optimizer.param_groups if name in group] for name in _DECAY_RATES}
     slow = {name: max(found) for name, found in rates.items() if found and 1.0 - max(found) < _SMALLEST_UPDATE}
     for name, rate in slow.items():
@@ -39,7 +39,7 @@ def _rate(group: Mapping[str, Any], name: str) -> float:
 
 
 def widen(optimizer: Optimizer, targets: Iterable[nn.Parameter]) -> None:
-    """Give the moments of ``targets`` the targets' own dtype."""
+    """Cast the moments of ``targets`` to the targets' dtype."""
     for target in targets:
         _cast(optimizer, target, target.dtype)
 

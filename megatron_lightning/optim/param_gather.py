@@ -2,11 +2,10 @@
 
 Overlapped, every bucket is gathered in the order in which forward reaches it, and a module waits for the buckets of its own
 parameters when it is called. Parameters are also read without a call of the module that owns them: ``nn.MultiheadAttention``
-reads the weight of its ``out_proj``. What is called is seen in the first training step, whose gathers complete at once; for
-the parameters of other modules the innermost module around them that is called waits, and where there is none (the
-LightningModule and the pipelined module are entered without a call) the start of the step does. Whoever else reads a weight
-between the step and the next forward calls :meth:`ParameterGather.wait` first. A step that reads a weight before that is
-refused by autograd if backward needs the value.
+reads the weight of its ``out_proj``. The first training step, whose gathers complete at once, records which modules are called.
+For the parameters of the others the innermost called module around them waits, and where there is none (the LightningModule and
+the pipelined module are entered without a call) the start of the step. Other readers of weights between the step and the next
+forward call :meth:`ParameterGather.wait` first. Autograd refuses a backward through a weight that was read too early.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.reducer import GradientReducer
-from megatron_lightning.parallel.cpu_exchange import gather_parts
+from megatron_lightning.parallel.cpu_exchange import gather_chunks
 
 
 @dataclass(eq=False)
@@ -29,17 +28,17 @@ class _Reader:
     """A module whose call announces that parameters are read."""
 
     buckets: list[Bucket]
-    """What must be up to date by then."""
+    """Buckets of these parameters."""
     called: bool = False
-    """Whether a forward pass that is trained on has called it."""
+    """Whether a training forward has called it."""
     hook: Any = None
 
 
 class ParameterGather:
-    """Brings the parameters of sharded buckets up to date.
+    """Gather the parameters of sharded buckets.
 
     Args:
-        reducer: Whose buckets they are.
+        reducer: Owner of the buckets.
         module: The module whose forward the gathers overlap; None: they complete at once.
     """
 
@@ -47,12 +46,12 @@ class ParameterGather:
         self._reducer = reducer
         self._unannounced: list[Bucket] = []
         self._readers: dict[str, _Reader] = {}  # by path; a shared module has several
-        self._learning, self._overlapped = False, False
+        self._learning = self._overlapped = False
         if module is not None:
             self._watch(module)
 
     def _watch(self, root: nn.Module) -> None:
-        """Let every module wait for its own parameters, and take note of its calls."""
+        """Make every module wait for its own parameters, and record its calls."""
         bucket_of = {id(p): bucket for bucket in self._reducer.buckets if bucket.sharded for p in bucket.parameters}
         readers: dict[int, _Reader] = {}
         for path, module in root.named_modules(remove_duplicate=False):
@@ -61,7 +60,7 @@ class ParameterGather:
                 readers[id(module)] = reader = _Reader(list(own.values()))
                 if module is root or hasattr(module, "pipeline_units"):
                     self._unannounced += reader.buckets
-                # Before the hooks that are there: weight norm's computes the weight from parameters.
+                # Before existing hooks: weight norm's computes the weight from parameters.
                 reader.hook = module.register_forward_pre_hook(lambda *_, reader=reader: self._announce(reader), prepend=True)
             self._readers[path] = readers[id(module)]
 
@@ -71,7 +70,7 @@ class ParameterGather:
         self.wait(reader.buckets)
 
     def _learn(self) -> None:
-        """Let somebody wait for the parameters of every module that was not called; from now on gathers overlap."""
+        """Assign the parameters of modules that were not called to a module that waits for them; then overlap gathers."""
         for path, reader in self._readers.items():
             if reader.called:
                 continue
@@ -94,13 +93,13 @@ class ParameterGather:
                 continue
             self.wait([bucket])
             self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
-            bucket.gathering = gather_parts(bucket.value, group)
+            bucket.gathering = gather_chunks(bucket.value, group)
             started.append(bucket)
         if not self._overlapped:
             self.wait(started)
 
     def begin_step(self) -> None:
-        """Wait for the parameters that are used without a call."""
+        """Wait for the parameters that are read without a call."""
         if self._learning and any(reader.called for reader in self._readers.values()):
             self._learn()
         self._learning = bool(self._readers) and not self._overlapped
@@ -112,10 +111,10 @@ class ParameterGather:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
-                increment_version(bucket.parameters)  # autograd refuses what has kept an old value for its backward
+                increment_version(bucket.parameters)  # autograd refuses a backward with the old value
 
     def detach(self) -> None:
-        """Let go of the modules; nothing is waited for, since the other ranks may have failed."""
+        """Remove the hooks without waiting, since other ranks may have failed."""
         for reader in self._readers.values():
             reader.hook.remove()
         self._readers.clear()

@@ -1,7 +1,7 @@
-"""Parameter groups from a table: which parameters have a learning rate, a minimum or a weight decay of their own.
+"""Parameter groups from a table of learning rates, minimum rates and weight decays.
 
-Rows are matched by name and number of dims, never by what a rank happens to hold, and rows that match nothing here stay as
-empty groups. So every rank of a pipeline has the same groups in the same order, and schedulers, monitors and checkpoints agree.
+Rows match parameters by name and number of dims, whatever a rank holds, and rows without a match here stay as empty groups.
+So every rank of a pipeline has the same groups in the same order, and schedulers, monitors and checkpoints agree.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ DEFAULT_GROUP = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """One row of the table.
-
-    Raises:
-        ConfigError: If a value is out of range, or both ``lr`` and ``lr_mult`` are given.
-    """
+    """One row of the table."""
 
     name: str
     """Name of the group, as LearningRateMonitor logs it."""
     params: Sequence[str] = ("**",)
-    """Patterns of parameter names; ``*`` stands for one segment of a dotted name or a part of it, ``**`` for any number."""
+    """Patterns of parameter names; ``*`` represents one segment of a dotted name or a part of it, ``**`` for any number."""
     max_dims: int | None = None
     """Match only parameters of at most that many dims; 1: norms and biases."""
     lr: float | None = None
@@ -66,20 +62,16 @@ def make_param_groups(
     lr: float,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return the groups to make an optimizer with; the first row that matches a parameter takes it.
+    """Return the groups for an optimizer; a parameter belongs to the first row that matches it.
 
     Args:
-        module: Whose parameters; patterns are matched with the names that ``named_parameters()`` gives them, or with the
-            owner's where a pipeline stage holds a tied copy.
+        module: Owner of the parameters; patterns match the names of ``named_parameters()``, or the owner's of a tied copy.
         table: The rows, in order.
         lr: Common peak learning rate.
         weight_decay: Common weight decay.
 
     Returns:
         The default group, then one for each row, empty ones included.
-
-    Raises:
-        ConfigError: If two rows have one name.
     """
     names = [DEFAULT_GROUP, *(row.name for row in table)]
     if len(set(names)) != len(names):
@@ -100,11 +92,7 @@ def make_param_groups(
 
 
 def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
-    """Check, on the whole module, that every row takes a parameter.
-
-    Raises:
-        ConfigError: Naming the row that takes none.
-    """
+    """Check, on the full module, that every row matches a parameter."""
     _, *groups = make_param_groups(module, table, lr=0.0)
     for row, group in zip(table, groups, strict=True):
         if group["params"]:
@@ -113,7 +101,7 @@ def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
         raise ConfigError(
             f"parameter group {row.name!r} takes no parameter of {type(module).__name__}: params={list(row.params)} match "
             f"none, or only what rows before it have taken. Parameters are called {' or '.join(map(repr, fitting[:2]))}; "
-            "give such names, in which * stands for a part of a segment and ** for any number of segments, or remove the row."
+            "give such names, in which * represents a part of a segment and ** for any number of segments, or remove the row."
         )
 
 

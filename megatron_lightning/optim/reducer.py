@@ -1,13 +1,13 @@
 """The gradient reduction of one optimizer step: overlapped with backward, summed over every axis that needs it.
 
-Order of one step, as the strategy drives it (contracts of Megatron-Core's ``finalize_model_grads``, with all partial sums
-before the data-parallel reduction, so that the reduction of one bucket happens once):
+Order of one step (as megatron/core/distributed/finalize_model_grads.py, with all partial sums before the data-parallel
+reduction, so that every bucket is reduced once):
 
-    start_window()                     no parameter has a gradient
+    begin_step()                       no parameter has a gradient
     backward of every micro-batch      the first gradient is copied into the buffer, p.grad becomes a view of it, and autograd
-                                       adds the next ones to that; ``sync`` is set for the last one of each model part
-    hide() … expose()                  p.grad are out of the way while Lightning calls ``zero_grad``
-    finish(scale)                      what is left is launched, awaited and scaled
+                                       adds the next ones to that; ``sync`` is set for the last one of each stage
+    hide() … publish()                 p.grad are hidden while Lightning calls ``zero_grad``
+    finish(scale)                      the remaining reductions are launched; all are awaited and scaled
 
 Parameters that need neither a reduction nor an fp32 gradient keep the plain gradients of autograd.
 """
@@ -15,8 +15,9 @@ Parameters that need neither a reduction nor an fp32 gradient keep the plain gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,26 +25,32 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError, ShardingError
-from megatron_lightning.optim.buckets import Bucket, DataGroups, Fragment, build_buckets
+from megatron_lightning.optim.buckets import Bucket, DataGroups, ParameterShard, build_buckets
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.grid import GridName
-from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.parallel.spec import ShardSpec
 
-_GRIDS: tuple[GridName, ...] = ("dense", "expert")
+
+class Usage(NamedTuple):
+    """Parameters that are reduced over the same ranks, and which of them received a gradient on this rank."""
+
+    names: Sequence[str]
+    touched: Sequence[bool]
+    sum_groups: tuple[AxisGroup, ...]
+    data_group: AxisGroup
 
 
 class GradientReducer:
-    """Reduces the gradients of one rank's parameters.
+    """Reduce the gradients of one rank's parameters.
 
     Args:
         parameters: Name -> trainable local parameter, in registration order (equal on all ranks of a data group).
         specs: Name -> shard spec; further names are ignored.
         context: The groups of this rank. With a pipeline, construction is a collective of the pipeline group.
         sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1); False: all of them on every rank.
-        whole: Names of the parameters whose optimizer needs all of them on one rank.
-        part_of: The pipeline stage that completes a parameter's gradient, by name; None: all together.
-        options: Size of the buckets, and how they travel.
+        matrices: Names of the parameters whose optimizer needs them undivided.
+        stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all together.
+        options: Size of the buckets, and how they are sent.
 
     Raises:
         ShardingError: If a tied parameter lies on a pipeline rank outside the embedding group.
@@ -56,38 +63,41 @@ class GradientReducer:
         context: ParallelContext,
         *,
         sharded: bool,
-        whole: Set[str] = frozenset(),
-        part_of: Mapping[str, int] | None = None,
+        matrices: Set[str] = frozenset(),
+        stage_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
     ) -> None:
         self.options = options = options or DataParallelOptions()
-        self.parameters, self.specs, self.context = dict(parameters), dict(specs), context
+        self.parameters = dict(parameters)
+        self.specs = dict(specs)
+        self.context = context
         self.sync = False
         """Whether the gradients that arrive now are their parameters' last ones of this step."""
         self.late: frozenset[str] = frozenset()
-        """Parameters of which ``sync`` does not hold, such as those that several stages of this rank share."""
+        """Parameters to which ``sync`` does not apply, such as those that several stages of this rank share."""
         self.bytes_communicated: Counter[str] = Counter()
-        """Size of the buffers given to each collective so far, by its name."""
+        """Bytes given to each collective so far, by its name."""
         tied = _tied_names(self.parameters, specs, context)
         instances = options.num_distributed_optimizer_instances
-        self.groups: dict[GridName, DataGroups] = {
-            grid: DataGroups.of(context, grid, sharded=sharded, num_instances=instances) for grid in _GRIDS
+        self.groups = {
+            group.name: DataGroups.of(group, context, sharded=sharded, num_instances=instances)
+            for group in (context.dp_cp, context.edp)
         }
-        """The data-parallel ranks of each grid."""
+        """``ShardSpec.data_axes`` -> the ranks over which such a parameter is replicated."""
         self.buckets = build_buckets(
             parameters,
             specs,
             context,
             groups=self.groups,
             tied=tied,
-            whole=whole,
-            part_of=part_of,
+            matrices=matrices,
+            stage_of=stage_of,
             bucket_size=options.bucket_size,
         )
-        self.fragments: dict[str, Fragment] = {}
-        """Name -> this rank's part of a bucketed parameter; the optimizer may set another ``target``."""
+        self.shards: dict[str, ParameterShard] = {}
+        """Name -> this rank's shard of a bucketed parameter; the optimizer may set another ``target``."""
         for bucket in self.buckets:
-            self.fragments.update(bucket.fragments())
+            self.shards.update(bucket.shards())
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self._native = [parameter for name, parameter in self.parameters.items() if name not in self.bucket_of]
         self._hidden: list[Tensor | None] = []
@@ -97,7 +107,6 @@ class GradientReducer:
         self._reductions: list[Reduction] = []
         self._unused: set[str] = set()
         self._finished = False
-        self._flags = self._allocate_flags()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._accumulated, bucket, index)
@@ -108,12 +117,12 @@ class GradientReducer:
 
     @property
     def sharded(self) -> bool:
-        """Whether data-parallel ranks hold different parts of the gradients."""
+        """Whether data-parallel ranks hold different shards of the gradients."""
         return any(groups.sharded for groups in self.groups.values())
 
     @property
     def exchanges(self) -> bool:
-        """Whether optimizers step something else than the parameters themselves, or gradients are reduced here."""
+        """Whether optimizers step other tensors than the parameters, or gradients are reduced here."""
         return bool(self.buckets)
 
     def is_plain(self, name: str) -> bool:
@@ -121,43 +130,43 @@ class GradientReducer:
         return name not in self.bucket_of
 
     def is_sharded(self, name: str) -> bool:
-        """Return whether data-parallel ranks step different parts of a parameter."""
+        """Return whether data-parallel ranks step different shards of a parameter."""
         return name in self.bucket_of and self.bucket_of[name].sharded
 
     def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the part of a matrix that this rank has, and the ranks that have the others, where data-parallel ranks do."""
+        """Return the spec of this rank's rows of a matrix and the ranks that hold the others; None: it is not divided here."""
         return None
 
     def detach(self) -> None:
-        """Let go of the parameters, gradients included; the reducer is not used afterwards."""
+        """Remove the hooks and drop all gradients; the reducer is not used afterwards."""
         for hook in self._hooks:
             hook.remove()
         for name in self.bucket_of:
             self.parameters[name].grad = None
 
-    def start_window(self) -> None:
+    def begin_step(self) -> None:
         """Begin the accumulation of one optimizer step: there is no gradient yet."""
-        for reduction in self._reductions:  # of a window that was given up
+        for reduction in self._reductions:  # of an abandoned step
             reduction.finish()
         self._reductions.clear()
         for bucket in self.buckets:
             bucket.reset()
-        for fragment in self.fragments.values():
-            fragment.target.grad = None
+        for shard in self.shards.values():
+            shard.target.grad = None
         for parameter in self._native:
             parameter.grad = None
         self._hidden, self._num_launched, self._finished = [], 0, False
         self._unused.clear()
-        self.expose()
+        self.publish()
 
     def hide(self) -> None:
-        """Take the gradients off the parameters, where ``zero_grad`` would destroy them; :meth:`expose` brings them back."""
+        """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish` restores it."""
         self._hidden = self._hidden or [parameter.grad for parameter in self._native]
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def expose(self) -> None:
-        """Let every ``p.grad`` be the gradient that is accumulated (before :meth:`finish`) or reduced (after it), if any."""
+    def publish(self) -> None:
+        """Set every ``p.grad`` to the accumulated (before :meth:`finish`) or reduced gradient (after it), if any."""
         for parameter, gradient in zip(self._native, self._hidden, strict=False):
             parameter.grad = gradient
         self._hidden = []
@@ -168,7 +177,7 @@ class GradientReducer:
                 parameter.grad = view if there else None
 
     def complete(self, names: Iterable[str]) -> None:
-        """Be told that these parameters receive no more gradients in this step: launch the reductions that can start."""
+        """Mark parameters as complete; launch ready reductions."""
         for name in names:
             if name in self.bucket_of:
                 bucket = self.bucket_of[name]
@@ -176,10 +185,9 @@ class GradientReducer:
         self._launch_in_order()
 
     def launch(self) -> None:
-        """Launch the reductions that no hook has launched, such as those of buckets with unused parameters.
+        """Launch the remaining reductions, such as those of buckets with unused parameters.
 
-        To be called before any other collective of the data group, which ranks that used other parameters would otherwise
-        meet in another order.
+        Call it before any other collective of the data group: ranks that used other parameters would order them otherwise.
         """
         self._launch_in_order(everything=True)
 
@@ -188,12 +196,9 @@ class GradientReducer:
 
         Afterwards ``p.grad`` is the full reduced gradient, or None where it is sharded; the optimizer's parameters have
         theirs. A parameter that no rank used has None, so that optimizers skip it as they do on one device.
-
-        Raises:
-            PipelineError: If the window was finished before.
         """
         if self._finished and self.buckets:
-            raise PipelineError("finish() was called twice; the gradients are reduced already. Call start_window() first.")
+            raise PipelineError("finish() was called twice; the gradients are reduced already. Call begin_step() first.")
         self.launch()
         for bucket in self.buckets:
             if bucket.sum_groups:
@@ -211,29 +216,29 @@ class GradientReducer:
             if gradients:
                 torch._foreach_mul_(gradients, scale)
         self._finished = True
-        self.expose()
-        for name, fragment in self.fragments.items():
-            fragment.target.grad = None if name in self._unused else fragment.gradient
+        self.publish()
+        for name, shard in self.shards.items():
+            shard.target.grad = None if name in self._unused else shard.gradient
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return what the optimizers will read, by parameter name in registration order; unused parameters are absent.
+        """Return the optimizers' gradients by parameter name in registration order; unused parameters are absent.
 
-        With sharded gradients an entry is this rank's part, 1-D unless it is the whole parameter.
+        With sharded gradients an entry is this rank's shard, 1-D unless it is the full parameter.
         """
         return {name: target.grad for name, target in self.targets().items() if target.grad is not None}
 
     def targets(self) -> dict[str, nn.Parameter]:
-        """Return what optimizers step for each parameter that this rank has a part of, by name in registration order."""
+        """Return the tensor that carries the gradient of each parameter of this rank, by name in registration order."""
         return {
-            name: self.fragments[name].target if name in self.fragments else parameter
+            name: self.shards[name].target if name in self.shards else parameter
             for name, parameter in self.parameters.items()
-            if name in self.fragments or name not in self.bucket_of
+            if name in self.shards or name not in self.bucket_of
         }
 
     def counted(self, gradients: Mapping[str, Tensor] | None = None) -> Iterator[tuple[Tensor, ShardSpec]]:
-        """Yield all or some of these with their specs; when some are shards, equal ones of other replicas left out."""
+        """Yield all or some gradients with their specs; if any are sharded, without equal ones of other replicas."""
         for name, gradient in (self.gradients() if gradients is None else gradients).items():
-            groups = self.groups[self.specs[name].grid]
+            groups = self.groups[self.specs[name].data_axes]
             if not self.sharded or (groups.replicas if groups.sharded else groups.all).rank == 0:
                 yield gradient, self.specs[name]
 
@@ -250,7 +255,7 @@ class GradientReducer:
             )
         view = bucket.views[index]
         if parameter.grad is not None and parameter.grad is not view:
-            if bucket.touched[index]:  # p.grad was cleared in the middle of the window
+            if bucket.touched[index]:  # p.grad was cleared in the middle of the step
                 view.add_(parameter.grad)
             else:
                 view.copy_(parameter.grad)
@@ -262,7 +267,7 @@ class GradientReducer:
                 self._launch_in_order()
 
     def _launch_in_order(self, *, everything: bool = False) -> None:
-        """Launch the reductions of complete buckets; never out of order, for the collectives of all ranks must match."""
+        """Launch the reductions of complete buckets in order: the collectives of all ranks must match."""
         while self._num_launched < len(self._overlapped):
             bucket = self._overlapped[self._num_launched]
             if not everything and len(bucket.ready) < len(bucket.names):
@@ -274,40 +279,46 @@ class GradientReducer:
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launched = True
         if self._reductions:
-            self._reductions[-1].spread()
-        self._reductions.append(Reduction(bucket, self._sent_as, self.bytes_communicated))
+            self._reductions[-1].reduce_replicas()
+        self._reductions.append(Reduction(bucket.gradient, bucket.data, self._sent_as, self.bytes_communicated))
 
     def _all_reduce(self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         self.bytes_communicated["all_reduce"] += tensor.nbytes
         dist.all_reduce(tensor, op, group=group.process_group)
 
-    def _allocate_flags(self) -> dict[AxisGroup, Tensor]:
-        """One byte for each bucketed parameter of a data group."""
+    def _usage(self) -> list[Usage]:
+        """Return which parameters received a gradient in this step."""
+        return [Usage(bucket.names, bucket.touched, bucket.sum_groups, bucket.data.all) for bucket in self.buckets]
+
+    @cached_property
+    def _flags(self) -> dict[AxisGroup, Tensor]:
+        """One byte for each reduced parameter of a data group."""
         sizes: Counter[AxisGroup] = Counter()
-        for bucket in self.buckets:
-            sizes[bucket.data.all] += len(bucket.names)
+        for usage in self._usage():
+            sizes[usage.data_group] += len(usage.names)
         device = self.context.device
         return {group: torch.zeros(size, dtype=torch.uint8, device=device) for group, size in sizes.items()}
 
     def _agree_on_unused(self) -> set[str]:
-        """Return the names of the parameters that no rank used in this window."""
+        """Return the names of the parameters that no rank used in this step."""
         unused: set[str] = set()
+        usages = self._usage()
         for group, flags in self._flags.items():
-            buckets = [bucket for bucket in self.buckets if bucket.data.all is group]
-            touched = [used for bucket in buckets for used in bucket.touched]
+            mine = [usage for usage in usages if usage.data_group is group]
+            touched = [used for usage in mine for used in usage.touched]
             if all(touched):
                 flags.fill_(1)
             else:
                 flags.copy_(torch.tensor(touched, dtype=torch.uint8))
             first = 0
-            for bucket in buckets:
-                for sum_group in bucket.sum_groups:
-                    self._all_reduce(flags[first : first + len(bucket.names)], sum_group, dist.ReduceOp.MAX)
-                first += len(bucket.names)
+            for usage in mine:
+                for sum_group in usage.sum_groups:
+                    self._all_reduce(flags[first : first + len(usage.names)], sum_group, dist.ReduceOp.MAX)
+                first += len(usage.names)
             if group.size > 1:
                 self._all_reduce(flags, group, dist.ReduceOp.MAX)
-            if not all(touched):  # reading the flags waits for the device; only a rank that lacks a gradient needs to
-                names = [name for bucket in buckets for name in bucket.names]
+            if not all(touched):  # reading the flags synchronizes with the device
+                names = [name for usage in mine for name in usage.names]
                 unused.update(name for name, used in zip(names, flags.tolist(), strict=True) if not used)
         return unused
 

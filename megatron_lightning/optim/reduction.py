@@ -1,11 +1,11 @@
-"""The reduction of one bucket over its data-parallel ranks, in flight.
+"""The asynchronous reduction of one buffer of gradients over its data-parallel ranks.
 
     not sharded                 all-reduce
     sharded                     reduce-scatter
-    sharded, with replicas      reduce-scatter inside the group of neighbours, then all-reduce of the shard over the replicas
+    sharded, with replicas      reduce-scatter inside the group of neighbors, then all-reduce of the shard over the replicas
 
-The second phase begins when the next bucket's reduction does, so that it overlaps the backward pass as well; which collective
-follows which is the same on every rank.
+The second phase begins when the next bucket's reduction does, so that it overlaps the backward pass as well; the order of the
+collectives is the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,49 +16,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.optim.buckets import Bucket
-from megatron_lightning.parallel.cpu_exchange import Messages, reduce_parts
+from megatron_lightning.optim.buckets import DataGroups
+from megatron_lightning.parallel.cpu_exchange import Messages, reduce_chunks
 
 
 class Reduction:
-    """Starts the reduction of ``bucket``, which must not change until :meth:`finish` has returned.
+    """Start the reduction of ``gradient``, which must not change until :meth:`finish` has returned.
 
     Args:
-        bucket: The gradients to reduce, in place.
-        dtype: What real gradients are sent as; None: as they are.
-        bytes_communicated: Counts the size of the buffers given to each collective.
+        gradient: The gradients to reduce, 1-D, in place.
+        data: Ranks over which it is reduced and sharded.
+        dtype: Dtype in which real gradients are sent; None: their own.
+        bytes_communicated: Counts the bytes given to each collective.
     """
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype | None, bytes_communicated: Counter[str]) -> None:
-        self._bucket, self._bytes = bucket, bytes_communicated
-        self._own = bucket.gradient[bucket.shard]
-        self._sent, self._spread = self._own, False
+    def __init__(self, gradient: Tensor, data: DataGroups, dtype: torch.dtype | None, bytes_communicated: Counter[str]) -> None:
+        self._data = data
+        self._bytes = bytes_communicated
+        own = data.shard_of(gradient.numel())
+        self._own = gradient[own]
+        self._sent, self._second_phase = self._own, False
         self._work: Messages | dist.Work | None = None
-        group = bucket.data.shard if bucket.sharded else bucket.data.all
+        group = data.shard if data.sharded else data.all
         if group.process_group is None:
             return
-        rounded = dtype is not None and bucket.gradient.is_floating_point()  # a complex one would lose half of itself
-        buffer = bucket.gradient.to(dtype) if rounded else bucket.gradient
-        self._sent = buffer[bucket.shard]
-        if bucket.sharded:
+        rounded = dtype is not None and gradient.is_floating_point()  # a complex one would lose its imaginary part
+        buffer = gradient.to(dtype) if rounded else gradient
+        self._sent = buffer[own]
+        if data.sharded:
             self._count("reduce_scatter", buffer)
-            self._work = reduce_parts(buffer, group.process_group)
+            self._work = reduce_chunks(buffer, group.process_group)
         else:
             self._count("all_reduce", buffer)
             self._work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
 
-    def spread(self) -> None:
+    def reduce_replicas(self) -> None:
         """Begin the second phase, if there is one and it has not begun."""
-        group = self._bucket.data.replicas
-        if self._spread or not self._bucket.sharded or group.process_group is None:
+        group = self._data.replicas
+        if self._second_phase or not self._data.sharded or group.process_group is None:
             return
         self._wait()
         self._count("all_reduce", self._sent)
-        self._work, self._spread = dist.all_reduce(self._sent, group=group.process_group, async_op=True), True
+        self._work, self._second_phase = dist.all_reduce(self._sent, group=group.process_group, async_op=True), True
 
     def finish(self) -> None:
-        """Wait until this rank's part of the bucket is the sum over all ranks."""
-        self.spread()
+        """Wait until this rank's shard is the sum over all ranks."""
+        self.reduce_replicas()
         self._wait()
         if self._sent.dtype != self._own.dtype:
             self._own.copy_(self._sent)

@@ -1,8 +1,8 @@
-"""What a sharding table has forgotten: found in the first step, by gradients that should be equal and are not.
+"""Detect modules that the sharding plan missed: in the first step, gradients that should be equal differ.
 
-A parameter that the table does not mention is whole on every tensor-parallel rank, and stays the same there as long as its
-gradients are the same. Where its module sees a part of the activations only (a shard of the sequence, a share of the heads),
-they are not, and the ranks' weights would drift apart without a word.
+A parameter that the plan does not mention is replicated over the tensor-parallel ranks, and stays equal as long as its
+gradients are. If its module sees only a shard of the activations (of the sequence or the heads), they are not, and the
+ranks' weights would silently diverge.
 """
 
 from __future__ import annotations
@@ -16,25 +16,20 @@ from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sharding import ShardSpec
+from megatron_lightning.parallel.spec import ShardSpec
 
 _TOLERANCE = 0.05
-"""Of a gradient's norm. Kernels without a fixed order of summation differ by less; what two shards give, by about all of it."""
+"""Of a gradient's norm. Kernels without a fixed order of summation differ by less; two shards' gradients by about all of it."""
 
 _MOST_ELEMENTS = 1 << 20
-"""Of larger gradients, equally spaced ones are looked at, so that no memory to speak of is needed."""
+"""Of larger gradients equally spaced elements are compared, which bounds the memory."""
 
 
-class GradientAgreement:
-    """Compares the gradients of replicated parameters between the tensor-parallel ranks, in the first flush that is finite.
+class ReplicatedGradients:
+    """Compare the gradients of replicated parameters between the tensor-parallel ranks, in the first finite pipeline run.
 
-    Each rank adds up the gradient's elements with fixed random signs, which tells gradients apart as well as their distance
+    Each rank sums the gradient's elements with fixed random signs, which distinguishes gradients as well as their distance
     does, without sending them.
-
-    Args:
-        parameters: The parameters by name, before anything reduces their gradients.
-        specs: Spec of every parameter by name.
-        group: The tensor-parallel ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], group: AxisGroup) -> None:
@@ -43,14 +38,14 @@ class GradientAgreement:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for name, parameter in parameters.items():
             spec = specs.get(name)
-            if group.size == 1 or spec is None or group.name in (*spec.sharded_over, *spec.partial_over):
+            if group.size == 1 or spec is None or group.name not in spec.replica_axes or group.name in spec.partial_over:
                 continue
             if parameter.requires_grad and parameter.numel():
                 self._sums[name] = torch.zeros(2, dtype=torch.float64, device=parameter.device)
                 self._hooks.append(parameter.register_hook(partial(self._add, name)))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -64,8 +59,8 @@ class GradientAgreement:
         signs = 1 - 2 * ((position * 2654435761 >> 16) & 1)  # Knuth's multiplicative hash
         self._sums[name] += torch.stack([part.sum(dtype=torch.float64) for part in (flat * signs, flat.square())])
 
-    def settle(self) -> None:
-        """Compare what the flush gave; all tensor-parallel ranks call this together, after its backward passes.
+    def compare(self) -> None:
+        """Compare the gradients of a pipeline run after its backward passes; a collective of the tensor-parallel ranks.
 
         Raises:
             ShardingError: On all of them, naming the parameters whose gradients differ.
@@ -77,7 +72,7 @@ class GradientAgreement:
         extremes = torch.cat([sums[:, 0].nan_to_num(), -sums[:, 0].nan_to_num(), squares])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.process_group)
         highest, negated_lowest, squares = extremes.chunk(3)
-        if not squares.isfinite().all():  # a loss scale that is still too high, say
+        if not squares.isfinite().all():  # e.g. a loss scale that is still too high
             for total in self._sums.values():
                 total.zero_()
             return
@@ -86,7 +81,7 @@ class GradientAgreement:
         if differing:
             raise ShardingError(
                 f"the gradients of {len(differing)} parameter(s) differ between the tensor-parallel ranks "
-                f"{list(self._group.ranks)}, and the sharding table leaves these parameters whole on each, where they would "
-                f"drift apart: {', '.join(differing[:5])}. Their modules see a part of the activations. Give each a style: "
+                f"{list(self._group.ranks)}, and the sharding plan replicates these parameters, which would "
+                f"diverge: {', '.join(differing[:5])}. Their modules see a part of the activations. Give each a style: "
                 "SequenceParallel() where the input is a shard of the sequence or of the heads, else how the module is split."
             )

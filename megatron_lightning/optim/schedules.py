@@ -1,6 +1,6 @@
 """Learning-rate and weight-decay schedules as a torch ``LRScheduler``: Megatron-Core's ``OptimizerParamScheduler``.
 
-With n what has been consumed (optimizer steps, or samples), a group with peak rate ``max`` trains at
+With n optimizer steps (or samples) consumed, a group with peak rate ``max`` trains at
 
     n <= warm-up          init + (max - init) n / warm-up
     n > decay             min
@@ -37,9 +37,6 @@ class LRSchedule:
     """A schedule, with the names of Megatron-Core; all ``_steps`` are counted in ``unit`` from the start of training.
 
     The peak is the learning rate that the optimizer, or a parameter group of it, was made with.
-
-    Raises:
-        ConfigError: If the values contradict each other.
     """
 
     lr_decay_style: DecayStyle = "cosine"
@@ -69,7 +66,7 @@ class LRSchedule:
     samples_per_step: int | None = None
     """Samples of an optimizer step over all ranks, for strategies that do not count them as MegatronStrategy does."""
     on_resume: OnResume = "require_equal"
-    """When a checkpoint was written under another schedule: refuse it, follow this one, or follow the checkpoint's."""
+    """Whether to refuse a checkpoint of another schedule, to follow this one, or to follow the checkpoint's."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -148,7 +145,7 @@ def _cosine(ratio: float) -> float:
     return 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
 
-# What is left of the way from peak to minimum when a part of the decay has passed.
+# Remaining fraction of the way from peak to minimum after a fraction of the decay.
 _TAILS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": _cosine,
@@ -158,7 +155,7 @@ _TAILS: Mapping[str, Callable[[float], float]] = {
 
 
 class _Group(NamedTuple):
-    """What a parameter group has of its own, as it was configured."""
+    """The configured values of a parameter group."""
 
     peak: float
     floor: float
@@ -167,19 +164,15 @@ class _Group(NamedTuple):
 
 
 class ScheduledLR(LRScheduler):
-    """Sets the learning rate and, where configured, the weight decay of every parameter group by an :class:`LRSchedule`.
+    """Set the learning rate and, where configured, the weight decay of every parameter group by an :class:`LRSchedule`.
 
     A group's peak is its ``lr`` when this is made. Further keys of a group are read if present: ``min_lr``; ``lr_mult``, by
     which ``init_lr`` and ``min_lr`` are multiplied as the group's ``lr`` was; ``wd_mult``, the factor of the scheduled weight
     decay (otherwise 0 for groups made without weight decay, and 1). Step it after every optimizer step (Lightning:
     ``"interval": "step"``).
 
-    Args:
-        optimizer: The optimizer.
-        schedule: The schedule.
-
     Raises:
-        ConfigError: If a group's minimum is above its peak; in :meth:`step`, if samples are to be counted and nobody does.
+        ConfigError: If a group's minimum is above its peak; in :meth:`step`, if samples are not counted.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule) -> None:
@@ -198,15 +191,15 @@ class ScheduledLR(LRScheduler):
         self._counting = True
 
     def count_samples(self, num_samples: int) -> None:
-        """Take note of samples, over all ranks, that the next optimizer step is made from."""
+        """Count samples, over all ranks, of the next optimizer step."""
         self._samples = (self._samples or 0) + num_samples
 
     def forget_samples(self) -> None:
-        """Take note that the samples counted since the last step made no step: it was skipped."""
+        """Discard the samples counted since the last step, which was skipped."""
         self._samples = 0
 
     def step(self, epoch: int | None = None) -> None:
-        """Move on by one optimizer step, or by the samples it took."""
+        """Advance by one optimizer step, or by its samples."""
         if self._counting:
             self.num_steps += self._increment()
         super().step()
@@ -246,11 +239,7 @@ class ScheduledLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, under the schedule that ``on_resume`` says.
-
-        Raises:
-            CheckpointError: If the schedules differ and ``on_resume`` is ``"require_equal"``.
-        """
+        """Resume from :meth:`state_dict`, under the schedule that ``on_resume`` selects."""
         how = self.schedule.on_resume
         if how == "require_equal":
             self._require_equal(state_dict)

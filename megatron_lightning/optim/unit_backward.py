@@ -1,108 +1,109 @@
-"""The backward passes of the units that FSDP2 shards: one reduction of each unit, in one order, on every rank.
+"""Backward passes of the units that FSDP2 shards: one reduction of each unit, in one order, on every rank.
 
-FSDP2 reduces the gradients that a unit happens to have when its backward ends, and a unit whose output does not reach the loss
-has no backward. Where that depends on the data, ranks would reduce different tensors together. Here a parameter without a
-gradient takes part with zeros, and before a unit's backward those after it that have had none are gathered and reduced in its
-place, so that the collectives of a step follow from the order of the calls alone (``unit_order``). What is gathered ahead is
-the unit before in that order; FSDP2 takes the one that ran before, at the first unit that of another micro-batch, in vain.
+Which parameters of a unit get a gradient, and whether backward reaches the unit at all, may depend on the data. Collectives
+must not: they follow from the order of the calls alone, which is the same on all ranks (``unit_order``). With the units 0 to 3
+called in this order, a backward pass that gathers parameters is, on every rank:
+
+    backward reaches 3                gather 3, gather 2 ahead
+    backward reaches 2    reduce 3              gather 1 ahead
+    backward reaches 1    reduce 2              gather 0 ahead
+    backward reaches 0    reduce 1
+    backward ends         reduce 0
+
+Autograd runs in reverse order: when it has reached a unit, the gradients of later units are complete. A unit that it did not
+reach is gathered and reduced nevertheless, between the units around it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from megatron_lightning.compat import FsdpUnit, at_end_of_backward, backward_pass
+from megatron_lightning.compat import at_end_of_backward
 
 
 class StageBackward:
-    """The backward passes of one stage's units; creating it changes what FSDP2 does around them.
+    """The backward passes of one stage's units."""
 
-    Args:
-        units: The units.
-        order: Returns the units, by index, in the order in which a training step calls them; nothing before the first.
-    """
-
-    def __init__(self, units: Sequence[FsdpUnit], order: Callable[[], Sequence[int]]) -> None:
-        self._units, self._order = units, order
-        self._parameters = [frozenset(id(sharded) for sharded, _ in unit.parameters()) for unit in units]
-        self._trains = [any(whole.requires_grad for _, whole in unit.parameters()) for unit in units]
-        self._calls: Counter[int] = Counter()
-        self._behind: dict[int, list[int]] = {}  # unit -> those whose first call comes after its last one
+    def __init__(self, units: Mapping[int, Any], order: Callable[[], Sequence[int]], *, reshard: bool, every: bool) -> None:
+        self._units = units
+        self._order = order
+        self._reshard = reshard
+        self._every = every
+        self.reduce: Callable[[int, bool], None] = lambda unit, last: None
+        """Reduces a unit's gradients, given its index and whether they are the last ones of the step."""
+        self._later: dict[int, list[int]] = {}  # unit -> units whose first call follows its last one
         self._next: dict[int, int] = {}  # unit -> the one whose backward follows
-        self._pass = -1
-        self._begun: set[int] = set()
-        self._ended: Counter[int] = Counter()
-        self._reduced: set[int] = set()
-        self.used: set[int] = set()
-        """Ids of the sharded parameters that have had a gradient on this rank since this was last cleared."""
-        for index, unit in enumerate(units):
-            unit.wrap_backward(partial(self._before, index), partial(self._after, index))
+        self._last = self._running = False
+        self._reached: set[int] = set()
+        self._done: set[int] = set()
 
-    def begin(self) -> None:
-        """From here on each unit is reduced once more: a backward pass begins, or what completes a step's gradients."""
-        if not self._calls:
+    def reset(self) -> None:
+        """Begin a step: the gradients of a backward pass are not the last ones."""
+        self._last = self._running = False
+
+    def begin_last(self) -> None:
+        """Begin to complete the gradients of a step."""
+        self._last = True
+        self._begin()
+
+    def end_last(self) -> None:
+        """Reduce the units that no backward pass has reduced, such as those with deferred weight gradients."""
+        for unit in self._pending(dict.fromkeys([*self._later, *self._units])):
+            self._complete(unit)
+        self._last = False
+
+    def reached(self, unit: int) -> None:
+        """Handle that a backward pass has reached a unit, before FSDP2 gathers its parameters."""
+        if not self._running:
+            self._begin()
+            self._running = True
+            at_end_of_backward(self._end)
+        for later in self._pending(self._later.get(unit, ())):
+            self._leave(later, gather=True)
+        self._reached.add(unit)
+
+    def _begin(self) -> None:
+        if not self._later:
             self._learn(self._order())
-        self._begun, self._ended, self._reduced = set(), Counter(), set()
+        self._reached, self._done = set(), set()
 
     def _learn(self, order: Sequence[int]) -> None:
-        self._calls = Counter(order)
-        first = {unit: order.index(unit) for unit in self._calls}
+        first = {unit: order.index(unit) for unit in dict.fromkeys(order)}
         last = {unit: place for place, unit in enumerate(order)}
-        self._behind = {unit: [other for other in first if first[other] > last[unit]] for unit in self._calls}
-        self._next = {unit: order[place - 1] for unit, place in last.items() if place}
-
-    def _enter(self) -> bool:
-        """Return whether a backward pass runs."""
-        current = backward_pass()
-        if current not in (-1, self._pass):
-            self._pass = current
-            self.begin()
-            at_end_of_backward(self._end)
-        return current != -1
+        self._later = {unit: [other for other in first if first[other] > last[unit]] for unit in first}
+        self._next = {unit: order[place - 1] if place else unit for unit, place in last.items()}
+        for unit, following in self._next.items():
+            # By default FSDP2 prefetches the unit that ran before, which at the first unit is one of another micro-batch.
+            self._units[unit].set_modules_to_backward_prefetch([self._units[following]])
 
     def _end(self) -> None:
-        """Do what the backward pass has left out of the first units."""
-        for unit in self._pending(self._calls):
-            self._make_up(unit, gather=self._trains[unit])
+        """Complete the first units, and those that the backward pass did not reach."""
+        for unit in self._pending(self._later):
+            self._leave(unit, gather=self._has_backward(unit))
+        self._running = False
 
-    def _before(self, index: int, gather: Callable[[], None]) -> None:
-        self._enter()
-        for unit in self._pending(self._behind.get(index, ())):
-            self._make_up(unit, gather=True)
-        self._begun.add(index)
-        gather()
-        if index in self._next:
-            self._units[self._next[index]].gather_ahead()
+    def _has_backward(self, unit: int) -> bool:
+        """Return whether the unit's output depends on trained parameters of the stage."""
+        before = list(self._later)[: list(self._later).index(unit) + 1]
+        return any(p.requires_grad for other in before for p in self._units[other].parameters())
 
-    def _after(self, index: int, reduce: Callable[[], None]) -> None:
-        running = self._enter()
-        for other in self._pending(self._behind.get(index, ())):
-            self._make_up(other, gather=running)
-        self._ended[index] += 1
-        if running and self._ended[index] < self._calls[index]:  # the first call's backward comes last, and reduces
-            return
-        unit = self._units[index]
-        if unit.is_reducing and index not in self._reduced and index in self._calls:
-            self.used |= self._parameters[index].difference(map(id, unit.fill_gradients()))
-        self._reduced.add(index)
-        reduce()
+    def _leave(self, unit: int, *, gather: bool) -> None:
+        """Complete a unit after its backward; gather it if this rank did not reach it, as other ranks do."""
+        if unit not in self._reached:
+            self.reached(unit)
+            if gather and self._reshard:
+                self._units[unit].unshard()
+                self._units[self._next[unit]].unshard(async_op=True)
+        self._complete(unit)
+
+    def _complete(self, unit: int) -> None:
+        self._done.add(unit)
+        if self._last or self._reshard:
+            self._units[unit].reshard()
+        if self._last or self._every:
+            self.reduce(unit, self._last)
 
     def _pending(self, units: Iterable[int]) -> list[int]:
-        """Return those of ``units`` whose backward has not ended, the last one first.
-
-        Autograd runs what was computed last first: when it has come to a unit, or to the end, no gradient of those behind it
-        can come any more.
-        """
-        return list(takewhile(lambda unit: unit not in self._reduced, units))[::-1]
-
-    def _make_up(self, unit: int, *, gather: bool) -> None:
-        """Do what the backward pass of a unit would have done, had it come to it."""
-        if unit in self._reduced:
-            return
-        if gather and unit not in self._begun:
-            self._units[unit].begin_backward()
-        self._ended[unit] = self._calls[unit]
-        self._units[unit].end_backward()
+        """Return those of ``units`` that are not complete, the last one first."""
+        return [unit for unit in units if unit not in self._done][::-1]

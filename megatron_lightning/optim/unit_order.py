@@ -1,9 +1,8 @@
-"""The order in which data-parallel ranks use the units that FSDP2 shards: the same on all of them, or an error on the spot.
+"""Check that data-parallel ranks call the units that FSDP2 shards in the same order.
 
-Every use of a unit is a collective of all data-parallel ranks, so a rank that leaves a unit out meets another unit's collective
-in its place: both wait forever or, where the sizes agree, compute with the other's weights. The ranks compare their calls one
-by one the first time that they run a kind of step. That order is the contract from then on, which each rank checks alone,
-before it takes part in the collective.
+Every call of a unit is a collective of all data-parallel ranks, so a rank that skips a unit joins another unit's collective
+instead: both wait forever or, where the sizes agree, compute with wrong weights. The ranks compare their calls one by one the
+first time that they run a kind of step. Afterwards each rank checks that order alone, before it joins the collective.
 """
 
 from __future__ import annotations
@@ -21,31 +20,23 @@ _END = -1
 
 
 class UnitOrder:
-    """Watches the calls of one rank's units.
-
-    Args:
-        names: Name of every unit, with some of its parameters, for messages.
-        group: The data-parallel ranks.
-        device: Where they communicate.
-    """
+    """Watch the calls of one rank's units."""
 
     def __init__(self, names: Sequence[str], group: AxisGroup, device: torch.device) -> None:
-        self._names, self._group, self._device = names, group, device
+        self._names = names
+        self._group = group
+        self._device = device
         self._known: dict[Hashable, list[int]] = {}
         self._kind: Hashable = None
         self._seen: list[int] = []
 
     def known(self, kind: Hashable) -> Sequence[int]:
-        """Return the units that a kind of forward calls, in order; nothing before it has run."""
+        """Return the units that a kind of forward calls, in order; empty before it has run."""
         return self._known.get(kind, ())
 
     @contextmanager
     def forward(self, kind: Hashable) -> Generator[None, None, None]:
-        """Around one forward of ``kind``; the first of a kind is a collective.
-
-        Raises:
-            ShardingError: If the ranks, or this forward and earlier ones, do not call the same units in the same order.
-        """
+        """Check the calls of one forward of ``kind`` in the block; the first of a kind is a collective."""
         self._kind, self._seen = kind, []
         try:
             yield
@@ -54,7 +45,7 @@ class UnitOrder:
             self._kind = None
 
     def called(self, unit: int) -> None:
-        """Be told that a unit is about to be called. Calls outside of :meth:`forward`, a recomputation say, do not count."""
+        """Check the next call of a unit; calls outside of :meth:`forward`, such as a recomputation, are ignored."""
         if self._kind is None:
             return
         known = self._known.get(self._kind)

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from megatron_lightning.parallel.context import AxisGroup, ParallelContext
     from megatron_lightning.parallel.grid import RankGrid
     from megatron_lightning.parallel.layout import ParallelLayout
-    from megatron_lightning.parallel.sharding import ShardingPlan, ShardSpec, parallelize
+    from megatron_lightning.parallel.sharding import ShardingPlan, parallelize
+    from megatron_lightning.parallel.spec import ShardSpec
 
 __all__ = ["AxisGroup", "ParallelContext", "ParallelLayout", "RankGrid", "ShardSpec", "ShardingPlan", "parallelize"]
 
@@ -19,7 +20,7 @@ __getattr__, __dir__ = lazy_attributes(
         "ParallelContext": "megatron_lightning.parallel.context",
         "ParallelLayout": "megatron_lightning.parallel.layout",
         "RankGrid": "megatron_lightning.parallel.grid",
-        "ShardSpec": "megatron_lightning.parallel.sharding",
+        "ShardSpec": "megatron_lightning.parallel.spec",
         "ShardingPlan": "megatron_lightning.parallel.sharding",
         "parallelize": "megatron_lightning.parallel.sharding",
     },

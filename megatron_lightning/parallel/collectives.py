@@ -1,12 +1,12 @@
 """Collectives over one axis as conjugate autograd pairs, the ``f`` and ``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053)
 and their sequence-parallel forms (https://arxiv.org/abs/2205.05198).
 
-    copy_to_axis        identity        / all-reduce         scatter      own part       / all-gather
-    reduce_from_axis    all-reduce      / identity           gather       all-gather     / own part
-    gather_sequence     all-gather      / reduce-scatter     reduce_scatter  reduce-scatter / all-gather
+    copy_to_axis        identity        / all-reduce         scatter         own shard       / all-gather
+    reduce_from_axis    all-reduce      / identity           gather          all-gather      / own shard
+    gather_sequence     all-gather      / reduce-scatter     reduce_scatter  reduce-scatter  / all-gather
 
-All go through torch's functional collectives, on CPUs those that gather or scatter through the operators of ``cpu_exchange``,
-which have finished when they return; ``torch.compile`` traces both, and activation checkpointing may save or recompute them.
+All use torch's functional collectives; on CPUs those that gather or scatter use the operators of ``cpu_exchange``, which
+are complete when they return. ``torch.compile`` traces both, and activation checkpointing may save or recompute them.
 None works in place on its argument, and over an axis of one rank each returns its argument. The functions that end in
 ``_start`` have no gradient: until :func:`finish`, other work overlaps the communication.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel import cpu_exchange  # noqa: F401  (registers its operators)
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sharding import part_of
+from megatron_lightning.parallel.spec import shard_range
 
 _ops = torch.ops._c10d_functional
 
@@ -37,7 +37,7 @@ def _name(group: AxisGroup) -> str:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether a gather or scatter of ``x`` runs beside other work; that of a CPU tensor is complete when it returns."""
+    """Return whether a gather or scatter of ``x`` overlaps other work; that of a CPU tensor is complete when it returns."""
     return x.device.type != "cpu"
 
 
@@ -56,12 +56,8 @@ def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Begin to sum ``x`` over the group, of which this rank keeps its part along ``dim``.
-
-    Raises:
-        ShardingError: If the extent does not divide over the ranks.
-    """
-    _part(x, group, dim)
+    """Begin to sum ``x`` over the group; this rank keeps its shard of the sum along ``dim``."""
+    _shard_length(x, group, dim)
     if group.size == 1:
         return x
     x = x.movedim(dim, 0).contiguous()
@@ -74,7 +70,7 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Wait for what a ``_start`` with the same ``dim`` began, and return its result (an all-reduce has dim 0)."""
+    """Wait for a ``_start`` with the same ``dim`` and return its result (an all-reduce has dim 0)."""
     return started if group.size == 1 else _ops.wait_tensor(started).movedim(0, dim)
 
 
@@ -83,8 +79,8 @@ def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     return finish(all_reduce_start(x, group, op), group)
 
 
-def _part(x: Tensor, group: AxisGroup, dim: int) -> int:
-    """Return the extent of one rank's part of ``x`` along ``dim``."""
+def _shard_length(x: Tensor, group: AxisGroup, dim: int) -> int:
+    """Return the extent of one rank's shard of ``x`` along ``dim``."""
     if x.shape[dim] % group.size:
         raise ShardingError(
             f"dim {dim} of an activation of shape {tuple(x.shape)} has {x.shape[dim]} entries, which {group.size} {group.name} "
@@ -150,8 +146,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        part = _part(x, group, dim)
-        return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
+        length = _shard_length(x, group, dim)
+        return x.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -159,14 +155,14 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather forward, own part backward; the last ranks' parts may be shorter than the others'."""
+    """All-gather forward, own shard backward; the last ranks' shards may be shorter than the others'."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int, total: int) -> Tensor:
-        part = part_of(total, group.size, 0)[1]
-        ctx.dim, ctx.start, ctx.length = dim, part_of(total, group.size, group.rank)[0], x.shape[dim]
+        longest = shard_range(total, group.size, 0)[1]
+        ctx.dim, ctx.start, ctx.length = dim, shard_range(total, group.size, group.rank)[0], x.shape[dim]
         padded = x.movedim(dim, -1)
-        padded = F.pad(padded, (0, part - x.shape[dim])) if x.shape[dim] < part else padded
+        padded = F.pad(padded, (0, longest - x.shape[dim])) if x.shape[dim] < longest else padded
         return finish(all_gather_start(padded.movedim(-1, dim), group, dim), group, dim).narrow(dim, 0, total)
 
     @staticmethod
@@ -185,7 +181,7 @@ def reduce_from_axis(x: Tensor, group: AxisGroup) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """All-gather forward, reduce-scatter backward: a sequence shard enters such a region, whole along ``dim``."""
+    """All-gather forward, reduce-scatter backward: a sequence shard enters such a region, full along ``dim``."""
     return x if group.size == 1 else _apply(_GatherSequence, x, group, dim)
 
 
@@ -195,18 +191,14 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Own part forward, all-gather backward: a replicated tensor is cut along ``dim``."""
+    """Own part forward, all-gather backward: a replicated tensor is split along ``dim``."""
     return x if group.size == 1 else _apply(_Scatter, x, group, dim)
 
 
 def gather(x: Tensor, group: AxisGroup, dim: int = -1, total: int | None = None) -> Tensor:
-    """All-gather forward, own part backward: shards along ``dim`` become a tensor that every rank uses in the same way.
+    """All-gather forward, own shard backward: shards along ``dim`` become a tensor that every rank uses in the same way.
 
-    Args:
-        x: This rank's shard.
-        group: The axis.
-        dim: Dim of the shards.
-        total: Extent of the whole, where the last ranks hold less than the others; None: all hold the same.
+    ``total`` is the full extent, where the last ranks hold less than the others; None: all hold the same.
     """
     return x if group.size == 1 else _apply(_Gather, x, group, dim, total or x.shape[dim] * group.size)
 

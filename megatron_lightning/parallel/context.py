@@ -1,7 +1,8 @@
-"""The process groups of this rank, as an object that is passed to whoever needs one.
+"""The process groups of one rank, as an object that is passed to its users.
 
 A :class:`ParallelContext` is made once the default process group exists (or for a single process without one) and creates
-every group eagerly and in the same order on all ranks. Two contexts may live in one process.
+every group eagerly and in the same order on all ranks. Two contexts may live in one process. All groups are destroyed at the
+end of its main thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.grid import GridName, RankGrid
+from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.rng import RngStreams
 
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Creation order is fixed: features such as SHARP bind to the group created first (contracts of Megatron-Core).
+# Creation order is fixed, as in megatron/core/parallel_state.py: features such as SHARP bind to the group created first.
 _DENSE_GROUPS = ("dp-cp", "dp", "cp", "tp", "pp", "tp-pp", "tp-cp", "tp-dp-cp")
-_EXPERT_GROUPS = ("ep", "tp", "tp-ep", "tp-ep-pp", "dp")
+_EXPERT_GROUPS = ("ep", "etp", "etp-ep", "etp-ep-pp", "edp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +37,9 @@ class AxisGroup:
     name: str
     """Axis or axes, such as ``"tp"`` or ``"dp-cp"``."""
     ranks: tuple[int, ...]
-    """Global ranks, ascending; the position is the coordinate."""
+    """Global ranks, ascending."""
     rank: int
-    """This rank's coordinate in the group."""
+    """This rank's position in ``ranks``; -1: it is in another group of the kind."""
     process_group: dist.ProcessGroup | None
     """The communicator; None for a group of one."""
 
@@ -49,11 +50,11 @@ class AxisGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the exception that ended an earlier run has broken the communicator."""
+        """Whether an exception in an earlier run has broken the communicator."""
         return self.process_group is not None and not compat.is_connected(self.process_group)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return every rank's picklable ``value``, by coordinate; a collective."""
+        """Return every rank's picklable ``value``, in rank order; a collective."""
         if self.process_group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -61,18 +62,22 @@ class AxisGroup:
         return values
 
     def broadcast_object(self, value: T) -> T:
-        """Return the first rank's picklable ``value``; a collective, to which the others may give anything."""
+        """Return the first rank's picklable ``value``; a collective that ignores the others' values."""
         if self.process_group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.ranks[0], group=self.process_group)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=self.ranks[0], group=self.process_group)
+        return values[0]
 
     def __deepcopy__(self, memo: object) -> AxisGroup:
         return self  # modules that hold a group are copied by callbacks (weight averaging); the communicator is not
 
     def __reduce__(self) -> tuple[object, ...]:
         return (AxisGroup, (self.name, self.ranks, self.rank, None))  # a communicator cannot travel to another process
+
+
+ALONE = AxisGroup("alone", (0,), 0, None)
+"""The group of a process that works alone."""
 
 
 class ParallelContext:
@@ -83,10 +88,7 @@ class ParallelContext:
         device: Where this rank's tensors live.
         seed: Base of the named random streams.
         timeout: Limit of a collective; None: the default process group's.
-        alone: Whether this process is a world of its own, though it may be a rank of a default process group as well.
-
-    Raises:
-        ConfigError: If the world size does not fit the layout.
+        alone: Whether to ignore the default process group: this process is a world of its own.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class ParallelContext:
         alone: bool = False,
     ) -> None:
         initialized = dist.is_available() and dist.is_initialized() and not alone
-        self.layout, self.device = layout, torch.device(device)
+        self.layout = layout
+        self.device = torch.device(device)
         self.world_size = dist.get_world_size() if initialized else 1
         self.rank = dist.get_rank() if initialized else 0
         self.grid = RankGrid(layout, self.world_size)
@@ -108,20 +111,28 @@ class ParallelContext:
         world = tuple(range(self.world_size))
         if initialized:
             self._by_ranks[world] = dist.group.WORLD
-        self._groups: dict[tuple[str, str], AxisGroup] = {("dense", "world"): self._axis_group("world", world)}
-        for name in _DENSE_GROUPS:
-            self._groups["dense", name] = self._axis_group(name, self.grid.group_of(self.rank, name))
-        for name in _EXPERT_GROUPS:
-            self._groups["expert", name] = self._axis_group(name, self.grid.group_of(self.rank, name, "expert"))
-        embedding = self.grid.embedding_group_of(self.rank)
-        self._groups["dense", "embedding"] = self._axis_group("embedding", embedding)
+            compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
+        self._groups = {"world": self._axis_group("world", world)}
+        for name in (*_DENSE_GROUPS, *_EXPERT_GROUPS):
+            self._groups[name] = self._axis_group(name, self.grid.group_of(self.rank, name))
+        self._groups["embedding"] = self._axis_group("embedding", self.grid.embedding_group_of(self.rank))
+        self.tp = self._groups["tp"]
+        self.cp = self._groups["cp"]
+        self.dp = self._groups["dp"]
+        self.pp = self._groups["pp"]
+        self.ep = self._groups["ep"]
+        self.etp = self._groups["etp"]
+        self.edp = self._groups["edp"]
+        """The ranks that hold the same experts' parameters."""
+        self.dp_cp = self._groups["dp-cp"]
+        """The ranks that hold the same dense parameters."""
         self.rng = RngStreams(
             seed,
             device=self.device,
             tp_rank=self.tp.rank,
             pp_rank=self.pp.rank,
-            ep_rank=self.axis("ep", "expert").rank,
-            etp_rank=self.axis("tp", "expert").rank,
+            ep_rank=self.ep.rank,
+            etp_rank=self.etp.rank,
         )
 
     def _axis_group(self, name: str, ranks: tuple[int, ...]) -> AxisGroup:
@@ -133,10 +144,7 @@ class ParallelContext:
         return AxisGroup(name, ranks, position, self._by_ranks[ranks])
 
     def new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-        """Create a communicator of its own for ``ranks``; None on other ranks, and for fewer than two.
-
-        Every rank calls this equally often, for groups that it is in or not.
-        """
+        """Create another communicator for ``ranks``; None on other ranks, and for fewer than two. All ranks call this alike."""
         if len(ranks) < 2:
             return None
         if self.rank not in ranks:
@@ -149,65 +157,32 @@ class ParallelContext:
             raise ShardingError(f"torch.distributed gave rank {self.rank} no communicator for the {name} group of {ranks}")
         return group
 
-    def axis(self, axes: str, grid: GridName = "dense") -> AxisGroup:
-        """Return the group over ``axes`` (``"tp"``, ``"dp-cp"``, ``"tp-pp"``, ``"world"``, ``"embedding"``, …)."""
-        return self._groups[grid, axes]
-
-    @property
-    def tp(self) -> AxisGroup:
-        """Tensor-parallel group."""
-        return self.axis("tp")
-
-    @property
-    def pp(self) -> AxisGroup:
-        """Pipeline-parallel group; its coordinates are pipeline coordinates, not stages."""
-        return self.axis("pp")
-
-    @property
-    def dp(self) -> AxisGroup:
-        """Data-parallel group."""
-        return self.axis("dp")
-
-    @property
-    def cp(self) -> AxisGroup:
-        """Context-parallel group."""
-        return self.axis("cp")
-
-    @property
-    def dp_cp(self) -> AxisGroup:
-        """Data x context group: the ranks that hold the same dense parameters."""
-        return self.axis("dp-cp")
+    def axis(self, name: str) -> AxisGroup:
+        """Return the group over an axis (``"tp"``) or several (``"dp-cp"``, ``"tp-pp"``), ``"world"`` or ``"embedding"``."""
+        return self._groups[name]
 
     @property
     def sp(self) -> bool:
         """Whether activations between tensor-parallel regions are sharded along the sequence."""
         return self.layout.sp
 
-    def data_group(self, grid: GridName) -> AxisGroup:
-        """Return the ranks that hold the same parameters of ``grid`` and share their gradient reduction."""
-        return self.dp_cp if grid == "dense" else self.axis("dp", "expert")
-
     def divide(self, group: AxisGroup, num_parts: int) -> tuple[AxisGroup, AxisGroup]:
-        """Divide a group into parts of neighbouring ranks; all ranks call this alike.
-
-        Args:
-            group: Any group of this rank.
-            num_parts: A divisor of its size.
+        """Divide a group into ``num_parts`` groups of neighboring ranks; all ranks call this alike.
 
         Returns:
-            This rank's part, and the ranks that have the same place in the other parts.
+            This rank's part, and the ranks at the same position in the other parts.
         """
         if num_parts == 1:
             return group, self._axis_group(f"{group.name}-replicas", (self.rank,))
         size = group.size // num_parts
-        part, place = divmod(group.rank, size)
-        inner, outer = group.ranks[part * size : (part + 1) * size], group.ranks[place::size]
+        part, position = divmod(group.rank, size)
+        inner, outer = group.ranks[part * size : (part + 1) * size], group.ranks[position::size]
         return self._axis_group(f"{group.name}-part", inner), self._axis_group(f"{group.name}-replicas", outer)
 
     def device_mesh(self) -> DeviceMesh:
         """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")`` over the same groups.
 
-        All ranks call this alike: axes of one rank share a communicator, which is made here.
+        All ranks call this alike: it creates the communicator of axes of one rank.
         """
         from torch.distributed.device_mesh import DeviceMesh
 

@@ -1,13 +1,13 @@
 """All-gather and reduce-scatter of CPU tensors.
 
-Of activations they are complete when they return: operators that ``torch.compile`` traces and that activation checkpointing
-may save or recompute. Of flat buffers (gradients, parameters) they are in place, on GPUs too, and under way until waited for.
+Those of activations are complete when they return: operators that ``torch.compile`` traces and that activation checkpointing
+may save or recompute. Those of flat buffers (gradients, parameters) work in place, on GPUs too, and asynchronously.
 
-torch's gloo backend gathers through a flat copy and reduces-scatters by an all-reduce of everything. Of large tensors each
-rank therefore sends every other one what that rank needs, out of and into the tensors themselves: (n - 1) / n of the data, and
-no copies. Small ones go faster through gloo's collectives, whose fixed costs are lower.
+torch's gloo backend gathers through a flat copy and reduce-scatters by an all-reduce of everything. With large tensors each
+rank therefore sends every other rank its chunk directly, without copies: (n - 1) / n of the data. Small tensors are faster
+through gloo's collectives, whose fixed costs are lower.
 
-torch's functional all-gather is not among these. On gloo it is a collective named ``ALLGATHER_COALESCED``, and both threads of
+torch's functional all-gather is not used. On gloo it is a collective named ``ALLGATHER_COALESCED``, and both threads of
 a gloo group, without a lock, assign the name of what they last completed to one ``std::string`` (``ProcessGroupGloo::runLoop``
 of torch 2.13). A name of more than 15 characters makes that string allocate memory, which one thread may free while
 the other writes into it: trainings aborted in ``malloc`` (docs/LOG.md). The names of the collectives used here are shorter.
@@ -36,9 +36,9 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     if not _is_direct(x):
         compat.all_gather(gathered, x, process_group)
         return gathered
-    own, parts = dist.get_rank(process_group), gathered.chunk(size)
-    messages = Messages(process_group, {rank: (x, parts[rank]) for rank in range(size) if rank != own})
-    parts[own].copy_(x)
+    own, chunks = dist.get_rank(process_group), gathered.chunk(size)
+    messages = Messages(process_group, {rank: (x, chunks[rank]) for rank in range(size) if rank != own})
+    chunks[own].copy_(x)
     messages.wait()
     return gathered
 
@@ -47,17 +47,17 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     "megatron_lightning::reduce_scatter", mutates_args=(), schema="(Tensor x, int size, str group) -> Tensor"
 )
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Return the sum of all ranks' contiguous ``x``, of which each of ``size`` ranks keeps its part along dim 0."""
+    """Return this rank's chunk, along dim 0, of the sum of the contiguous ``x`` of all ``size`` ranks."""
     process_group = _group(group)
     if not _is_direct(x):
         total = x.new_empty((x.shape[0] // size, *x.shape[1:]))
         compat.reduce_scatter(total, x, process_group)
         return total
-    own, parts = dist.get_rank(process_group), x.chunk(size)
-    received = {rank: torch.empty_like(parts[own]) for rank in range(size) if rank != own}
-    Messages(process_group, {rank: (parts[rank], buffer) for rank, buffer in received.items()}).wait()
+    own, chunks = dist.get_rank(process_group), x.chunk(size)
+    received = {rank: torch.empty_like(chunks[own]) for rank in range(size) if rank != own}
+    Messages(process_group, {rank: (chunks[rank], buffer) for rank, buffer in received.items()}).wait()
     total, *others = received.values()
-    total += parts[own]
+    total += chunks[own]
     for other in others:
         total += other
     return total
@@ -79,35 +79,35 @@ def _group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def gather_parts(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
-    """Begin to fill each of the equal parts of the 1-D ``buffer`` with what the rank has there to which it belongs."""
-    parts, own = buffer.chunk(group.size()), group.rank()
-    if not _is_direct(parts[own]):
-        return compat.all_gather(buffer, parts[own], group, async_op=True)
-    return Messages(group, {rank: (parts[own], part) for rank, part in enumerate(parts) if rank != own})
+def gather_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
+    """Begin to gather the equal chunks of the 1-D ``buffer``, one of each rank, in place."""
+    chunks, own = buffer.chunk(group.size()), group.rank()
+    if not _is_direct(chunks[own]):
+        return compat.all_gather(buffer, chunks[own], group, async_op=True)
+    return Messages(group, {rank: (chunks[own], chunk) for rank, chunk in enumerate(chunks) if rank != own})
 
 
-def reduce_parts(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
-    """Begin to sum the 1-D ``buffer`` over the group into this rank's part of it; the other parts are of no use afterwards."""
-    parts, own = buffer.chunk(group.size()), group.rank()
+def reduce_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
+    """Begin to sum the 1-D ``buffer`` over the group into this rank's chunk; the other chunks are undefined afterwards."""
+    chunks, own = buffer.chunk(group.size()), group.rank()
     if not _is_direct(buffer):
-        return compat.reduce_scatter(parts[own], buffer, group, async_op=True)
-    messages = {rank: (part, torch.empty_like(part)) for rank, part in enumerate(parts) if rank != own}
+        return compat.reduce_scatter(chunks[own], buffer, group, async_op=True)
+    messages = {rank: (chunk, torch.empty_like(chunk)) for rank, chunk in enumerate(chunks) if rank != own}
 
     def add() -> None:
         for _, received in messages.values():
-            parts[own].add_(received)
+            chunks[own].add_(received)
 
     return Messages(group, messages, add)
 
 
 class Messages:
-    """Messages between this rank and others, under way until :meth:`wait` has returned.
+    """Asynchronous messages between this rank and others.
 
     Args:
-        group: The communicator of all of them.
-        messages: Rank of the group -> what it is sent, and what is to receive its message.
-        then: What is done when they have arrived.
+        group: Their communicator.
+        messages: Rank of the group -> (tensor to send, tensor to receive into).
+        then: Called when they have arrived.
     """
 
     def __init__(
@@ -118,10 +118,11 @@ class Messages:
     ) -> None:
         works = [dist.irecv(buffer, group=group, group_src=rank) for rank, (_, buffer) in messages.items()]
         works += [dist.isend(tensor, group=group, group_dst=rank) for rank, (tensor, _) in messages.items()]
-        self._works, self._then = [work for work in works if work is not None], then
+        self._works = [work for work in works if work is not None]
+        self._then = then
 
     def wait(self) -> None:
-        """Return when everything has arrived and was sent."""
+        """Wait until everything was sent and has arrived."""
         for work in self._works:
             work.wait()
         self._then()

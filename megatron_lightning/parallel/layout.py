@@ -1,9 +1,10 @@
-"""The sizes of every parallel axis, as the user writes them in Python or YAML. No torch here.
+"""Sizes of every parallel axis, as the user writes them in Python or YAML, without torch.
 
-Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* one of a tensor):
+Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* one of a tensor). No name
+means two things; experts live on the same ranks as everything else, divided over axes of their own:
 
-    tp  tensor model parallel       cp  context parallel       dp  data parallel      pp  pipeline parallel
-    ep  expert model parallel       etp expert tensor parallel edp expert data parallel
+    dense layers   tp   tensor model parallel    cp  context parallel        dp   data parallel          pp  pipeline parallel
+    experts        etp  expert tensor parallel   ep  expert model parallel   edp  expert data parallel   pp  the same
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Literal
 
 from megatron_lightning.errors import ConfigError
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
+ORDER = ("tp", "cp", "ep", "dp", "pp")
+"""Axes that the order string lists; tp and dp place etp and edp as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class ParallelLayout:
             if not field.name.endswith("_size") or (value is None and field.name == "expert_tensor_parallel_size"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{field.name} is {value!r}; sizes are whole numbers of ranks. Set it to 1 or more.")
+                raise ConfigError(f"{field.name} is {value!r}; it must be a positive integer. Set it to 1 or more.")
         if self.sequence_parallel is True and self.tp == 1:
             raise ConfigError(
                 "sequence_parallel is True with tensor_model_parallel_size=1; it shards activations over the tensor-parallel "
@@ -60,8 +62,8 @@ class ParallelLayout:
                 f"virtual_pipeline_model_parallel_size={self.vpp} needs a pipeline, and pipeline_model_parallel_size is 1. "
                 "Set pipeline_model_parallel_size to 2 or more, or virtual_pipeline_model_parallel_size to 1."
             )
-        if sorted(self.order.split("-")) != sorted(AXES):
-            raise ConfigError(f"order is {self.order!r}; it must list each of {', '.join(AXES)} once, joined by '-'.")
+        if sorted(self.order.split("-")) != sorted(ORDER):
+            raise ConfigError(f"order is {self.order!r}; it must list each of {', '.join(ORDER)} once, joined by '-'.")
 
     @property
     def tp(self) -> int:
@@ -100,15 +102,11 @@ class ParallelLayout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Stages of the pipeline over all ranks."""
         return self.pp * self.vpp
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size that is left of ``world_size`` ranks.
-
-        Raises:
-            ConfigError: If the world is not a multiple of the other axes' product, in either grid.
-        """
+        """Return the data-parallel size that is left of ``world_size`` ranks."""
         model = self.tp * self.cp * self.pp
         if world_size % model:
             raise ConfigError(

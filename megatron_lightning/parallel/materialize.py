@@ -1,4 +1,4 @@
-"""Fill the parameters of a model that was built on ``meta``: each rank its part of the values that one process would have."""
+"""Fill the shards of a model that was built on ``meta`` with the values that one process would have."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import Shape, ShardSpec, named_shard_specs, tied_names
+from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
+from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate what is on ``meta`` on ``device`` and fill it, in place; the rest of the model is left as it is.
+    """Allocate the tensors on ``meta`` on ``device`` and fill them, in place; the others stay as they are.
 
     Every parameter's values come from ``init_weights(name, tensor)`` of the outermost module that has such a method: it fills
     ``tensor``, which has the global shape and is fp32 for floating types, with the initial values of the parameter ``name``
-    (relative to that module). This rank keeps its part, so it never holds more than its part and one whole parameter.
-
-    Args:
-        model: Reduced to this rank's pipeline units and parallelized.
-        device: Where the model trains.
+    (relative to that module). A rank never holds more than its shards and one full parameter.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``init_weights``.
@@ -33,27 +30,23 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             continue
         if id(tensor) not in filled:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
-            part = spec.shard(initial_value(model, ties.get(path, path), spec.global_shape, tensor.dtype, device))
-            part = part.to(tensor.dtype)
+            shard = spec.shard(initial_value(model, ties.get(path, path), spec.global_shape, tensor.dtype, device))
+            shard = shard.to(tensor.dtype)
             if isinstance(tensor, nn.Parameter):
-                part = nn.Parameter(part, requires_grad=tensor.requires_grad)
-                GradientHooks(tensor).move(part)
-            filled[id(tensor)] = part
+                shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
+                GradientHooks(tensor).move(shard)
+            filled[id(tensor)] = shard
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, filled[id(tensor)])
 
 
 def initial_value(model: nn.Module, path: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return the whole initial value of what ``model`` has at ``path``: of ``shape``, and in fp32 where ``dtype`` is floating.
-
-    Raises:
-        ConfigError: If no module above it has an ``init_weights``.
-    """
-    whole = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device=device)
+    """Return the full initial value of the tensor at ``path``, of ``shape``, and in fp32 where ``dtype`` is floating."""
+    full = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device=device)
     owner, name = _initializer(model, path)
     with torch.no_grad():
-        owner(name, whole)
-    return whole
+        owner(name, full)
+    return full
 
 
 def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:

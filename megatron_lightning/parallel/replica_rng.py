@@ -1,8 +1,8 @@
-"""One random state for all ranks of a model replica, for the code of a step that runs outside the layers.
+"""Equal random states on all ranks of a model replica, for the code of a step that runs outside the layers.
 
 Code before the pipelined call (a random mask, say) runs on every stage and must draw the same numbers there. Every
 micro-batch therefore starts from a recorded state: the one in which the previous micro-batch reached the pipelined call.
-What layers and the loss draw does not count, since only some stages run them; a module that draws only before the call
+Draws of layers and the loss do not count, since only some stages run them; a module that draws only before the call
 sees the same numbers as on one device.
 """
 
@@ -26,7 +26,7 @@ class ReplicaRng:
         self._starts = [self.state()]
 
     def begin_microbatch(self, microbatch: int) -> None:
-        """Set the state in which ``microbatch`` starts on every stage."""
+        """Restore the state in which ``microbatch`` starts on every stage."""
         if microbatch < len(self._starts):
             self.set_state(self._starts[microbatch])
 
@@ -36,7 +36,7 @@ class ReplicaRng:
             self._starts.append(self.state())
 
     def end_step(self) -> None:
-        """Leave the step with the state that all stages agree on."""
+        """Set the state that is equal on all stages."""
         self.set_state(self._starts[-1])
 
     def state(self) -> list[Tensor]:
@@ -49,6 +49,6 @@ class ReplicaRng:
             set_generator_state(device, state)
 
     def separate_replicas(self, data_rank: int) -> None:
-        """Give each data-parallel replica random numbers of its own; replica 0 goes on like a single device."""
+        """Seed each data-parallel replica differently; replica 0 continues like a single device."""
         if data_rank:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * data_rank)

@@ -1,6 +1,6 @@
-"""Named random streams for use inside layers (contracts of Megatron-Core, tensor_parallel/random.py).
+"""Named random streams for use inside layers.
 
-The names and seed offsets are Megatron's:
+The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
 
     model-parallel-rng   seed + 100 pp + 2718 + tp        differs on every tensor rank (sharded activations)
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
@@ -32,19 +32,20 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 class _Replay(AbstractContextManager[None]):
     def __init__(self, streams: RngStreams, states: dict[str, torch.Tensor]) -> None:
-        self._streams, self._then = streams, states
+        self._streams = streams
+        self._recorded = states
         self._outside: list[dict[str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         self._outside.append(self._streams._states)
-        self._streams._states = dict(self._then)
+        self._streams._states = dict(self._recorded)
 
     def __exit__(self, *exception: object) -> None:
         self._streams._states = self._outside.pop()
 
 
 class RngStreams:
-    """Generator states by name; :meth:`fork` makes one of them the default for a while."""
+    """Generator states by name; :meth:`fork` makes one of them the default temporarily."""
 
     def __init__(
         self, seed: int, *, device: torch.device, tp_rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
@@ -72,7 +73,7 @@ class RngStreams:
             set_generator_state(self.device, outside)
 
     def replay(self) -> AbstractContextManager[None]:
-        """Return a block, to be entered any number of times, inside which the streams draw as they would have from now on."""
+        """Return a reusable context manager inside which the streams draw as they would from now on."""
         return _Replay(self, dict(self._states))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -80,5 +81,5 @@ class RngStreams:
         return {name: state.clone() for name, state in self._states.items()}
 
     def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Resume from :meth:`state_dict`."""
         self._states.update({name: state.clone() for name, state in states.items()})

@@ -1,8 +1,7 @@
-"""The words a pipeline schedule is written in: actions, where stages live, and the table itself. No torch here.
+"""Data of a pipeline schedule: actions, the placement of stages, and the table itself. No torch here.
 
-Notation of this package: P pipeline coordinates ("pp rank" p), S stages of the model in order (s), M micro-batches (m).
-A *stage* is a position in the model, a *coordinate* a position in the pipeline group; a :class:`Placement` maps the one
-to the other.
+Notation of this package: P pipeline ranks ("pp rank" p), S stages of the model in order (s), M micro-batches (m).
+A *stage* is a position in the model, a *pp rank* a position in the pipeline group; a :class:`Placement` maps one to the other.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megatron_lightning.errors import ConfigError
 
 
 class Kind(str, Enum):
-    """What a stage does with a micro-batch."""
+    """Kind of work on one micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -45,11 +44,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the text form.
-
-        Raises:
-            ConfigError: If ``text`` is not an action.
-        """
+        """Parse the text form."""
         match = re.fullmatch(r"\s*(\d+)([FBIW])(\d+)\s*", text)
         if match is None:
             raise ConfigError(
@@ -61,70 +56,66 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pipeline coordinate holds each stage.
+    """Map from stages to the pipeline ranks that hold them.
 
-    The last stage is always on coordinate 0, so that global rank 0, whose loggers write, has the loss.
-
-    Raises:
-        ConfigError: If a coordinate is left without a stage, or the last stage is elsewhere.
+    The last stage is always on pp rank 0, so that global rank 0, whose loggers write, has the loss.
     """
 
-    coordinates: tuple[int, ...]
-    """Coordinate of each stage, in stage order."""
+    pp_ranks: tuple[int, ...]
+    """Pipeline rank of each stage, in stage order."""
 
     def __post_init__(self) -> None:
-        if not self.coordinates or self.coordinates[-1] != 0:
+        if not self.pp_ranks or self.pp_ranks[-1] != 0:
             raise ConfigError(
-                f"placement {self.coordinates} does not put the last stage on coordinate 0, whose rank logs the loss. "
+                f"placement {self.pp_ranks} does not put the last stage on pp rank 0, whose rank logs the loss. "
                 "End the placement with 0."
             )
-        if set(self.coordinates) != set(range(self.num_coordinates)):
+        if set(self.pp_ranks) != set(range(self.num_ranks)):
             raise ConfigError(
-                f"placement {self.coordinates} leaves a coordinate below {self.num_coordinates} without a stage. "
-                "Give each coordinate a stage."
+                f"placement {self.pp_ranks} leaves a pp rank below {self.num_ranks} without a stage. Give each pp rank a stage."
             )
 
     @classmethod
-    def loop(cls, num_coordinates: int, num_chunks: int = 1) -> Placement:
-        """Return the placement of interleaved schedules: around the coordinates, from the highest down, once a chunk."""
-        return cls(tuple(reversed(range(num_coordinates))) * num_chunks)
+    def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
+        """Return the placement of interleaved schedules: around the pp ranks, from the highest down, once a chunk."""
+        return cls(tuple(reversed(range(num_ranks))) * num_chunks)
 
     @classmethod
-    def v(cls, num_coordinates: int) -> Placement:
-        """Return the placement of V schedules: up the coordinates and down again, two stages on each."""
-        return cls((*range(num_coordinates), *reversed(range(num_coordinates))))
+    def v(cls, num_ranks: int) -> Placement:
+        """Return the placement of V schedules: up the pp ranks and down again, two stages on each."""
+        return cls((*range(num_ranks), *reversed(range(num_ranks))))
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
-        return len(self.coordinates)
+        """Number of stages of the model."""
+        return len(self.pp_ranks)
 
     @property
-    def num_coordinates(self) -> int:
+    def num_ranks(self) -> int:
         """Size of the pipeline group."""
-        return max(self.coordinates) + 1
+        return max(self.pp_ranks) + 1
 
-    def stages_of(self, coordinate: int) -> tuple[int, ...]:
-        """Return the stages on one coordinate, ascending."""
-        return tuple(stage for stage, holder in enumerate(self.coordinates) if holder == coordinate)
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Return the stages of one pp rank, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.pp_ranks) if holder == pp_rank)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of work of a whole pipeline step, as a table."""
+    """Order of work of one pipeline run, as a table."""
 
     name: str
-    """What to call it in messages."""
+    """Name in messages."""
     placement: Placement
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
-    """Actions in order of execution, for each coordinate."""
+    """Actions in order of execution, for each pp rank."""
 
     @cached_property
     def positions(self) -> dict[Action, int]:
-        """Position of every action in its coordinate's list."""
+        """Position of every action in its pp rank's list."""
         return {action: position for actions in self.actions for position, action in enumerate(actions)}
 
     def __str__(self) -> str:
-        """One line a coordinate: ``0: 1F0 1B0 …``."""
-        return "\n".join(f"{coordinate}: {' '.join(map(str, actions))}" for coordinate, actions in enumerate(self.actions))
+        """One line a pp rank: ``0: 1F0 1B0 …``."""
+        return "\n".join(f"{pp_rank}: {' '.join(map(str, actions))}" for pp_rank, actions in enumerate(self.actions))

@@ -1,7 +1,7 @@
-"""Send small nested values from the last stage of a pipeline to its other stages, once a step.
+"""Broadcast small nested values from the last stage of a pipeline to its other stages, once a step.
 
 A value is split into its numbers and the rest (names, keyword arguments, structure). The numbers travel as one float64
-tensor. The rest changes rarely: it is sent when it is new and remembered under its hash. Tensors with dims follow one by one.
+tensor. The rest changes rarely: it is sent when it is new, and cached under its hash. Tensors with dims follow one by one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
-_REMEMBERED = 64  # structures; outputs with texts have a new one in every step
+_MAX_CACHED = 64  # structures; outputs with texts have a new one in every step
 
 
 class _Number:
-    """Stands for a number in the structure: how to make it from a float64."""
+    """Placeholder of a number in the structure: how to make it from a float64."""
 
     def __init__(self, value: Tensor | float) -> None:
         self.dtype = value.dtype if isinstance(value, Tensor) else type(value)
@@ -31,14 +31,12 @@ class _Number:
         return number.to(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype(number.item())
 
 
-class _Block:
-    """Stands for a tensor with dims in the structure, whose bytes follow."""
+class _Array:
+    """Placeholder of a tensor with dims in the structure, whose bytes follow."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
 
 
 def _is_number(leaf: Any) -> bool:
@@ -46,7 +44,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory; backends know few dtypes."""
+    """Return a contiguous tensor's memory; backends support few dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -55,23 +53,24 @@ def _packed(structure: Any) -> bytes:
         return pickle.dumps(structure)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"the step returned or logged what cannot be sent to the other pipeline stages ({error}). Return and log tensors, "
-            "numbers, strings and containers of them, and leave sync_dist_group out: values are reduced over the "
+            f"the step returned or logged a value that cannot be sent to the other pipeline stages ({error}). Return and log "
+            "tensors, numbers, strings and containers of them, and leave sync_dist_group out: values are reduced over the "
             "data-parallel ranks."
         ) from error
 
 
 class StageBroadcast:
-    """Broadcast of nested values from pipeline coordinate 0, where the last stage is."""
+    """Broadcast of nested values from pp rank 0, where the last stage is."""
 
     def __init__(self, pipeline: AxisGroup, device: torch.device) -> None:
-        self._pipeline, self._device = pipeline, device
+        self._pipeline = pipeline
+        self._device = device
         self._structures: dict[int, bytes] = {}
 
     def __call__(self, value: Any, *, tensors: bool = False) -> Any:
         """Return the last stage's ``value`` (there unchanged); other stages pass anything.
 
-        Tensors with dims travel if the last stage says ``tensors``; else they are None on the other stages.
+        Tensors with dims travel if the last stage sets ``tensors``; else they are None on the other stages.
         """
         if self._pipeline.size == 1:
             return value
@@ -82,12 +81,12 @@ class StageBroadcast:
 
     def _send(self, value: Any) -> None:
         numbers = [leaf for leaf in tree_leaves(value) if _is_number(leaf)]
-        packed = _packed(tree_map(lambda x: _Number(x) if _is_number(x) else _Block(x) if isinstance(x, Tensor) else x, value))
+        packed = _packed(tree_map(lambda x: _Number(x) if _is_number(x) else _Array(x) if isinstance(x, Tensor) else x, value))
         key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
         new = key not in self._structures
         self._broadcast(torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device))
         if new:
-            self._remember(key, packed)
+            self._cache(key, packed)
             self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
         if numbers:
             on_device = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
@@ -100,20 +99,20 @@ class StageBroadcast:
         key, count, packed_bytes = self._broadcast(torch.empty(3, dtype=torch.int64, device=self._device)).tolist()
         if packed_bytes:
             packed = self._broadcast(torch.empty(packed_bytes, dtype=torch.uint8, device=self._device))
-            self._remember(key, packed.cpu().numpy().tobytes())
+            self._cache(key, packed.cpu().numpy().tobytes())
         numbers = iter(self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device)) if count else ())
         value = tree_map_only(_Number, lambda number: number.restore(next(numbers)), pickle.loads(self._structures[key]))
-        return tree_map_only(_Block, self._receive_block, value)
+        return tree_map_only(_Array, self._receive_tensor, value)
 
-    def _receive_block(self, block: _Block) -> Tensor:
-        tensor = block.empty(self._device)
+    def _receive_tensor(self, sent: _Array) -> Tensor:
+        tensor = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
         self._broadcast(_as_bytes(tensor))
         return tensor
 
-    def _remember(self, key: int, packed: bytes) -> None:
-        """Keep the newest structures; all stages forget the same ones."""
+    def _cache(self, key: int, packed: bytes) -> None:
+        """Keep the newest structures; all stages drop the same ones."""
         self._structures[key] = packed
-        if len(self._structures) > _REMEMBERED:
+        if len(self._structures) > _MAX_CACHED:
             del self._structures[next(iter(self._structures))]
 
     def _broadcast(self, tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Point-to-point messages between the stages of a pipeline.
 
-A *message* is what one stage hands to the next (forward) or back (backward): several tensors, of shapes that the receiver
-must know to post its buffers.
+A *message* is what one stage sends to the next (outputs) or to the one before (their gradients): several tensors, of shapes
+that the receiver must know to post its buffers.
 
 NCCL ignores tags, matches messages by order alone and runs all traffic of a pair of ranks on one stream of a communicator,
-where a receive posted early would block a later send. Every (direction in the model, direction along the coordinates)
+where a receive posted early would block a later send. Every (direction in the model, direction along the pp ranks)
 therefore has a process group of its own. gloo matches by tag and order.
 
 A forward message whose shapes the receiver cannot know is preceded by a header of fixed size.
@@ -25,6 +25,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.plan import Message
 
+_NUM_AHEAD = 2  # messages received ahead on a channel: one in use by the wire, one ready for the next action
 _HEADER_NUMBERS = 256  # 2 KiB: 40 tensors of three dims
 _DTYPES = (
     torch.float32,
@@ -44,7 +45,7 @@ _DTYPES = (
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """Metadata that a receiver needs to post a buffer."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -64,11 +65,7 @@ def describe(tensors: Iterable[Tensor], *, backward: bool) -> Boundary:
 
 
 def encode_header(boundary: Boundary, device: torch.device) -> Tensor:
-    """Write metadata into an int64 tensor of fixed size.
-
-    Raises:
-        PipelineError: If a dtype is not known, or the metadata needs more room.
-    """
+    """Write metadata into an int64 tensor of fixed size."""
     numbers = [len(boundary)]
     for dtype, requires_grad, shape in boundary:
         if dtype not in _DTYPES:
@@ -76,14 +73,14 @@ def encode_header(boundary: Boundary, device: torch.device) -> Tensor:
         numbers += [_DTYPES.index(dtype), requires_grad, len(shape), *shape]
     if len(numbers) > _HEADER_NUMBERS:
         raise PipelineError(
-            f"a stage hands on {len(boundary)} tensors, described by {len(numbers)} numbers, and a header holds "
+            f"a stage sends {len(boundary)} tensors, described by {len(numbers)} numbers, and a header holds "
             f"{_HEADER_NUMBERS}. Stack them into fewer tensors."
         )
     return torch.tensor(numbers + [0] * (_HEADER_NUMBERS - len(numbers)), dtype=torch.int64, device=device)
 
 
 def decode_header(header: Tensor) -> Boundary:
-    """Read what :func:`encode_header` wrote."""
+    """Return the metadata that :func:`encode_header` wrote."""
     numbers = iter(header.tolist())
 
     def tensor() -> TensorMeta:
@@ -94,57 +91,42 @@ def decode_header(header: Tensor) -> Boundary:
 
 
 class Transport:
-    """The process groups of a pipeline, and sends and receives on them by coordinate.
+    """The process groups of a pipeline, and sends and receives on them by pp rank.
 
     Creating it is collective over the pipeline group; a pipeline of one rank creates nothing.
 
     Args:
         context: Groups of this rank.
-        placement: Where the stages live.
+        placement: Map from stages to pipeline ranks.
 
     Raises:
         ConfigError: If the placement is for another number of pipeline ranks.
     """
 
     def __init__(self, context: ParallelContext, placement: Placement) -> None:
-        if placement.num_coordinates != context.pp.size:
+        if placement.num_ranks != context.pp.size:
             raise ConfigError(
-                f"the pipeline placement is for {placement.num_coordinates} ranks, and pipeline_model_parallel_size is "
+                f"the pipeline placement is for {placement.num_ranks} ranks, and pipeline_model_parallel_size is "
                 f"{context.pp.size}. Make them equal."
             )
-        self.device, self.coordinate, self._pp = context.device, context.pp.rank, context.pp
-        hops = list(zip(placement.coordinates, placement.coordinates[1:], strict=False))
+        self.device = context.device
+        self.pp_rank = context.pp.rank
+        hops = list(zip(placement.pp_ranks, placement.pp_ranks[1:], strict=False))
         edges = {(True, a, b) for a, b in hops if a != b} | {(False, b, a) for a, b in hops if a != b}
         self._edges = sorted(edges)
-        self._groups: dict[tuple[bool, bool], dist.ProcessGroup | None] = {}
+        self.groups: dict[tuple[bool, bool], dist.ProcessGroup] = {}
+        """Communicators by direction in the model (forward) and along the pp ranks (up)."""
         for forward, source, destination in self._edges:
             key = (forward, source < destination)
-            if key not in self._groups:
+            if key not in self.groups:
                 name = f"pp-{'forward' if forward else 'backward'}-{'up' if source < destination else 'down'}"
-                self._groups[key] = context.new_process_group(context.pp.ranks, name)
-
-    @property
-    def num_groups(self) -> int:
-        """Process groups created."""
-        return len(self._groups)
+                group = context.new_process_group(context.pp.ranks, name)
+                if group is not None:  # None for a group of one rank, which has no edges
+                    self.groups[key] = group
 
     def group(self, forward: bool, source: int, destination: int) -> dist.ProcessGroup:
-        """Return the group of one directed channel.
-
-        Args:
-            forward: Direction in the model.
-            source: Coordinate that sends.
-            destination: Coordinate that receives.
-
-        Raises:
-            PipelineError: If this rank is not in the group.
-        """
-        group = self._groups[forward, source < destination]
-        if group is None:
-            raise PipelineError(
-                "this rank is not in the pipeline group it sends on. Make the context on the rank that uses it."
-            )
-        return group
+        """Return the group of the channel from one pp rank to another."""
+        return self.groups[forward, source < destination]
 
     def warm_up(self) -> None:
         """Exchange one number on every channel, so that communicators exist before the first step.
@@ -154,9 +136,9 @@ class Transport:
         """
         for forward, source, destination in self._edges:
             number = torch.zeros(1, device=self.device)
-            if self.coordinate == source:
+            if self.pp_rank == source:
                 self.group(forward, source, destination).send([number], destination, 0).wait()
-            elif self.coordinate == destination:
+            elif self.pp_rank == destination:
                 self.group(forward, source, destination).recv([number], source, 0).wait()
 
 
@@ -165,49 +147,48 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 class BoundaryBook(Protocol):
-    """What an inbox asks about the messages it expects."""
+    """Record of the metadata that messages have."""
 
     def expected(self, message: Message) -> Boundary | None:
-        """Return the tensors of a message; None: not known before its header, or not yet."""
+        """Return the metadata of a message; None: not known before its header, or not yet."""
         ...
 
-    def learn(self, message: Message, boundary: Boundary) -> None:
-        """Take note of what a header said."""
+    def record(self, message: Message, boundary: Boundary) -> None:
+        """Record the metadata of a header."""
         ...
 
 
 class Inbox:
     """Messages that arrive on one directed channel during a step, received in the order of ``expected``.
 
-    Receives of up to ``window`` messages are posted ahead, so that data arrives while the stage computes.
+    Receives of ``_NUM_AHEAD`` messages are posted ahead, so that data arrives while the stage computes.
 
     Args:
         transport: The process groups.
         forward: Direction in the model.
-        peer: Coordinate that sends.
-        expected: What arrives.
-        book: Knows what the messages consist of.
-        window: Messages to receive ahead.
+        peer: Pipeline rank that sends.
+        expected: Messages, in the order of arrival.
+        book: Record of their metadata.
     """
 
-    def __init__(
-        self, transport: Transport, forward: bool, peer: int, expected: Iterable[Message], book: BoundaryBook, *, window: int
-    ) -> None:
-        self._group, self._peer = transport.group(forward, peer, transport.coordinate), peer
-        self._device, self._book, self._window = transport.device, book, window
+    def __init__(self, transport: Transport, forward: bool, peer: int, expected: Iterable[Message], book: BoundaryBook) -> None:
+        self._group = transport.group(forward, peer, transport.pp_rank)
+        self._peer = peer
+        self._device = transport.device
+        self._book = book
         self._expected = deque(expected)
         self._posted: deque[tuple[tuple[Tensor, ...], list[dist.Work]]] = deque()
 
     def refill(self) -> None:
-        """Post receives for messages whose shapes are known, up to the window."""
-        while self._expected and len(self._posted) < self._window:
+        """Post receives for messages whose shapes are known."""
+        while self._expected and len(self._posted) < _NUM_AHEAD:
             boundary = self._book.expected(self._expected[0])
             if boundary is None:
                 break
             self._post(boundary)
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the next message's tensors, when they are there."""
+        """Wait for the next message; return its tensors."""
         if not self._posted:
             message = self._expected[0]
             boundary = self._book.expected(message)
@@ -215,7 +196,7 @@ class Inbox:
                 header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
                 self._group.recv([header], self._peer, message.tag).wait()
                 boundary = decode_header(header)
-                self._book.learn(message, boundary)
+                self._book.record(message, boundary)
             self._post(boundary)
         buffers, works = self._posted.popleft()
         for work in works:
@@ -232,35 +213,36 @@ class Inbox:
 
 
 class _Sent(NamedTuple):
-    """A message under way."""
+    """An in-flight message."""
 
     position: int
-    """Of the action that takes it, in the receiver's list."""
+    """Position of the action that takes it, in the receiver's list."""
     tensors: list[Tensor]
     works: list[dist.Work]
 
 
 class Outbox:
-    """Messages sent to one coordinate during a step, kept alive until they are delivered.
+    """Messages sent to one pp rank during a step, kept alive until they are delivered.
 
-    gloo's sends complete only when waited for. A message is therefore also known to be delivered when the receiver has
-    sent something that it did after receiving it: both positions are in the schedule. Where nothing comes back, as in
-    validation, the oldest ones are waited for when more than :attr:`Message.ahead` are under way.
+    gloo's sends complete only when waited for. A message therefore also counts as delivered when the receiver has sent the
+    result of a later action: both positions are in the schedule. Where nothing comes back, as in validation, the oldest
+    ones are waited for when more than :attr:`Message.ahead` are in flight.
 
     Args:
         transport: The process groups.
-        peer: Coordinate that receives.
+        peer: Pipeline rank that receives.
     """
 
     def __init__(self, transport: Transport, peer: int) -> None:
-        self._transport, self._peer = transport, peer
+        self._transport = transport
+        self._peer = peer
         self._sent: dict[bool, deque[_Sent]] = {True: deque(), False: deque()}
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """Send tensors that make up one message."""
+        """Send the tensors of one message."""
         queue, sent = self._sent[message.forward], _Sent(message.peer_position, [], [])
-        _let_go(queue, 0, message.ahead)
-        group = self._transport.group(message.forward, self._transport.coordinate, self._peer)
+        _drop_delivered(queue, 0, message.ahead)
+        group = self._transport.group(message.forward, self._transport.pp_rank, self._peer)
         for tensor in tensors:
             contiguous = tensor.detach().contiguous()
             sent.tensors.append(contiguous)
@@ -269,19 +251,19 @@ class Outbox:
             queue.append(sent)
 
     def release(self, position: int) -> None:
-        """Let go of what is delivered, given that the receiver has come to ``position`` of its actions."""
+        """Release delivered messages, given that the receiver has come to ``position`` of its actions."""
         for queue in self._sent.values():
             if queue:
-                _let_go(queue, position, len(queue))
+                _drop_delivered(queue, position, len(queue))
 
     def finish(self) -> None:
         """Wait until everything is delivered."""
         for queue in self._sent.values():
-            _let_go(queue, 0, 0)
+            _drop_delivered(queue, 0, 0)
 
 
-def _let_go(queue: deque[_Sent], position: int, ahead: int) -> None:
-    """Drop what is delivered to a receiver that has come to ``position``, and whatever else is more than ``ahead`` messages."""
+def _drop_delivered(queue: deque[_Sent], position: int, ahead: int) -> None:
+    """Drop messages delivered to a receiver that has come to ``position``; wait for the oldest beyond ``ahead`` messages."""
     while queue and (len(queue) > ahead or queue[0].position < position or queue[0].works[-1].is_completed()):
         for work in queue.popleft().works:
             work.wait()

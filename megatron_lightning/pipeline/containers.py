@@ -1,7 +1,7 @@
-"""Lists of modules that are cut: an index keeps its meaning.
+"""Keep the meaning of indices in lists of modules that are split over stages.
 
 ``Sequential`` and ``ModuleList`` count what they hold, so that ``layers[0]`` and ``layers[:2]`` would be other layers on every
-stage, for an optimizer's groups or for freezing, say. Once cut they count what the whole model has.
+stage, for an optimizer's groups or for freezing, say. Once split they count the modules of the full model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from megatron_lightning.errors import PipelineError
 
 
 class AbsentUnit(nn.Module):
-    """In the place of a module that another pipeline rank holds: it has no parameters, and cannot be called."""
+    """Placeholder of a module that another pipeline rank holds: it has no parameters, and cannot be called."""
 
     def forward(self, *_: Any, **__: Any) -> None:
-        """Say that this is no layer.
-
-        Raises:
-            PipelineError: Always.
-        """
+        """Raise a PipelineError: this is no layer."""
         raise PipelineError(
             "a layer that is on another pipeline rank was called by its index. In the forward of a pipelined module iterate "
             "over its ModuleList or Sequential, which gives the layers of this stage."
@@ -32,7 +28,7 @@ class AbsentUnit(nn.Module):
 
 
 def keep_positions(container: nn.Module) -> None:
-    """Let a ``Sequential`` or ``ModuleList``, from which modules are about to be taken, be indexed as it is now.
+    """Keep the indices of a ``Sequential`` or ``ModuleList`` from which modules are about to be removed.
 
     Indices, slices and the length count all modules; in the place of an absent one is an :class:`AbsentUnit`, and slices are
     of what is there. Iteration gives what is there, for a forward that runs it. Copies are of the original class.
@@ -44,7 +40,7 @@ def keep_positions(container: nn.Module) -> None:
 
 
 class _Positions:
-    """The index of a list of modules that has been cut."""
+    """Index of a list of modules that is split."""
 
     _original: type[nn.Module]
     _positions: tuple[str, ...]

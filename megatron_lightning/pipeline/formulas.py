@@ -1,4 +1,4 @@
-"""What the papers say a schedule costs, to hold the simulation against. No torch here.
+"""Closed formulas of a schedule's cost, from the papers, to compare the simulation with. No torch here.
 
 Notation: P pipeline ranks, V chunks on each, M micro-batches, N micro-batches of a group; F, B, I and W are the times of one
 action on one chunk, equal on all stages; messages take no time. Tests compare every formula with the simulation.
@@ -14,16 +14,16 @@ from megatron_lightning.pipeline.simulate import Costs
 
 
 class Expected(NamedTuple):
-    """What a formula gives."""
+    """Result of a formula."""
 
     step_time: float
     formula: str
     peak_in_flight: tuple[int, ...]
-    """For each coordinate: the most (stage, micro-batch) activations it holds at once."""
+    """For each pp rank: the most (stage, micro-batch) activations it holds at once."""
 
 
 def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) -> Expected | None:
-    """Return what the literature expects of a schedule.
+    """Return the cost of a schedule by its formula.
 
     Args:
         schedule: A table of one of the named generators.
@@ -31,7 +31,7 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
         group_size: N of the interleaved schedule.
 
     Returns:
-        None where there is no closed form: a table of one's own, stages of unequal cost, messages that take time, a last
+        None where there is no closed form: a user's own table, stages of unequal cost, messages that take time, a last
         group below P, or (zero bubble) numbers that the paper's derivation excludes.
     """
     num_stages = schedule.placement.num_stages
@@ -39,7 +39,7 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
     if costs.communication or any(len(set(times)) > 1 for times in durations.values()):
         return None
     f, b, i, w = (durations[kind][0] for kind in Kind)
-    p, m = schedule.placement.num_coordinates, schedule.num_microbatches
+    p, m = schedule.placement.num_ranks, schedule.num_microbatches
     v = num_stages // p
     n = group_size or smallest_group_size(p, m)
     if schedule.name in {"gpipe", "1f1b"} or (schedule.name == "interleaved" and groups_fill(p, m, n)):
@@ -54,9 +54,9 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
 
 
 def _held(schedule: Schedule, v: int, n: int) -> tuple[int, ...]:
-    p, m = schedule.placement.num_coordinates, schedule.num_microbatches
+    p, m = schedule.placement.num_ranks, schedule.num_microbatches
     if schedule.name == "gpipe":
         return (m * v,) * p
     if v == 1:
-        return tuple(min(m, coordinate + 1) for coordinate in range(p))
-    return tuple(min(m * v, 2 * coordinate + (v - 1) * n + 1) for coordinate in range(p))
+        return tuple(min(m, pp_rank + 1) for pp_rank in range(p))
+    return tuple(min(m * v, 2 * pp_rank + (v - 1) * n + 1) for pp_rank in range(p))

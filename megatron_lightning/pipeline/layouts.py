@@ -1,4 +1,4 @@
-"""Which layers go to which stage where the user says so. No torch here.
+"""Partition of a model into stages by the user's options. No torch here.
 
 A *layout* is Megatron's notation, stage by stage: ``Et*3|(tt|)*29,mL``. ``E`` is the embedding, ``t`` a transformer layer,
 ``m`` a layer of multi-token prediction, ``L`` output layer and loss; ``|`` ends a stage, ``x*n`` and ``(…)*n`` repeat, commas
@@ -17,7 +17,7 @@ from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.partition import Unit, is_layer, partition_units, unit_names, unit_weights
 
 KINDS: Mapping[str, str] = MappingProxyType({"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"})
-"""What the letters of a layout stand for: Megatron's names of layer types."""
+"""Megatron's names of layer types by the letters of a layout."""
 
 Layout = tuple[tuple[str, ...], ...]
 """For each stage the kinds of its layers, values of :data:`KINDS`."""
@@ -27,10 +27,10 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
     """Return the kinds of layers of each stage.
 
     Args:
-        layout: In Megatron's notation, or the lists of names that it stands for.
+        layout: In Megatron's notation, or the lists of names that it represents.
 
     Raises:
-        ConfigError: If something else is in it, if embedding and loss do not open and close it, each once, or if the layers
+        ConfigError: If a letter or name is unknown, if embedding and loss are not first and last, each once, or if the layers
             of multi-token prediction are not together behind the other layers.
     """
     if isinstance(layout, str):
@@ -58,17 +58,8 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
     return stages
 
 
-def cut_units(units: Sequence[Unit], placement: Placement, options: PipelineOptions) -> tuple[tuple[str, ...], ...]:
-    """Return the unit paths of every stage, as the options say or else as :func:`partition_units` balances them.
-
-    Args:
-        units: ``pipeline_units()`` of the module that is cut.
-        placement: Where the stages live.
-        options: What the user wants of the cut.
-
-    Raises:
-        ConfigError: If the units cannot be cut so.
-    """
+def split_units(units: Sequence[Unit], placement: Placement, options: PipelineOptions) -> tuple[tuple[str, ...], ...]:
+    """Return the unit paths of every stage, by the options or else balanced by :func:`partition_units`."""
     kinds = [_kind(name) for name in unit_names(units)]
     num_layers, num_predicting = kinds.count("decoder"), kinds.count("mtp")
     first, last = options.num_layers_in_first_pipeline_stage, options.num_layers_in_last_pipeline_stage
@@ -107,7 +98,7 @@ def _kind(name: str) -> str | None:
 
 
 def _check_layout(layout: Layout, placement: Placement, num_layers: int, num_predicting: int) -> None:
-    ranks, stages = placement.num_coordinates, placement.num_stages
+    ranks, stages = placement.num_ranks, placement.num_stages
     if len(layout) != stages:
         if len(layout) % ranks == 0:
             fix = f"Set virtual_pipeline_model_parallel_size to {len(layout) // ranks}, or write {stages} stages"
@@ -134,8 +125,8 @@ def _check_layout(layout: Layout, placement: Placement, num_layers: int, num_pre
 
 
 def _by_slots(units: Sequence[Unit], layout: Layout) -> tuple[tuple[str, ...], ...]:
-    """Put each layer on the next place for its kind; what comes before the layers is on the first stage, what follows on the
-    last, and what lies between stays with the layer before it.
+    """Put each layer on the next place of its kind; units before the layers on the first stage, behind them on the last, and
+    others with the layer before them.
     """
     names = unit_names(units)
     kinds = [_kind(name) for name in names]
@@ -155,12 +146,12 @@ def _by_slots(units: Sequence[Unit], layout: Layout) -> tuple[tuple[str, ...], .
 
 
 def _uneven_counts(num_layers: int, placement: Placement, first: int | None, last: int | None) -> list[int]:
-    """Return the layers of each stage when the first and the last pipeline rank take a number of their own."""
-    ranks, chunks = placement.num_coordinates, placement.num_stages // placement.num_coordinates
+    """Return the layers of each stage where the first or the last pipeline rank takes a given number."""
+    ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
     if placement != Placement.loop(ranks, chunks) or ranks == 1:
         raise ConfigError(
             f"num_layers_in_first_pipeline_stage={first} and num_layers_in_last_pipeline_stage={last} are for a first and a "
-            f"last pipeline rank, and with the stages on {placement.coordinates} they are one. Set "
+            f"last pipeline rank, and with the stages on {placement.pp_ranks} they are one. Set "
             "pipeline_model_parallel_layout."
         )
     own = {0: first, ranks - 1: last}
@@ -192,7 +183,7 @@ def _uneven_counts(num_layers: int, placement: Placement, first: int | None, las
 
 
 def _counted(units: Sequence[Unit], options: PipelineOptions) -> list[tuple[str, float]]:
-    """Return the units with weights in which embedding and loss count as a layer each, if they shall."""
+    """Return the units with weights; embedding and loss weigh as much as a layer where the options count them."""
     names, weights = unit_names(units), list(unit_weights(units))
     layers = [index for index, name in enumerate(names) if is_layer(name)] or [0]
     for wanted, index, position in (

@@ -1,9 +1,9 @@
-"""Cut a batch into micro-batches along dim 0, and put the outputs of the micro-batches together again."""
+"""Split a batch into micro-batches along dim 0, and merge the outputs of the micro-batches."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -43,53 +43,39 @@ def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:
 
 
 def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
-    """Cut ``batch`` into micro-batches.
+    """Split ``batch`` into micro-batches; None: one.
 
-    Tensors whose dim 0 has the batch size, and lists and tuples of as many plain values, are cut; everything else is
-    handed to every micro-batch as it is. The last micro-batch is smaller if the size does not divide.
-
-    Args:
-        batch: Nested tensors.
-        micro_batch_size: Samples of a micro-batch; None: one micro-batch.
+    Tensors whose dim 0 has the batch size, and lists and tuples of as many plain values, are split; everything else goes to
+    every micro-batch as it is. The last micro-batch is smaller if the size does not divide.
 
     Raises:
-        ConfigError: If the batch has nothing to be cut.
+        ConfigError: If the batch has nothing to split.
     """
     size = batch_size_of(batch)
-    if micro_batch_size is None:
+    if micro_batch_size is None or (size is not None and size <= micro_batch_size):
         return [batch]
     if size is None:
         raise ConfigError(
-            f"a batch of type {type(batch).__name__} holds no tensors with dims and no lists, so it cannot be cut into "
+            f"a batch of type {type(batch).__name__} holds no tensors with dims and no lists, so it cannot be split into "
             f"micro-batches of {micro_batch_size}. {_OTHER_BATCHES}"
         )
-    if size <= micro_batch_size:
-        return [batch]
     starts = range(0, size, micro_batch_size)
-    return [_map_leaves(batch, _cutter(size, start, start + micro_batch_size)) for start in starts]
-
-
-def _cutter(size: int, start: int, stop: int) -> Callable[[Any], Any]:
-    def cut(leaf: Any) -> Any:
-        sized = (isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size) or _is_list_of(leaf, size)
-        return leaf[start:stop] if sized else leaf
-
-    return cut
+    return [_select(batch, size, slice(start, start + micro_batch_size)) for start in starts]
 
 
 def merge_outputs(  # noqa: PLR0911 (one line a type)
     outputs: Sequence[Any], weights: Sequence[float | Tensor], sizes: Sequence[int | None] = ()
 ) -> Any:
-    """Put the outputs of one step's micro-batches together.
+    """Merge the outputs of one step's micro-batches.
 
     Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors and arrays are concatenated
-    on dim 0, lists of plain values or with an entry for each sample are joined; nested structures are followed. What is one
-    and the same for all stays as it is.
+    on dim 0, lists of plain values or with an entry for each sample are joined; nested structures are merged entry by entry.
+    A value that is the same for all stays as it is.
 
     Args:
-        outputs: What the step gave for each micro-batch; None: nothing.
-        weights: What each weighs in a mean.
-        sizes: Samples of each, if they are known.
+        outputs: Output of the step for each micro-batch; None: nothing.
+        weights: Weight of each in a mean.
+        sizes: Samples of each, if known.
     """
     present = [index for index, output in enumerate(outputs) if output is not None]
     if not present:
@@ -118,16 +104,16 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
     if isinstance(first, list | tuple):
         parts = [merge(items) for items in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if _is_dataclass_object(first):
-        return _with_fields(first, {name: merge([getattr(o, name) for o in outputs]) for name in _names(first)})
+    if names := _field_names(first):
+        return _with_fields(first, {name: merge([getattr(output, name) for output in outputs]) for name in names})
     return first if all(output is first for output in outputs) else list(outputs)
 
 
 def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
-    """Return whether lists hold an entry for each sample: texts, other things, or tensors of one sample each.
+    """Return whether lists hold an entry for each sample: texts, other values, or tensors of one sample each.
 
-    A list may have as many entries as a micro-batch has samples by chance. Scalars and tensors of a whole micro-batch, and
-    tensors that are not of one kind, are taken for results of the step at fixed places.
+    A list may have as many entries as a micro-batch has samples by chance. Scalars, tensors of a full micro-batch and tensors
+    of several kinds therefore count as results of the step at fixed places.
     """
     items = [item for output in outputs for item in output]
     if not any(isinstance(item, Tensor) for item in items):
@@ -161,44 +147,39 @@ def _children(batch: Any) -> list[Any]:
         return list(batch.values())
     if isinstance(batch, list | tuple):
         return list(batch)
-    return [getattr(batch, name) for name in _names(batch)] if _is_dataclass_object(batch) else []
+    return [getattr(batch, name) for name in _field_names(batch)]
 
 
-def _is_dataclass_object(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)
-
-
-def _names(value: Any) -> list[str]:
-    return [field.name for field in fields(value)]
+def _field_names(value: Any) -> list[str]:
+    """Return the fields of a dataclass object; none for any other value."""
+    return [field.name for field in fields(value)] if is_dataclass(value) and not isinstance(value, type) else []
 
 
 def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass object, frozen or not, whose ``__init__`` is not asked: it may compute fields itself."""
+    """Return a copy of a dataclass object, frozen or not, without its ``__init__``, which may compute fields itself."""
     made = copy.copy(value)
     for name, item in values.items():
         object.__setattr__(made, name, item)
     return made
 
 
-def _map_leaves(batch: Any, cut: Callable[[Any], Any]) -> Any:
+def _select(batch: Any, size: int, samples: slice) -> Any:
+    """Return the samples of one micro-batch from a batch of ``size``."""
+    select = partial(_select, size=size, samples=samples)
+    if (isinstance(batch, Tensor) and batch.ndim and batch.shape[0] == size) or _is_list_of(batch, size):
+        return batch[samples]
     if isinstance(batch, Mapping):
-        mapped = {key: _map_leaves(value, cut) for key, value in batch.items()}
-        return mapped if type(batch) is dict else _like(batch, mapped)
+        selected = {key: select(value) for key, value in batch.items()}
+        try:
+            return type(batch)(selected)  # type: ignore[call-arg]
+        except TypeError as error:
+            raise ConfigError(
+                f"a batch of type {type(batch).__name__} cannot be rebuilt from a dict, so it cannot be split into "
+                f"micro-batches. {_OTHER_BATCHES}"
+            ) from error
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_leaves(value, cut) for value in batch))
+        return type(batch)(*map(select, batch))
     if isinstance(batch, list | tuple):
-        shortened = cut(batch)
-        return shortened if shortened is not batch else type(batch)(_map_leaves(value, cut) for value in batch)
-    if _is_dataclass_object(batch):
-        return _with_fields(batch, {name: _map_leaves(getattr(batch, name), cut) for name in _names(batch)})
-    return cut(batch)
-
-
-def _like(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    try:
-        return type(batch)(mapped)  # type: ignore[call-arg]
-    except TypeError as error:
-        raise ConfigError(
-            f"a batch of type {type(batch).__name__} cannot be rebuilt from a dict, so it cannot be cut into micro-batches. "
-            f"{_OTHER_BATCHES}"
-        ) from error
+        return type(batch)(map(select, batch))
+    names = _field_names(batch)
+    return _with_fields(batch, {name: select(getattr(batch, name)) for name in names}) if names else batch

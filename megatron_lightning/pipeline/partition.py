@@ -1,7 +1,7 @@
-"""Which units of a model go to which stage. No torch here.
+"""Balanced partition of a model's units into stages. No torch here.
 
-A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never cut; ``pipeline_units()`` lists
-them in the order of the forward. Weights say how much of a stage's time a unit takes.
+A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never split; ``pipeline_units()`` lists
+them in the order of the forward. A unit's weight is its share of a stage's time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ def is_layer(name: str) -> bool:
 def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     """Return the weight of every unit.
 
-    Where a unit has none of its own, a layer of a list (see :func:`is_layer`) weighs 1 and anything else 0;
-    if then nothing weighs, every unit weighs 1.
-
-    Raises:
-        ConfigError: If a weight is negative.
+    Without a weight of its own, a layer of a list (see :func:`is_layer`) weighs 1 and any other unit 0; if all are 0, every
+    unit weighs 1.
     """
     weights = []
     for unit in units:
@@ -43,21 +40,11 @@ def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
 
 
 def partition_units(units: Sequence[Unit], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """Cut the units into contiguous stages of weights as equal as possible.
+    """Partition the units into contiguous stages of weights as equal as possible; return the unit paths of each stage.
 
-    The heaviest stage is as light as can be; among such cuts the weights differ least (in squares), and among those the
-    earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2. Units without weight stay with the unit before them,
+    The heaviest stage is as light as possible; among such partitions the weights differ least (in squares), and among those
+    the earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2. Units without weight stay with the unit before them,
     leading ones with the first stage.
-
-    Args:
-        units: Paths, or (path, weight), in the order of the forward.
-        num_stages: Stages to fill.
-
-    Returns:
-        The unit paths of each stage.
-
-    Raises:
-        ConfigError: If there are fewer weighing units than stages, a path appears twice, or a weight is negative.
     """
     names, weights = unit_names(units), unit_weights(units)
     repeated = next((name for name in names if names.count(name) > 1), None)

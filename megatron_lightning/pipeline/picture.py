@@ -1,6 +1,6 @@
-"""Draw timelines of a pipeline step: as SVG text, as a PNG image, as a trace for Chrome's viewer. No torch here.
+"""Draw timelines of a pipeline run: as SVG text, as a PNG image, as a trace for Chrome's viewer. No torch here.
 
-One row a pipeline rank, one box an action, labelled with its micro-batch. The colour tells the model chunk, its shade the kind:
+One row a pipeline rank, one bar an action, labeled with its micro-batch. The color shows the model chunk, its shade the kind:
 forward light, backward (or input gradient) middle, weight gradient dark.
 """
 
@@ -17,8 +17,8 @@ from xml.sax.saxutils import escape
 from megatron_lightning.pipeline.actions import Action, Kind, Placement
 
 _SHADES: Sequence[Mapping[str, str]] = tuple(
-    dict(zip(("light", "middle", "dark"), colours.split(), strict=True))
-    for colours in (
+    dict(zip(("light", "middle", "dark"), colors.split(), strict=True))
+    for colors in (
         "#c3daf2 #5b9bd5 #2a5f94",
         "#fcdcb8 #f0984b #ad5d17",
         "#c8e8c4 #67b765 #2f7333",
@@ -52,8 +52,8 @@ class Panel:
     """Start and end of every action."""
 
 
-class Box(NamedTuple):
-    """A filled rectangle, in pixels."""
+class Bar(NamedTuple):
+    """A filled bar, in pixels."""
 
     x: float
     y: float
@@ -75,11 +75,11 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture consists of."""
+    """Shapes of a picture."""
 
     width: float
     height: float
-    shapes: tuple[Box | Text, ...]
+    shapes: tuple[Bar | Text, ...]
 
 
 def draw(panels: Sequence[Panel], unit: str = "") -> Scene:
@@ -92,7 +92,7 @@ def draw(panels: Sequence[Panel], unit: str = "") -> Scene:
     total = max((end for panel in panels for _, end in panel.spans.values()), default=1.0) or 1.0
     lengths = [end - start for panel in panels for start, end in panel.spans.values() if end > start]
     scale = min(max(_NARROWEST_LABEL / min(lengths, default=total), _LEAST_WIDTH / total), _WIDEST / total)
-    shapes: list[Box | Text] = []
+    shapes: list[Bar | Text] = []
     y = float(_MARGIN)
     for panel in panels:
         shapes += _panel(panel, y, scale, total, unit)
@@ -105,8 +105,8 @@ def draw(panels: Sequence[Panel], unit: str = "") -> Scene:
 def svg(scene: Scene) -> str:
     """Return the scene as an SVG document."""
 
-    def element(shape: Box | Text) -> str:
-        if isinstance(shape, Box):
+    def element(shape: Bar | Text) -> str:
+        if isinstance(shape, Bar):
             x, y, width, height, fill = shape
             return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"/>'
         return (
@@ -146,9 +146,9 @@ def chrome_trace(panels: Sequence[Panel], seconds_per_unit: float = 1e-3) -> str
     events: list[dict[str, object]] = []
     for process, panel in enumerate(panels):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": panel.title}})
-        for coordinate in range(panel.placement.num_coordinates):
-            label = {"name": f"pp rank {coordinate}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": coordinate, "args": label})
+        for pp_rank in range(panel.placement.num_ranks):
+            label = {"name": f"pp rank {pp_rank}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": pp_rank, "args": label})
         for action, (start, end) in panel.spans.items():
             micros = 1e6 * seconds_per_unit
             events.append(
@@ -157,7 +157,7 @@ def chrome_trace(panels: Sequence[Panel], seconds_per_unit: float = 1e-3) -> str
                     "name": str(action),
                     "cat": _KINDS[action.kind][1],
                     "pid": process,
-                    "tid": panel.placement.coordinates[action.stage],
+                    "tid": panel.placement.pp_ranks[action.stage],
                     "ts": start * micros,
                     "dur": (end - start) * micros,
                     "args": {"stage": action.stage, "microbatch": action.microbatch},
@@ -167,59 +167,59 @@ def chrome_trace(panels: Sequence[Panel], seconds_per_unit: float = 1e-3) -> str
 
 
 def _num_chunks(placement: Placement) -> int:
-    return max(len(placement.stages_of(coordinate)) for coordinate in range(placement.num_coordinates))
+    return max(len(placement.stages_of(pp_rank)) for pp_rank in range(placement.num_ranks))
 
 
 def _panel_height(panel: Panel) -> float:
-    return 28 + panel.placement.num_coordinates * (_ROW + _GAP) + 30
+    return 28 + panel.placement.num_ranks * (_ROW + _GAP) + 30
 
 
-def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> Iterator[Box | Text]:
+def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> Iterator[Bar | Text]:
     left, rows = _MARGIN + _LABELS, top + 28
     placement = panel.placement
     yield Text(_MARGIN, top + 10, panel.title, 15, "start", _INK)
     chunk_of: dict[int, int] = {}
-    for coordinate in range(placement.num_coordinates):
-        stages, y = placement.stages_of(coordinate), rows + coordinate * (_ROW + _GAP)
+    for pp_rank in range(placement.num_ranks):
+        stages, y = placement.stages_of(pp_rank), rows + pp_rank * (_ROW + _GAP)
         chunk_of |= {stage: chunk for chunk, stage in enumerate(stages)}
-        yield Text(_MARGIN, y + 8, f"pp rank {coordinate}", 12, "start", _INK)
+        yield Text(_MARGIN, y + 8, f"pp rank {pp_rank}", 12, "start", _INK)
         listed = ", ".join(map(str, stages)) if len(stages) < 5 else f"{stages[0]}, {stages[1]} … {stages[-1]}"  # there is room
         yield Text(_MARGIN, y + 20, f"stage {listed}", 10, "start", _FAINT)
-        yield Box(left, y, total * scale, _ROW, "#f4f4f4")
+        yield Bar(left, y, total * scale, _ROW, "#f4f4f4")
     for action, (start, end) in panel.spans.items():
-        y, width = rows + placement.coordinates[action.stage] * (_ROW + _GAP), (end - start) * scale
+        y, width = rows + placement.pp_ranks[action.stage] * (_ROW + _GAP), (end - start) * scale
         shade = _KINDS[action.kind][0]
-        # A hair of background between neighbours, but never the whole of a narrow box.
-        yield Box(left + start * scale, y, max(width - 1, width / 2), _ROW, _colour(chunk_of[action.stage], shade))
+        # A hair of background between neighbors, but at most half of a narrow bar.
+        yield Bar(left + start * scale, y, max(width - 1, width / 2), _ROW, _color(chunk_of[action.stage], shade))
         label = str(action.microbatch)
         size = min(13.0, float(math.floor((width - 3) / (0.6 * len(label)))))
         if size >= 7:
             ink = _INK if shade == "light" else "#ffffff"
             yield Text(left + start * scale + width / 2, y + _ROW / 2, label, size, "middle", ink)
-    yield from _axis(rows + placement.num_coordinates * (_ROW + _GAP), left, scale, total, unit)
+    yield from _axis(rows + placement.num_ranks * (_ROW + _GAP), left, scale, total, unit)
 
 
-def _axis(y: float, left: float, scale: float, total: float, unit: str) -> Iterator[Box | Text]:
+def _axis(y: float, left: float, scale: float, total: float, unit: str) -> Iterator[Bar | Text]:
     rough = 80 / scale
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     for index in range(math.floor(total / step + 1e-9) + 1):
         x = left + index * step * scale
-        yield Box(x, y, 1, 4, _FAINT)
+        yield Bar(x, y, 1, 4, _FAINT)
         yield Text(x, y + 12, f"{index * step:g}{unit}", 10, "middle", _FAINT)
 
 
-def _legend(panels: Sequence[Panel], top: float) -> Iterator[Box | Text]:
+def _legend(panels: Sequence[Panel], top: float) -> Iterator[Bar | Text]:
     kinds = [kind for kind in Kind if any(action.kind is kind for panel in panels for action in panel.spans)]
     for chunk in range(max(_num_chunks(panel.placement) for panel in panels)):
         x, y = float(_MARGIN + _LABELS), top + chunk * 20
         yield Text(_MARGIN, y + 8, f"model chunk {chunk}", 12, "start", _INK)
         for kind in kinds:
             shade, name = _KINDS[kind]
-            yield Box(x, y, 16, 16, _colour(chunk, shade))
+            yield Bar(x, y, 16, 16, _color(chunk, shade))
             yield Text(x + 22, y + 8, name, 12, "start", _INK)
             x += 34 + 7 * len(name)
 
 
-def _colour(chunk: int, shade: str) -> str:
+def _color(chunk: int, shade: str) -> str:
     return _SHADES[chunk % len(_SHADES)][shade]

@@ -1,9 +1,9 @@
-"""What one coordinate has to do for a schedule, with everything looked up beforehand that the table decides. No torch here."""
+"""One pp rank's part of a schedule: its actions, with all their messages looked up in advance. No torch here."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,25 +14,25 @@ _SLACK = 2  # messages; stages are never as even as on paper
 
 
 class Message(NamedTuple):
-    """What passes between two neighbouring stages, as one of its two ends sees it."""
+    """Tensors between two neighboring stages, as one of the two ends sees them."""
 
     forward: bool
     """Direction in the model: outputs go forward, their gradients backward."""
     stage: int
-    """The stage that takes it."""
+    """Stage that takes them."""
     microbatch: int
     peer: int | None
-    """Coordinate at the other end; None: both stages are here."""
+    """Pipeline rank at the other end; None: both stages are here."""
     peer_position: int
     """Position, in the peer's list, of the action at the other end."""
     tag: int
-    """Unlike that of any other message of the same direction in the step."""
+    """Unique among the messages of one direction in the run."""
     ahead: int = 0
-    """Where it is sent: how many earlier ones of the same channel may still be under way."""
+    """For the sender: how many earlier messages of the channel may still be in flight."""
 
 
 class Planned(NamedTuple):
-    """One action with the messages it takes and gives; None at the ends of the pipeline and for weight gradients."""
+    """Action with the messages that it takes and gives; None at the ends of the pipeline and for weight gradients."""
 
     action: Action
     takes: Message | None
@@ -43,19 +43,19 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A coordinate's part of a schedule."""
+    """A pp rank's part of a schedule."""
 
     actions: tuple[Planned, ...]
-    """In the order of execution."""
-    received: Mapping[tuple[bool, int], tuple[Message, ...]]
-    """(direction in the model, peer) -> what arrives on that channel, in order."""
-    peers: frozenset[int]
-    """Coordinates that this one exchanges messages with."""
+    """Actions in the order of execution."""
+    received: Mapping[tuple[bool, int], Sequence[Message]]
+    """(direction in the model, peer) -> messages that arrive on that channel, in order."""
+    peers: Set[int]
+    """Pipeline ranks that exchange messages with this one."""
 
 
-def plan_of(schedule: Schedule, coordinate: int) -> Plan:
-    """Return the actions of one coordinate with their messages."""
-    holders, positions, last_stage = schedule.placement.coordinates, schedule.positions, schedule.placement.num_stages - 1
+def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
+    """Return the actions of one pp rank with their messages."""
+    holders, positions, last_stage = schedule.placement.pp_ranks, schedule.positions, schedule.placement.num_stages - 1
 
     def other_end(forward: bool, stage: int, microbatch: int) -> int:
         kinds = (Kind.FORWARD,) if forward else SENDS_GRADIENT
@@ -64,19 +64,19 @@ def plan_of(schedule: Schedule, coordinate: int) -> Plan:
     def message(forward: bool, taker: int, peer_stage: int, microbatch: int) -> Message | None:
         if not (0 <= taker <= last_stage and 0 <= peer_stage <= last_stage):
             return None
-        peer = holders[peer_stage] if holders[peer_stage] != coordinate else None
+        peer = holders[peer_stage] if holders[peer_stage] != pp_rank else None
         tag = taker * schedule.num_microbatches + microbatch
         return Message(forward, taker, microbatch, peer, other_end(forward, peer_stage, microbatch), tag)
 
-    own = schedule.actions[coordinate]
+    own = schedule.actions[pp_rank]
     last_of_stage = {action.stage: action for action in own if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
     spans = simulate(schedule).spans
     taken_at: dict[tuple[bool, int], list[float]] = {}
 
     def bounded(gives: Message, action: Action) -> Message:
-        """Say how many earlier messages may be under way: as many as on paper, and some more.
+        """Limit the earlier messages in flight: as many as in the simulation, and some more.
 
-        Who waits for one of the others waits for an action that starts before his own on paper, so nobody waits in a circle.
+        A sender that waits for one beyond waits for an action that starts earlier in the simulation, so there is no circle.
         """
         if gives.peer is None:
             return gives
@@ -97,13 +97,9 @@ def plan_of(schedule: Schedule, coordinate: int) -> Plan:
             gives = gives and bounded(gives, action)
         planned.append(Planned(action, takes, gives, last_of_stage.get(stage) == action))
     received: dict[tuple[bool, int], list[Message]] = {}
-    for planned_action in planned:
-        taken = planned_action.takes
-        if taken is not None and taken.peer is not None:
-            received.setdefault((taken.forward, taken.peer), []).append(taken)
-    ends = (end for planned_action in planned for end in (planned_action.takes, planned_action.gives) if end is not None)
-    return Plan(
-        tuple(planned),
-        {channel: tuple(messages) for channel, messages in received.items()},
-        frozenset(end.peer for end in ends if end.peer is not None),
-    )
+    peers = set()
+    for _, takes, gives, _ in planned:
+        if takes is not None and takes.peer is not None:
+            received.setdefault((takes.forward, takes.peer), []).append(takes)
+        peers |= {end.peer for end in (takes, gives) if end is not None and end.peer is not None}
+    return Plan(tuple(planned), received, peers)

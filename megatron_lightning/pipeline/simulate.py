@@ -1,10 +1,9 @@
-"""Run a schedule on paper: is it complete, does every message arrive in the order it was sent, does no rank wait forever,
-and how long does a step take, how much of it is idle, how much memory is held.
+"""Validate and simulate a schedule: completeness, order of messages, deadlock; time of a run, idle share, memory.
 
-Three things are proven of a table. Every (stage, micro-batch) has one forward and one backward (whole, or split in two),
-on the coordinate that holds the stage. On every directed channel (forward or backward messages from one coordinate to
+Three properties are proven of a table. Every (stage, micro-batch) has one forward and one backward (full, or split in two),
+on the pp rank that holds the stage. On every directed channel (forward or backward messages from one pp rank to
 another) the receiver takes messages in the order the sender produces them, since NCCL matches them by order alone. No
-coordinate waits for an action that can never run.
+pp rank waits for an action that can never run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
 
 Channel = tuple[str, int, int]
-"""Direction in the model ("forward" or "backward"), sending and receiving coordinate."""
+"""Direction in the model ("forward" or "backward"), sending and receiving pp rank."""
 
 PerStage = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -26,11 +25,7 @@ PerStage = float | tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long the actions of every stage take and what they hold, in any unit of time and of memory.
-
-    Raises:
-        ConfigError: If a number is negative or not finite.
-    """
+    """Time and memory of the actions of every stage, in any units."""
 
     forward: PerStage = 1.0
     """F: forward of one micro-batch."""
@@ -39,28 +34,22 @@ class Costs:
     weight_gradient: PerStage = 1.0
     """W: gradient of the stage's weights."""
     backward: PerStage | None = None
-    """B: whole backward; None: I and W together."""
+    """B: full backward; None: I and W together."""
     communication: float = 0.0
-    """From the end of an action to the moment when another coordinate has its message; the sender goes on meanwhile."""
+    """From the end of an action to the arrival of its message on another pp rank; the sender does not wait."""
     activation: PerStage = 1.0
-    """What a stage holds of one micro-batch from its forward to the end of its backward (W, where it is split)."""
+    """Memory that a stage holds of one micro-batch from its forward to the end of its backward (W, where it is split)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not all(0 <= number < inf for number in (value if isinstance(value, tuple) else (value,))):
-                raise ConfigError(f"cost {field.name} is {value}, which no work takes. Set it to a finite number of 0 or more.")
+                raise ConfigError(f"cost {field.name} is {value}, which is no cost. Set it to a finite number of 0 or more.")
 
     def durations(self, num_stages: int) -> Mapping[Kind, tuple[float, ...]]:
-        """Return how long each kind of action takes on every stage.
-
-        Raises:
-            ConfigError: If there are numbers for another number of stages.
-        """
-        input_gradient, weight_gradient = (
-            _per_stage("input_gradient", self.input_gradient, num_stages),
-            _per_stage("weight_gradient", self.weight_gradient, num_stages),
-        )
+        """Return the time of each kind of action on every stage."""
+        input_gradient = _per_stage("input_gradient", self.input_gradient, num_stages)
+        weight_gradient = _per_stage("weight_gradient", self.weight_gradient, num_stages)
         both = tuple(map(sum, zip(input_gradient, weight_gradient, strict=True)))
         return {
             Kind.FORWARD: _per_stage("forward", self.forward, num_stages),
@@ -70,26 +59,22 @@ class Costs:
         }
 
     def activations(self, num_stages: int) -> tuple[float, ...]:
-        """Return what every stage holds of a micro-batch.
-
-        Raises:
-            ConfigError: If there are numbers for another number of stages.
-        """
+        """Return the memory that every stage holds of a micro-batch."""
         return _per_stage("activation", self.activation, num_stages)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step costs by a schedule, in the units of the :class:`Costs`."""
+    """Cost of a run of a schedule, in the units of the :class:`Costs`."""
 
     step_time: float
     """From the first action's start to the last one's end."""
     bubble: float
-    """Idle share of all coordinates' time, 0 to 1."""
+    """Idle share of all pp ranks' time, 0 to 1."""
     peak_in_flight: tuple[int, ...]
-    """For each coordinate: the most (stage, micro-batch) activations it holds at once."""
+    """For each pp rank: the most (stage, micro-batch) activations it holds at once."""
     peak_activations: tuple[float, ...]
-    """For each coordinate: the most memory it holds in activations."""
+    """For each pp rank: the most memory it holds in activations."""
     spans: Mapping[Action, tuple[float, float]]
     """Start and end of every action."""
 
@@ -98,8 +83,8 @@ def validate(schedule: Schedule) -> None:
     """Prove that a table can run.
 
     Raises:
-        ConfigError: If an action is missing, repeated, out of range or on the wrong coordinate; if a channel's messages
-            are received in another order than sent; if a coordinate waits forever (the message says at what, for what).
+        ConfigError: If an action is missing, repeated, out of range or on the wrong pp rank; if a channel's messages
+            are received in another order than sent; if a pp rank waits forever (the message says at what, for what).
     """
     _check_complete(schedule)
     _execute(schedule, Costs())
@@ -107,14 +92,11 @@ def validate(schedule: Schedule) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Execute a table on paper: every action starts as soon as its coordinate is free and what it needs has arrived.
+    """Simulate a table: every action starts as soon as its pp rank is free and its messages have arrived.
 
     Args:
         schedule: The table.
-        costs: What actions take; None: F, I and W one unit each, B two, messages nothing.
-
-    Raises:
-        ConfigError: If a coordinate waits forever, or the costs are for another number of stages.
+        costs: Costs of the actions; None: F, I and W one unit each, B two, messages nothing.
     """
     costs = costs or Costs()
     spans = _execute(schedule, costs)
@@ -147,29 +129,29 @@ def _peak(actions: tuple[Action, ...], weights: tuple[float, ...]) -> float:
         if kind is Kind.FORWARD:
             held += weights[stage]
             peak = max(peak, held)
-        elif kind is not Kind.INPUT_GRADIENT:  # which frees nothing: the weight gradient still needs the activations
+        elif kind is not Kind.INPUT_GRADIENT:  # the weight gradient still needs the activations
             held -= weights[stage]
     return peak
 
 
 def _check_complete(schedule: Schedule) -> None:
     placement, counts = schedule.placement, Counter[Action]()
-    if len(schedule.actions) != placement.num_coordinates:
+    if len(schedule.actions) != placement.num_ranks:
         raise ConfigError(
-            f"schedule {schedule.name} has {len(schedule.actions)} rows and its placement {placement.num_coordinates} "
-            "coordinates. Write one row of actions for each coordinate."
+            f"schedule {schedule.name} has {len(schedule.actions)} rows and its placement {placement.num_ranks} "
+            "pp ranks. Write one row of actions for each pp rank."
         )
-    for coordinate, row in enumerate(schedule.actions):
+    for pp_rank, row in enumerate(schedule.actions):
         for action in row:
             if not (0 <= action.stage < placement.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
                 raise ConfigError(
                     f"schedule {schedule.name} has action {action}, and there are {placement.num_stages} stages and "
                     f"{schedule.num_microbatches} micro-batches. Remove it."
                 )
-            if placement.coordinates[action.stage] != coordinate:
+            if placement.pp_ranks[action.stage] != pp_rank:
                 raise ConfigError(
-                    f"schedule {schedule.name} has action {action} on pp rank {coordinate}, and stage {action.stage} lives "
-                    f"on pp rank {placement.coordinates[action.stage]}. Move it there."
+                    f"schedule {schedule.name} has action {action} on pp rank {pp_rank}, and stage {action.stage} lives "
+                    f"on pp rank {placement.pp_ranks[action.stage]}. Move it there."
                 )
             counts[action] += 1
     repeated = next((action for action, count in counts.items() if count > 1), None)
@@ -183,7 +165,7 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ConfigError(
                     f"schedule {schedule.name} gives stage {stage}, micro-batch {microbatch} the actions "
                     f"{', '.join(sorted(found)) or 'none'}. It needs one F and one B (or one I and one W); leave out "
-                    "backwards in the whole table or nowhere."
+                    "all backwards of a table or none."
                 )
 
 
@@ -191,16 +173,16 @@ def _check_channels(schedule: Schedule) -> None:
     """Compare the order in which each channel's messages, named by the action that receives them, are sent and received."""
     sent: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     received: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
-    holders = schedule.placement.coordinates
-    for coordinate, row in enumerate(schedule.actions):
+    holders = schedule.placement.pp_ranks
+    for pp_rank, row in enumerate(schedule.actions):
         for stage, kind, microbatch in row:
             if kind is Kind.WEIGHT_GRADIENT:
                 continue
             step, name = (1, "forward") if kind is Kind.FORWARD else (-1, "backward")
-            if 0 <= stage + step < len(holders) and holders[stage + step] != coordinate:
-                sent[name, coordinate, holders[stage + step]].append((stage + step, microbatch))
-            if 0 <= stage - step < len(holders) and holders[stage - step] != coordinate:
-                received[name, holders[stage - step], coordinate].append((stage, microbatch))
+            if 0 <= stage + step < len(holders) and holders[stage + step] != pp_rank:
+                sent[name, pp_rank, holders[stage + step]].append((stage + step, microbatch))
+            if 0 <= stage - step < len(holders) and holders[stage - step] != pp_rank:
+                received[name, holders[stage - step], pp_rank].append((stage, microbatch))
     for channel, order in sent.items():
         for (stage, microbatch), taken in zip(order, received[channel], strict=True):
             if (stage, microbatch) != taken:
@@ -213,36 +195,38 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
-    """Return start and end of each action; a coordinate is woken when what it waits for is done."""
+    """Return start and end of each action; a pp rank resumes when the action that it waits for is done."""
     spans: dict[Action, tuple[float, float]] = {}
-    holders, num_stages = schedule.placement.coordinates, schedule.placement.num_stages
+    holders, num_stages = schedule.placement.pp_ranks, schedule.placement.num_stages
     durations, communication = costs.durations(num_stages), costs.communication
     present = {action for row in schedule.actions for action in row}
     position, clock = [0] * len(schedule.actions), [0.0] * len(schedule.actions)
     waiting: dict[Action, list[int]] = defaultdict(list)
     runnable = list(range(len(schedule.actions)))
     while runnable:
-        coordinate = runnable.pop()
-        row = schedule.actions[coordinate]
-        while position[coordinate] < len(row):
-            action = row[position[coordinate]]
-            start = clock[coordinate]
+        pp_rank = runnable.pop()
+        row = schedule.actions[pp_rank]
+        while position[pp_rank] < len(row):
+            action = row[position[pp_rank]]
+            start = clock[pp_rank]
             for need in _needs(action, present, num_stages):
                 if need not in spans:
-                    waiting[need].append(coordinate)
+                    waiting[need].append(pp_rank)
                     break
-                start = max(start, spans[need][1] + (communication if holders[need.stage] != coordinate else 0.0))
+                start = max(start, spans[need][1] + (communication if holders[need.stage] != pp_rank else 0.0))
             else:
-                clock[coordinate] = start + durations[action.kind][action.stage]
-                spans[action] = (start, clock[coordinate])
-                position[coordinate] += 1
+                clock[pp_rank] = start + durations[action.kind][action.stage]
+                spans[action] = (start, clock[pp_rank])
+                position[pp_rank] += 1
                 runnable.extend(waiting.pop(action, ()))
                 continue
             break
     if waiting:
-        stuck = sorted((coordinate, need) for need, coordinates in waiting.items() for coordinate in coordinates)
+        stuck = sorted((pp_rank, need) for need, pp_ranks in waiting.items() for pp_rank in pp_ranks)
         waits = "; ".join(f"pp rank {c} waits at {schedule.actions[c][position[c]]} for {need}" for c, need in stuck)
-        raise ConfigError(f"schedule {schedule.name} deadlocks: {waits}. Move what is waited for ahead of what waits.")
+        raise ConfigError(
+            f"schedule {schedule.name} deadlocks: {waits}. Move the actions that others wait for ahead of those that wait."
+        )
     return spans
 
 
@@ -256,5 +240,5 @@ def _needs(action: Action, present: set[Action], num_stages: int) -> tuple[Actio
     own = Action(stage, Kind.FORWARD, microbatch)
     if stage == num_stages - 1:
         return (own,)
-    whole, half = (Action(stage + 1, gradient, microbatch) for gradient in SENDS_GRADIENT)
-    return (own, half if half in present else whole)
+    full, half = (Action(stage + 1, gradient, microbatch) for gradient in SENDS_GRADIENT)
+    return (own, half if half in present else full)

@@ -29,15 +29,15 @@ def find_pipelined_module(root: nn.Module) -> tuple[str, nn.Module]:
     if len(found) != 1:
         listed = ", ".join(repr(path or type(module).__name__) for path, module in found) or "none"
         raise ConfigError(
-            f"a pipeline cuts exactly one submodule, the one with pipeline_units(), and {type(root).__name__} has {len(found)} "
-            f"({listed}). Give the model that the step calls a method pipeline_units() that returns the ordered paths of its "
-            "units, or set pipeline_model_parallel_size to 1."
+            f"a pipeline splits exactly one submodule, the one with pipeline_units(), and {type(root).__name__} has "
+            f"{len(found)} ({listed}). Give the model that the step calls a method pipeline_units() that returns the ordered "
+            "paths of its units, or set pipeline_model_parallel_size to 1."
         )
     return found[0]
 
 
 def pipeline_units(module: nn.Module) -> Sequence[Unit]:
-    """Return what ``module.pipeline_units()`` lists."""
+    """Return the units that ``module.pipeline_units()`` lists."""
     list_units: Callable[[], Sequence[Unit]] = getattr(module, "pipeline_units")  # noqa: B009 (no attribute of nn.Module)
     return list_units()
 
@@ -75,7 +75,7 @@ class StagePartition:
         """Return ``module`` as one stage sees it.
 
         With one stage on this rank that is the module itself. Otherwise it is a shallow copy without the other stages'
-        units: parameters, hooks and submodules are shared. It is made anew by every call, so that it always agrees with
+        units: parameters, hooks and submodules are shared. It is made again by every call, so that it always agrees with
         the module; what a forward assigns to ``self`` is lost with it.
         """
         if len(self.own) == 1:
@@ -150,7 +150,7 @@ def _view(module: nn.Module, foreign: Sequence[str]) -> nn.Module:
     """Return a shallow copy of ``module``, and of those on the way to a foreign unit, without the foreign units."""
     view = module.__class__.__new__(module.__class__)
     view.__dict__.update(module.__dict__)
-    view.__dict__.pop("_compiled_call_impl", None)  # it would run the whole module; units inside stay compiled
+    view.__dict__.pop("_compiled_call_impl", None)  # it would run the full module; units inside stay compiled
     for registry in ("_modules", "_parameters", "_buffers"):
         view.__dict__[registry] = dict(module.__dict__[registry])
     inside: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""When each action of a pipeline step ran: the executed schedule, to be laid beside the simulated one.
+"""Record when each action of a pipeline run was executed, to compare with the simulated schedule.
 
 Starts are taken when an action's message has arrived, so that waiting shows as idle time. On a CUDA device the times are the
 device's (events on the stream that computes), elsewhere the clock's. Times are seconds since :meth:`Timeline.restart`; ranks
@@ -8,23 +8,15 @@ that restart together, after a barrier, have comparable times.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_lightning.pipeline.actions import Action
 
 
-class Interval(NamedTuple):
-    """One executed action."""
-
-    action: Action
-    start_s: float
-    end_s: float
-
-
 class Timeline:
-    """Recorder that a :class:`PipelineExecutor` calls around every action.
+    """Observer of a :class:`PipelineExecutor`: records when each action ran.
 
     Args:
         device: Where the stages compute.
@@ -35,25 +27,23 @@ class Timeline:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was recorded; times count from here."""
+        """Clear the record; times count from here."""
         self._marks: list[tuple[Action, Any, Any]] = []
-        self._action: Action | None = None
         self._zero = self._start = self._now()
 
     def begin(self, action: Action) -> None:
-        """Note that ``action`` has what it waits for, and starts."""
-        self._action, self._start = action, self._now()
+        """Record the start of ``action``."""
+        self._start = self._now()
 
-    def end(self) -> None:
-        """Note that the action begun last is done."""
-        if self._action is not None:
-            self._marks.append((self._action, self._start, self._now()))
+    def end(self, action: Action, outputs: object = None) -> None:
+        """Record the end of ``action``."""
+        self._marks.append((action, self._start, self._now()))
 
-    def intervals(self) -> list[Interval]:
-        """Return what was recorded, in order; waits for the device."""
+    def intervals(self) -> list[tuple[Action, float, float]]:
+        """Return every action with its start and end in seconds, in order; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [Interval(action, self._since_zero(start), self._since_zero(end)) for action, start, end in self._marks]
+        return [(action, self._since_zero(start), self._since_zero(end)) for action, start, end in self._marks]
 
     def _now(self) -> Any:
         """Return a mark: seconds, or an event on the stream that computes."""

@@ -1,8 +1,7 @@
-"""The executed timeline of a pipeline step as files: one of JSON lines for each rank. No torch here.
+"""Executed timeline of a pipeline run as files of JSON lines, one for each rank. No torch here.
 
-A line is ``{"rank": 3, "stage": 1, "action": "F", "microbatch": 0, "start_s": 0.0123, "end_s": 0.0312}``: the global rank, what
-it did (see :class:`~megatron_lightning.pipeline.actions.Kind`) and when, in seconds since a moment common to all ranks. A line
-may also tell the ``"step"``; of several steps the last is read.
+A line is ``{"rank": 3, "stage": 1, "action": "F", "microbatch": 0, "start_s": 0.0123, "end_s": 0.0312}``: the global rank, its
+action (see :class:`~megatron_lightning.pipeline.actions.Kind`) and when it ran, in seconds since a moment common to all ranks.
 """
 
 from __future__ import annotations
@@ -29,30 +28,28 @@ class Executed(NamedTuple):
     action: Action
     start_s: float
     end_s: float
-    step: int = 0
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the ranks of one pipeline did in one step."""
+    """Actions that the ranks of one pipeline executed in one run."""
 
     schedule: Schedule
     """The actions as they were executed."""
     spans: Mapping[Action, tuple[float, float]]
     """Start and end of every action in seconds; the first starts at 0."""
     ranks: tuple[int, ...]
-    """Global rank of each pipeline coordinate."""
+    """Global rank of each pipeline rank."""
 
     def costs(self) -> Costs:
-        """Return how long the actions of every stage took on average."""
-        stages = range(self.schedule.placement.num_stages)
+        """Return the mean times of the actions of every stage."""
 
-        def mean(kind: Kind, missing: float = 0.0) -> tuple[float, ...]:
-            lengths: list[list[float]] = [[] for _ in stages]
+        def mean(kind: Kind) -> tuple[float, ...]:
+            lengths: list[list[float]] = [[] for _ in range(self.schedule.placement.num_stages)]
             for action, (start, end) in self.spans.items():
                 if action.kind is kind:
                     lengths[action.stage].append(end - start)
-            return tuple(fmean(of_stage) if of_stage else missing for of_stage in lengths)
+            return tuple(fmean(of_stage) if of_stage else 0.0 for of_stage in lengths)
 
         return Costs(
             forward=mean(Kind.FORWARD),
@@ -68,7 +65,6 @@ def trace_lines(executed: Iterable[Executed]) -> str:
         json.dumps(
             {
                 "rank": rank,
-                "step": step,
                 "stage": action.stage,
                 "action": action.kind.value,
                 "microbatch": action.microbatch,
@@ -77,18 +73,18 @@ def trace_lines(executed: Iterable[Executed]) -> str:
             }
         )
         + "\n"
-        for rank, action, start_s, end_s, step in executed
+        for rank, action, start_s, end_s in executed
     )
 
 
 def read_trace(directory: str) -> Trace:
-    """Return the last recorded step of the first of a run's pipelines.
+    """Return the trace of the first of a job's pipelines.
 
-    Where several ranks have the same stages (tensor- and data-parallel ones), the lowest stands for them.
+    Of ranks that have the same stages (tensor- and data-parallel ones), the lowest is read.
 
     Raises:
         ConfigError: If there is no such directory, or no trace in it.
-        DataError: If a file holds something else, or the ranks do not make up a pipeline.
+        DataError: If a file holds something else, or the ranks are no full pipeline.
     """
     files = sorted(Path(directory).glob(PATTERN))
     if not files:
@@ -96,11 +92,9 @@ def read_trace(directory: str) -> Trace:
     executed = [line for file in files for line in _read_file(file)]
     if not executed:
         raise DataError(f"the traces in {directory} are empty. Record a step, and let the run end in order.")
-    last = max(line.step for line in executed)
     rows: dict[int, list[Executed]] = {}
     for line in executed:
-        if line.step == last:
-            rows.setdefault(line.rank, []).append(line)
+        rows.setdefault(line.rank, []).append(line)
     first_of: dict[frozenset[int], int] = {}
     for rank in sorted(rows):
         first_of.setdefault(frozenset(line.action.stage for line in rows[rank]), rank)
@@ -109,7 +103,7 @@ def read_trace(directory: str) -> Trace:
 
 def _trace(directory: str, rows: Mapping[int, list[Executed]]) -> Trace:
     ordered = [sorted(row, key=lambda line: line.start_s) for row in rows.values()]
-    holders = {line.action.stage: coordinate for coordinate, row in enumerate(ordered) for line in row}
+    holders = {line.action.stage: pp_rank for pp_rank, row in enumerate(ordered) for line in row}
     if sorted(holders) != list(range(len(holders))):
         stages = ", ".join(map(str, sorted(holders)))
         raise DataError(f"the traces in {directory} are of the stages {stages} only. Copy the files of all ranks there.")
@@ -129,6 +123,6 @@ def _read_file(path: Path) -> Iterable[Executed]:
         try:
             line = json.loads(text)
             action = Action(int(line["stage"]), Kind(line["action"]), int(line["microbatch"]))
-            yield Executed(int(line["rank"]), action, float(line["start_s"]), float(line["end_s"]), int(line.get("step", 0)))
+            yield Executed(int(line["rank"]), action, float(line["start_s"]), float(line["end_s"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}, line {number}, is no executed action ({error!r}): {text[:80]!r}.") from error

@@ -50,8 +50,8 @@ def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):  # None: switched off
             raise ConfigError(
                 f"{type(module).__name__}.{hook} takes the iterator of the data (dataloader_iter), and what it draws from it "
-                f"cannot be cut into micro-batches (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Take batch and "
-                "batch_idx instead, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+                f"cannot be split into micro-batches (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Take batch "
+                "and batch_idx instead, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
             )
     if not fitting:
         return

@@ -12,9 +12,8 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NamedTuple
 
 from lightning.fabric.plugins import ClusterEnvironment
 
@@ -23,22 +22,13 @@ from tests.helpers.slurm import free_port
 _GRACE_S = 10.0  # for a rank to meet the end of another one
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How the test ended on one rank."""
 
     state: str
-    """``passed``, ``skipped``, ``failed``; or ``followed``: the rank was ended because of what the other one met."""
+    """``passed``, ``skipped``, ``failed``; or ``followed``: the rank was ended because of what another one met."""
     text: str = ""
-    """Why."""
-
-    @property
-    def summary(self) -> str:
-        """The error alone, in one line."""
-        lines = [line for line in self.text.splitlines() if line and not line[0].isspace()]
-        ends = ("Error", "Exception", "Exit", "Failed", "Failure")
-        errors = [line for line in lines if line.partition(":")[0].endswith(ends)]
-        return (errors or lines or [""])[-1][:220]
+    """Why: the end of the traceback."""
 
 
 class InStep(ClusterEnvironment):
@@ -97,23 +87,20 @@ def run_in_step(size: int, test: Callable[[InStep], Any], timeout_s: float) -> l
 
 
 def _outcomes(pids: list[int], pipes: list[Connection], timeout_s: float) -> list[Outcome]:
-    found: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout_s
-    while len(found) < len(pids):
-        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
-        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
-        for pipe in ready:
-            try:
-                found[missing[pipe]] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                found[missing[pipe]] = Outcome("failed", "the process ended without a word")
-        if any(outcome.state == "failed" for outcome in found.values()):
+    outcomes = []
+    for pid, pipe in zip(pids, pipes, strict=True):
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                outcomes.append(pickle.loads(pipe.recv_bytes()))
+            else:
+                outcomes.append(Outcome("failed", "still running; ended (its stacks are on stderr)"))
+                os.kill(pid, signal.SIGABRT)
+        except EOFError:
+            outcomes.append(Outcome("failed", "the process ended without a word"))
+        if outcomes[-1].state == "failed":
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if not ready:
-            for rank in missing.values():
-                found[rank] = Outcome("failed", "still running; ended (its stacks are on stderr)")
-                os.kill(pids[rank], signal.SIGABRT)
-    return [found[rank] for rank in range(len(pids))]
+    return outcomes
 
 
 def _be_rank(environment: InStep, test: Callable[[InStep], Any], pipe: Connection) -> None:
@@ -124,11 +111,7 @@ def _be_rank(environment: InStep, test: Callable[[InStep], Any], pipe: Connectio
     except BaseException as error:  # the outcomes of pytest's skip, xfail and fail among them
         states = {"Skipped": "skipped", "XFailed": "skipped", "PeerFailure": "followed"}
         state = states.get(type(error).__name__, "failed")
-        outcome = Outcome(state, str(error) if state == "skipped" else _last_lines(error))
+        outcome = Outcome(state, str(error) if state == "skipped" else traceback.format_exc()[-6000:])
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     os._exit(0)
-
-
-def _last_lines(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-6000:]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from megatron_lightning.strategies import MegatronStrategy
-from tests.conformance.in_step import InStep, Outcome, run_in_step
+from tests.conformance.in_step import InStep, run_in_step
 from tests.conformance.two import names_several_devices
 
 
@@ -120,16 +120,10 @@ class _Ranks:
         outcomes = run_in_step(2, test, self._limit_s)
         states = [outcome.state for outcome in outcomes]
         if "failed" in states or set(states) == {"followed"}:
-            pytest.fail(_story(outcomes), pytrace=False)
+            pytest.fail("\n".join(f"rank {rank} {state}: {text}" for rank, (state, text) in enumerate(outcomes)), pytrace=False)
         if "skipped" in states:
             pytest.skip(outcomes[states.index("skipped")].text)
         return True
-
-
-def _story(outcomes: list[Outcome]) -> str:
-    """Tell what happened on each rank, and in the last line how it ended."""
-    ends = [f"rank {rank} {outcome.state}: {outcome.summary}" for rank, outcome in enumerate(outcomes)]
-    return "\n\n".join([*(f"rank {rank}:\n{outcome.text}" for rank, outcome in enumerate(outcomes)), " | ".join(ends)])
 
 
 def install(config: pytest.Config) -> None:

@@ -8,7 +8,6 @@ user reads with ``read_full`` or ``plain_file``, the suite reads with ``torch.lo
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -19,23 +18,20 @@ from unittest import mock
 
 import pytest
 
-MODES = ("plain", "one", "two", "two-fork", "two-spawn", "pipeline")
+MODES = ("one", "two", "pipeline", "plain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron", "Lightning's tests against MegatronStrategy")
     group.addoption("--megatron", choices=MODES, default="plain", help="which Trainers get MegatronStrategy")
-    group.addoption("--megatron-results", type=Path, help="file to which a line of JSON is appended for every test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    mode, results = config.getoption("--megatron"), config.getoption("--megatron-results")
+    mode = config.getoption("--megatron")
     if mode != "plain":
         read_directories()
         save_through_mocks()
-        import_module(f"tests.conformance.{mode.partition('-')[0]}").install(config)
-    if results is not None:
-        config.pluginmanager.register(Results(results), "megatron-results")
+        import_module(f"tests.conformance.{mode}").install(config)
 
 
 def read_directories() -> None:
@@ -79,45 +75,3 @@ def save_through_mocks() -> None:
 
     vars(patch_through).update(vars(patch))
     mock.patch = patch_through  # type: ignore[assignment]
-
-
-def name_of(nodeid: str) -> str:
-    """Return a test's name from ``tests_pytorch`` on, wherever pytest was started."""
-    return nodeid.rpartition("tests_pytorch/")[2]
-
-
-class Results:
-    """Writes what becomes of each test at once: a process that hangs or dies tells by its last line where.
-
-    Args:
-        path: File of lines ``{"test": …, "outcome": …, "why": …}``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pid = os.getpid()
-
-    def _write(self, **line: str) -> None:
-        if os.getpid() == self._pid:  # no forked rank, which may come by here on its way out
-            with self._path.open("a") as file:
-                print(json.dumps(line), file=file)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._write(test=name_of(nodeid), outcome="started")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed or report.skipped or report.when == "call":
-            self._write(test=name_of(report.nodeid), outcome=report.outcome, why=_reason(report))
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._write(test=name_of(nodeid), outcome="finished")
-
-
-def _reason(report: pytest.TestReport) -> str:
-    """Return one line that says why."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is not None:
-        lines = crash.message.strip().splitlines()
-        message = lines[-1] if "Traceback (most recent call last):" in lines else crash.message  # of a worker
-        return f"{Path(crash.path).name}:{crash.lineno}: {message}"[:500]
-    return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "")[-500:]

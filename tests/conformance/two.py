@@ -1,5 +1,5 @@
-"""Modes ``two``, ``two-fork`` and ``two-spawn``: where a Trainer would take Lightning's DDP on several CPU devices, it takes
-MegatronStrategy with as many processes, started as the name of the strategy says, by ``fork`` or by ``spawn``.
+"""Mode ``two``: where a Trainer would take Lightning's DDP on several CPU devices, it takes MegatronStrategy with as many
+processes, started as the name of the strategy says, by ``fork`` or by ``spawn``.
 
 Tests for GPUs run as well, on the CPU; those that never come by a DDP strategy are left out.
 """
@@ -38,7 +38,6 @@ class _OfSeveral:
 
 def install(config: pytest.Config) -> None:
     """Change what the names of Lightning's DDP stand for, with ``_find_unused_parameters_…`` and without."""
-    start_method = str(config.getoption("--megatron")).partition("-")[2]
     config.pluginmanager.register(_OfSeveral(), "megatron-several")
     reasons = testing._runif_reasons
     testing._runif_reasons = lambda *, standalone=False, min_cuda_gpus=0, bf16_cuda=False, **kwargs: reasons(**kwargs)
@@ -55,7 +54,7 @@ def install(config: pytest.Config) -> None:
         name = flag.partition("_find_unused")[0] if isinstance(flag, str) else "ddp" if type(flag) is DDPStrategy else ""
         on_cpus = isinstance(self.accelerator, CPUAccelerator) and len(self._parallel_devices) > 1
         if name in START_METHODS and on_cpus:
-            self._strategy_flag = MegatronStrategy(start_method=start_method or START_METHODS[name])
+            self._strategy_flag = MegatronStrategy(start_method=START_METHODS[name])
         init(self)
 
     _AcceleratorConnector.__init__, _AcceleratorConnector._init_strategy = connect_cpu, init_megatron

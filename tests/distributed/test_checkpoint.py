@@ -22,14 +22,14 @@ from megatron_lightning.checkpoint import (
     loading,
     open_checkpoint,
     read_full,
+    replicas,
     save_sharded,
     saving,
-    sharded,
-    stands_for,
 )
 from megatron_lightning.checkpoint.source import DirectorySource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
+from megatron_lightning.parallel.spec import is_writer
 from tests.helpers.ranks import run_ranks
 
 # name -> (global shape, dim that is split over tp or None, blocks)
@@ -66,7 +66,7 @@ def _expected(version: int) -> dict[str, Tensor]:
 
 def _shards(context: ParallelContext, version: int | None) -> Iterator[TensorShards]:
     """Yield what this rank holds: parameters by tensor rank, moments as flat halves over the data ranks (zero-1)."""
-    yield TensorShards.whole("state_dict.scale", torch.tensor(version or 0), writes=context.rank == 0)
+    yield TensorShards.full("state_dict.scale", torch.tensor(version or 0), writes=context.rank == 0)
     for i, (name, (shape, dim, blocks)) in enumerate(_PARAMETERS.items()):
         if i % context.pp.size != context.pp.rank:
             continue
@@ -75,12 +75,12 @@ def _shards(context: ParallelContext, version: int | None) -> Iterator[TensorSha
             spec = ShardSpec.split(shape, dim=dim, size=context.tp.size, rank=context.tp.rank, blocks=blocks)
         full, moment = f"state_dict.{name}", f"optimizer_states.0.state.{name}.exp_avg"
         local = spec.shard(_value(full, shape, version)) if version else torch.zeros(spec.local_shape)
-        yield TensorShards.local(full, spec, local, writes=stands_for(spec, context), replicas=context.dp_cp)
+        yield TensorShards.local(full, spec, local, writes=is_writer(spec, context), replicas=context.dp_cp)
         local = spec.shard(_value(moment, shape, version)) if version else torch.zeros(spec.local_shape)
         flat = local.reshape(-1)
         part = -(-flat.numel() // context.dp.size)
         start = context.dp.rank * part
-        writes = stands_for(spec, context)
+        writes = is_writer(spec, context)
         yield TensorShards.flat(moment, spec, flat[start : start + part].clone(), start, writes=writes)
 
 
@@ -103,7 +103,7 @@ def _load_matches(path: str, layout: dict[str, Any], version: int) -> bool:
     exact = all(
         torch.equal(view, expected[s.name][tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))])
         for s in shards
-        for offset, view in s.pieces
+        for offset, view in s.shards
     )
     return exact and report == ((), ()) and source.state() == _state(version)
 
@@ -165,7 +165,7 @@ def test_a_rank_that_raises_while_saving_raises_everywhere(tmp_path: Path) -> No
 def _save_with_hidden_faults(path: str, fault: str) -> str:
     context = ParallelContext(ParallelLayout())
     first = context.rank == 0
-    shards = [TensorShards.whole("w", torch.ones(4 if fault != "shape" or first else 3), writes=first or fault != "state")]
+    shards = [TensorShards.full("w", torch.ones(4 if fault != "shape" or first else 3), writes=first or fault != "state")]
     state = {"f": print} if fault == "state" and first else {}
     return _expect_error(lambda: save_sharded(path, shards, state, group=context.axis("world")))
 
@@ -188,7 +188,7 @@ def _load_expecting_error(path: str, layout: dict[str, Any]) -> str:
         source = open_checkpoint(path, group=group)
         shards = list(_shards(context, None))
         if context.rank == 1:
-            shards.append(TensorShards.whole("state_dict.more", torch.zeros(1)))
+            shards.append(TensorShards.full("state_dict.more", torch.zeros(1)))
         load_sharded(source, shards, group=group)
 
     return _expect_error(load)
@@ -308,17 +308,17 @@ def _shared_work(path: str) -> tuple[int, int, bool]:
     values["transposed"] = torch.rand(30, 20, generator=generator).t()  # not contiguous
 
     def shards(tensors: dict[str, Tensor]) -> list[TensorShards]:
-        return [TensorShards.whole(name, tensor, replicas=context.dp_cp) for name, tensor in tensors.items()]
+        return [TensorShards.full(name, tensor, replicas=context.dp_cp) for name, tensor in tensors.items()]
 
     def counted(original: Callable[..., Any], record: list[int], position: int) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            pieces = list(args[position])
-            record.extend(piece.view.nbytes for piece in pieces)
-            return original(*args[:position], pieces, *args[position + 1 :], **kwargs)
+            named = list(args[position])
+            record.extend(shard.data.nbytes for _, shard in named)
+            return original(*args[:position], named, *args[position + 1 :], **kwargs)
 
         return replacement
 
-    with mock.patch.object(sharded, "PART_BYTES", 64), mock.patch.object(loading, "PART_BYTES", 64):
+    with mock.patch.object(replicas, "MIN_DIVIDED_BYTES", 64), mock.patch.object(loading, "MIN_DIVIDED_BYTES", 64):
         with mock.patch.object(saving, "write_shards", counted(saving.write_shards, written, 2)):
             save_sharded(path, shards(values), {}, group=group)
         loaded = {name: torch.zeros(tensor.shape) for name, tensor in values.items()}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lightning.layers import vocab_parallel_cross_entropy
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel import collectives as c
-from megatron_lightning.parallel.sharding import part_of
+from megatron_lightning.parallel.spec import shard_range
 from tests.helpers.ranks import run_ranks
 
 PAIRS = ["copy_to_axis", "reduce_from_axis", "gather_sequence", "reduce_scatter", "scatter", "gather"]
@@ -104,7 +104,7 @@ def test_an_axis_of_one_rank_is_a_no_op() -> None:
 def uneven_gather() -> None:
     group = ParallelContext(ParallelLayout(tensor_model_parallel_size=dist.get_world_size())).tp
     whole = torch.arange(20.0).view(2, 10)
-    start, length = part_of(10, group.size, group.rank)
+    start, length = shard_range(10, group.size, group.rank)
     x = whole[:, start : start + length].clone().requires_grad_()
     y = c.gather(x, group, -1, 10)
     assert torch.equal(y, whole)
@@ -126,7 +126,7 @@ def loss_body(vocab_size: int, dtype: torch.dtype) -> None:
     weights = torch.rand(6, 3, generator=generator)
     want = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(6, 3)
     (want_grad,) = torch.autograd.grad((want * weights).sum(), logits)
-    start, length = part_of(vocab_size, group.size, group.rank)
+    start, length = shard_range(vocab_size, group.size, group.rank)
     shard = logits.detach()[..., start : start + length].clone().requires_grad_()
     losses = vocab_parallel_cross_entropy(shard, targets, group, vocab_size=vocab_size)
     (grad,) = torch.autograd.grad((losses * weights).sum(), shard)

@@ -42,13 +42,13 @@ def _body(dtype: torch.dtype, kind: str) -> None:
     assert torch.equal(x.detach(), everyone[rank])
 
     buffer = everyone[rank].flatten().clone()  # as gradients and parameters are exchanged: in place
-    work = cpu_exchange.reduce_parts(buffer, dist.group.WORLD)
+    work = cpu_exchange.reduce_chunks(buffer, dist.group.WORLD)
     assert isinstance(work, cpu_exchange.Messages) == (kind == "direct")
     work.wait()
     own = buffer.chunk(size)[rank]
     torch.testing.assert_close(own, everyone.sum(0).flatten().chunk(size)[rank], **tolerance)
     reduced = own.clone()
-    work = cpu_exchange.gather_parts(buffer, dist.group.WORLD)
+    work = cpu_exchange.gather_chunks(buffer, dist.group.WORLD)
     assert isinstance(work, cpu_exchange.Messages) == (kind == "direct")
     work.wait()
     torch.testing.assert_close(buffer, everyone.sum(0).flatten(), **tolerance)

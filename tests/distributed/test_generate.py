@@ -59,7 +59,7 @@ def save_plain(path: Path, config: TransformerConfig) -> str:
 def save_directory(path: Path, config: TransformerConfig) -> str:
     """As the strategy saves: the owner of a tied pair only."""
     model = GPTModel(config)
-    shards = [TensorShards.whole(f"state_dict.model.{name}", tensor) for name, tensor in model.named_parameters()]
+    shards = [TensorShards.full(f"state_dict.model.{name}", tensor) for name, tensor in model.named_parameters()]
     save_sharded(path, shards, {"hyper_parameters": {"config": asdict(config)}, "state_dict": {}})
     return str(path)
 

@@ -19,6 +19,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import ChainedOptimizer, DistributedOptimizer, GradientReducer
 from megatron_lightning.optim.matrices import names_of_matrices
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
+from megatron_lightning.parallel.shards import TensorShards
 from tests.helpers.ranks import run_ranks
 
 MUON: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
@@ -77,22 +78,28 @@ def build(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptio
         spec = ShardSpec.replicated(shape)
         if dim is not None:
             spec = ShardSpec.split(shape, dim=dim, size=tp, rank=context.tp.rank, blocks=blocks)
-        specs[name] = ShardSpec(spec.global_shape, spec.rectangles, spec.sharded_over, fused_rows=fused)
+        specs[name] = ShardSpec(spec.global_shape, spec.boxes, spec.sharded_over, fused_rows=fused)
     parameters = {name: nn.Parameter(spec.shard(initial(name)).to(dtype)) for name, spec in specs.items()}
     matrices = [parameter for name, parameter in parameters.items() if name != "norm"]
     optimizer = ChainedOptimizer(torch.optim.Muon(matrices, **MUON), torch.optim.AdamW([parameters["norm"]], **ADAMW))
-    whole = names_of_matrices([optimizer], parameters)
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, whole=whole, options=options)
+    matrices = names_of_matrices([optimizer], parameters)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, matrices=matrices, options=options)
     return context, parameters, reducer, DistributedOptimizer(optimizer, reducer)
 
 
 def step(parameters: dict[str, nn.Parameter], reducer: GradientReducer, view: DistributedOptimizer, number: int) -> None:
-    reducer.start_window()
+    reducer.begin_step()
     reducer.sync = True
     shards = {name: reducer.specs[name].shard(gradient(name, number)) for name in parameters}
     sum((parameter.float() * shards[name]).sum() for name, parameter in parameters.items()).backward()
     reducer.finish(1.0 / reducer.context.dp_cp.size)
     view.optimizer.step(lambda: None)  # with a closure, as Lightning does
+
+
+def name_and_key(state: TensorShards) -> tuple[str, str]:
+    """Return the parameter's name and the key of one state."""
+    name, _, key = state.name.rpartition(".")
+    return name, key
 
 
 def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions) -> dict[str, Any]:
@@ -102,26 +109,26 @@ def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptio
     for number in range(STEPS):
         step(parameters, reducer, view, number)
         if number == 0:
-            saved = [(t, [(at, piece.clone()) for at, piece in t.pieces]) for t in view.state_tensors()]
+            saved = [(t, [data.clone() for _, data in t.shards]) for t in view.state_tensors()]
             weights = {name: p.detach().clone() for name, p in parameters.items()}
     _, again, reducer, resumed = build(tp, dtype, sharded, options)
     for name, parameter in again.items():
         parameter.data.copy_(weights[name])
-    allocated = resumed.allocate_state({(t.name, t.key): (t.global_shape, t.dtype) for t, _ in saved})
-    for tensor, (_, pieces) in zip(allocated, saved, strict=True):
-        for (_, target), (_, source) in zip(tensor.pieces, pieces, strict=tensor.global_shape != ()):
+    allocated = resumed.allocate_state({name_and_key(t): (t.global_shape, t.dtype) for t, _ in saved})
+    for tensor, (_, values) in zip(allocated, saved, strict=True):
+        for (_, target), source in zip(tensor.shards, values, strict=tensor.global_shape != ()):
             target.copy_(source)
     resumed.finish_restore()
     for number in range(1, STEPS):
         step(again, reducer, resumed, number)
     assert all(torch.equal(parameters[name], again[name]) for name in parameters)  # to the bit
     written = [
-        (t.name, t.key, t.dtype, [(at, piece.float().numpy().copy()) for at, piece in t.pieces])
+        (*name_and_key(t), t.dtype, [(at, data.float().numpy().copy()) for at, data in t.shards])
         for t in view.state_tensors()
-        if t.writes and (t.replicas is None or t.replicas.rank == 0)
+        if t.writes and t.replicas.rank == 0
     ]
     values = {
-        name: [(at, piece.float().numpy().copy()) for at, piece in reducer.specs[name].pieces(p.detach())]
+        name: [(at, data.float().numpy().copy()) for at, data in reducer.specs[name].shards(p.detach())]
         for name, p in parameters.items()
     }
     return {"values": values, "state": written, "owned": owned}

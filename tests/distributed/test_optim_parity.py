@@ -88,7 +88,7 @@ def train(
     norms = []
     for step in range(NUM_STEPS):
         x = data(step)
-        reducer.start_window()
+        reducer.begin_step()
         for micro in range(num_micro):
             samples = range(
                 group.rank * per_rank + micro * per_rank // num_micro,
@@ -100,7 +100,7 @@ def train(
             if (micro + 1) % (num_micro // flushes) == 0:  # what Lightning does between flush and backward
                 reducer.hide()
                 model.zero_grad()
-                reducer.expose()
+                reducer.publish()
         reducer.finish(1.0 / group.size)
         gradients = reducer.gradients()
         norm = global_grad_norm(reducer.counted(), context, sharded=reducer.sharded)

@@ -15,9 +15,11 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline import Action, Kind, PipelineExecutor, Placement, Schedule, schedules, simulate
+from megatron_lightning.pipeline import schedules, simulate
+from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.timeline import Timeline
-from tests.helpers.pipelines import Program, Stage, batch_of
+from tests.helpers.pipelines import Program, Stage, batch_of, executor_of_two
 from tests.helpers.ranks import run_ranks
 
 
@@ -76,14 +78,14 @@ def _schedule(name: str, pp: int, microbatches: int) -> Schedule:
     if name == "v":  # stages up the ranks and down again, all forwards, then all backwards: the ends meet on rank 0
         placement = Placement.v(pp)
         rows = []
-        for coordinate in range(pp):
-            up, down = placement.stages_of(coordinate)
+        for pp_rank in range(pp):
+            up, down = placement.stages_of(pp_rank)
             forwards = [f"{stage}F{m}" for stage in (up, down) for m in range(microbatches)]
             rows.append(forwards + [f"{stage}B{m}" for stage in (down, up) for m in range(microbatches)])
         actions = tuple(tuple(map(Action.parse, row)) for row in rows)
         return Schedule("v", placement, microbatches, actions)
     name, _, chunks = name.partition("/")
-    return schedules.make_schedule(name, num_coordinates=pp, num_microbatches=microbatches, num_chunks=int(chunks or 1))
+    return schedules.make_schedule(name, num_ranks=pp, num_microbatches=microbatches, num_chunks=int(chunks or 1))
 
 
 def _train(cases: list[tuple[str, list[list[int]], int | None]]) -> None:
@@ -94,7 +96,7 @@ def _train(cases: list[tuple[str, list[list[int]], int | None]]) -> None:
         placement = _schedule(name, size, 1).placement
         if placement not in executors:
             executors[placement] = PipelineExecutor(context, placement)
-            executors[placement].warm_up()
+            executors[placement].transport.warm_up()
         executor = executors[placement]
         executor.forget_boundaries()
         num_stages, own = placement.num_stages, placement.stages_of(context.pp.rank)
@@ -160,9 +162,7 @@ def test_stages_without_gradient_are_skipped() -> None:
 
 
 def _frozen() -> None:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
+    executor, stage = executor_of_two()
     module = Stage(stage).requires_grad_(stage == 1)
     executor.run(schedules.one_f_one_b(2, 3), Program({stage: module}, 2, [3, 3, 3]))
     assert all((parameter.grad is not None) == (stage == 1) for parameter in module.parameters())
@@ -199,7 +199,7 @@ def _changing_shapes(warm: bool) -> None:
         placement = _schedule(f"{name}/{chunks}", 4, 1).placement
         executor = PipelineExecutor(context, placement)
         if warm:
-            executor.warm_up()
+            executor.transport.warm_up()
         stages = {stage: Stage(stage) for stage in placement.stages_of(context.pp.rank)}
         for step in range(4):
             lengths = [1 + (step * 5 + microbatch) % 7 for microbatch in range(3 + 2 * step)]
@@ -222,8 +222,8 @@ def _reduction_order() -> list[str]:
     for module in stages.values():
         split_backwards(module, executor.weight_gradients)
     program = _Ordered(stages, 4, [3] * 4)
-    executor.timeline = Timeline()
-    program.timeline = executor.timeline
+    program.timeline = Timeline()
+    executor.observers.append(program.timeline)
     executor.run(_schedule("zbv/2", 2, 4), program)
     return program.completed
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import PipelineError
-from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline import PipelineExecutor, Placement, schedules
+from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelinePosition
-from tests.helpers.pipelines import Program, Stage
+from tests.helpers.pipelines import Program, Stage, executor_of_two
 from tests.helpers.ranks import run_ranks
 
 
@@ -48,9 +47,7 @@ def _caught(run: Callable[[], None]) -> tuple[str, str, PipelinePosition | None]
 
 
 def _user_error() -> tuple[str, str, PipelinePosition | None]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
+    executor, stage = executor_of_two()
     program = _Failing({stage: Stage(stage)}, 2, [3] * 4)
     start = time.monotonic()
     caught = _caught(lambda: executor.run(schedules.one_f_one_b(2, 4), program))
@@ -66,9 +63,7 @@ def test_an_error_keeps_its_type_and_gets_its_position() -> None:
 
 
 def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
+    executor, stage = executor_of_two()
     alter: dict[str, Callable[[int, int, Any], Any]] = {
         "dtype": lambda s, m, outputs: (outputs[0].double(), *outputs[1:]) if (s, m) == (0, 1) else outputs,
         "none": lambda s, m, outputs: None if s == 0 else outputs,
@@ -84,7 +79,7 @@ def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
         (
             "dtype",
             1,
-            r"stage 0 hands on float64\[2, 3, 6\] with gradient.*micro-batch 1.*signature 3 had float32\[2, 3, 6\] with",
+            r"stage 0 sends float64\[2, 3, 6\] with gradient.*micro-batch 1.*signature 3 had float32\[2, 3, 6\] with",
         ),
         ("none", 1, "stage 0 returned NoneType; only tensors travel"),
         ("vector", 0, r"last stage returned a tensor of shape \(3,\); a backward starts from one number"),

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline import PipelineExecutor, Placement, schedules
-from tests.helpers.pipelines import Program, Stage
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from tests.helpers.pipelines import Program, Stage, executor_of_two
 from tests.helpers.ranks import run_ranks
 
 
@@ -37,9 +39,7 @@ class _Watching(Program):
 
 
 def _memory() -> tuple[list[int], list[int], int]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
+    executor, stage = executor_of_two()
     program = _Watching({stage: Stage(stage)}, 2, [3] * 12)
     executor.run(schedules.one_f_one_b(2, 12), program)
     left = sum(not reference.expired() for reference in (*program.handed_on, *program.received))
@@ -54,9 +54,7 @@ def test_buffers_do_not_grow_with_the_number_of_micro_batches() -> None:
 
 
 def _memory_without_replies(frozen: bool) -> list[int]:
-    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
-    executor = PipelineExecutor(context, Placement.loop(2))
-    stage = 1 - context.pp.rank
+    executor, stage = executor_of_two()
     program = _Watching({stage: Stage(stage).requires_grad_(stage > 0)}, 2, [3] * 24)
     for _ in range(1 + frozen):  # the first step of a signature has headers
         executor.run(schedules.gpipe(2, 24), program, backward=frozen)
@@ -75,7 +73,7 @@ def _groups() -> tuple[int, int, int]:
     context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=size))
     before = len(dist.distributed_c10d._world.pg_map)
     counts = [
-        PipelineExecutor(context, placement).transport.num_groups for placement in (Placement.loop(size), Placement.v(size))
+        len(PipelineExecutor(context, placement).transport.groups) for placement in (Placement.loop(size), Placement.v(size))
     ]
     return counts[0], counts[1], len(dist.distributed_c10d._world.pg_map) - before
 

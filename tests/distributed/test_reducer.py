@@ -16,7 +16,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError, ShardingError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
-from megatron_lightning.parallel.sharding import Rectangle
+from megatron_lightning.parallel.spec import Box
 from tests.helpers.ranks import run_ranks
 
 
@@ -33,7 +33,7 @@ def parameters_and_specs(context: ParallelContext) -> tuple[dict[str, nn.Paramet
         f"stage{pp.rank}.partial": ShardSpec.replicated((3, 3), partial_over=("tp",)),
     }
     table = ShardSpec.split((4, 3), dim=0, size=tp.size, rank=tp.rank)
-    copy = ShardSpec(table.global_shape, table.rectangles, table.sharded_over, tied_to="table")
+    copy = ShardSpec(table.global_shape, table.boxes, table.sharded_over, tied_to="table")
     if pp.rank == 0:
         specs = {"table": table, **specs}
     if pp.size > 1 and pp.rank == pp.size - 1:
@@ -87,20 +87,20 @@ def reduce_everything(tp: int, pp: int, sharded: bool, bucket_size: int) -> None
     parameters, specs = parameters_and_specs(context)
     reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=bucket_size))
     for _ in range(2):  # a second window must not see the first
-        reducer.start_window()
+        reducer.begin_step()
         for sync in (False, True):  # two micro-batches of half the gradient each
             reducer.sync = sync
             sum((p * local_gradient(n, context) / 2).sum() for n, p in parameters.items()).backward()
         reducer.hide()
         assert all(p.grad is None for p in parameters.values())
-        reducer.expose()
+        reducer.publish()
         reducer.finish(1.0 / context.dp_cp.size)
         gradients = reducer.gradients()
         for name, gradient in gradients.items():
             expected = expected_gradient(name, context)
-            fragment = reducer.fragments.get(name)
-            if fragment is not None and not fragment.whole:
-                expected = expected.flatten()[fragment.start : fragment.start + gradient.numel()]
+            shard = reducer.shards.get(name)
+            if shard is not None and not shard.is_full:
+                expected = expected.flatten()[shard.start : shard.start + gradient.numel()]
             torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=0, msg=name)
             full = not sharded or context.dp_cp.size == 1
             assert (parameters[name].grad is not None) == full
@@ -160,7 +160,7 @@ def count_bytes(sharded: bool, dtype: torch.dtype) -> tuple[list[tuple[str, int]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     DistributedOptimizer(optimizer, reducer)
     with CollectiveBytes() as counted:
-        reducer.start_window()
+        reducer.begin_step()
         for micro in range(3):
             reducer.sync = micro == 2
             model(torch.ones(2, 40, dtype=dtype)).sum().backward()
@@ -196,7 +196,7 @@ def count_hybrid_bytes() -> tuple[list[tuple[str, int]], dict[str, int]]:
     options = DataParallelOptions(bucket_size=1000, grad_reduce_in_bf16=True, num_distributed_optimizer_instances=2)
     reducer = GradientReducer(parameters, specs, context, sharded=True, options=options)
     with CollectiveBytes() as counted:
-        reducer.start_window()
+        reducer.begin_step()
         reducer.sync = True
         sum((context.rank + 1) * p.sum() for p in parameters.values()).backward()
         reducer.finish(0.25)
@@ -217,7 +217,7 @@ def unused_on_some_ranks(sharded: bool) -> dict[str, tuple[bool, float | None]]:
     parameters = {name: nn.Parameter(torch.ones(100)) for name in ("always", "rank1", "never")}
     specs = {name: ShardSpec.replicated((100,)) for name in parameters}
     reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1))
-    reducer.start_window()
+    reducer.begin_step()
     reducer.sync = True
     loss = parameters["always"].sum()
     if context.rank == 1:
@@ -237,13 +237,13 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(sharded: bool) -> None:
 
 
 def buckets_by_kind() -> None:
-    """Parameters share a buffer that agree in dtype, grid and partial sums; what backward computes first comes first."""
+    """Parameters share a buffer that agree in dtype, replicas and partial sums; what backward computes first comes first."""
     context = context_of(tp=2)
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.float64, "e": torch.bfloat16}
     parameters = {name: nn.Parameter(torch.ones(10, dtype=dtype)) for name, dtype in dtypes.items()}
     specs = {name: ShardSpec.replicated((10,)) for name in parameters}
     for name, spec in (
-        ("expert", replace(specs["a"], grid="expert")),
+        ("expert", replace(specs["a"], sharded_over=("ep",))),
         ("norm", ShardSpec.replicated((10,), partial_over=("tp",))),
         ("f", ShardSpec.replicated((10,))),
     ):
@@ -276,7 +276,7 @@ def started_in_backward() -> None:
     reducer = GradientReducer(parameters, specs, context, sharded=True, options=DataParallelOptions(bucket_size=1))
     assert [bucket.names for bucket in reducer.buckets] == [["2.weight"], ["1.weight"], ["0.weight"]]
     launched: list[list[bool]] = []
-    reducer.start_window()
+    reducer.begin_step()
     for sync in (False, True):  # two micro-batches
         reducer.sync = sync
         x = torch.ones(2, 8, requires_grad=True)
@@ -295,7 +295,7 @@ def misuse() -> None:
     context = context_of()
     parameter = nn.Parameter(torch.ones(4))
     reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((4,))}, context, sharded=False)
-    reducer.start_window()
+    reducer.begin_step()
     reducer.sync = True
     parameter.sum().backward()
     with pytest.raises(PipelineError, match=r"w received a gradient after .* Set sync only for the last backward"):
@@ -303,7 +303,7 @@ def misuse() -> None:
     reducer.finish()
     with pytest.raises(PipelineError, match="finish\\(\\) was called twice"):
         reducer.finish()
-    reducer.start_window()
+    reducer.begin_step()
     parameter.grad = None  # a user's zero_grad in the middle: what autograd then makes is still collected
     parameter.sum().backward()
     reducer.finish()
@@ -320,7 +320,7 @@ def test_misuse_is_reported() -> None:
 def tied_in_the_middle() -> None:
     context = context_of(pp=3)
     name = "table" if context.pp.rank == 0 else "copy"
-    spec = ShardSpec((4,), (Rectangle((0,), (0,), (4,)),), tied_to=None if name == "table" else "table")
+    spec = ShardSpec((4,), (Box((0,), (4,)),), tied_to=None if name == "table" else "table")
     if context.pp.rank == 1:
         with pytest.raises(ShardingError, match="pipeline rank 1 is not in the embedding group"):
             GradientReducer({name: nn.Parameter(torch.ones(4))}, {name: spec}, context, sharded=False)
@@ -339,12 +339,12 @@ def test_one_rank_keeps_plain_gradients() -> None:
     specs = {n: ShardSpec.replicated(p.shape) for n, p in parameters.items()}
     reducer = GradientReducer(parameters, specs, context, sharded=True)
     assert not reducer.buckets
-    reducer.start_window()
+    reducer.begin_step()
     model(torch.ones(1, 3)).sum().backward()
     reducer.hide()
     model.zero_grad()
     reducer.hide()  # a second time changes nothing
-    reducer.expose()
+    reducer.publish()
     reducer.finish(torch.tensor(0.5))
     assert model.bias.grad is not None and torch.equal(model.bias.grad, torch.full((2,), 0.5))
 
@@ -356,9 +356,9 @@ def parts_are_reduced_apart(sharded: bool) -> None:
     parameters = {name: nn.Parameter(torch.ones(5)) for name in names}
     specs = {name: ShardSpec.replicated((5,)) for name in names}
     stage_of = {name: int(name[0]) for name in names if name != "shared"}
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, part_of=stage_of)
+    reducer = GradientReducer(parameters, specs, context, sharded=sharded, stage_of=stage_of)
     reducer.late = frozenset({"shared"})
-    reducer.start_window()
+    reducer.begin_step()
     (parameters["0.a"].sum() + parameters["shared"].sum()).backward()  # an earlier micro-batch
     launched = []
     for stage in (1, 0):  # the last stage is done first
@@ -372,9 +372,9 @@ def parts_are_reduced_apart(sharded: bool) -> None:
     assert "shared" not in launched[1]
     reducer.finish(1.0 / context.dp_cp.size)
     for name, expected in {"0.a": 2.0, "1.a": 2.0, "shared": 3.0}.items():
-        fragment = reducer.fragments.get(name)
-        if fragment is not None:
-            assert torch.equal(fragment.target.grad, torch.full_like(fragment.target.grad, expected)), name
+        shard = reducer.shards.get(name)
+        if shard is not None:
+            assert torch.equal(shard.target.grad, torch.full_like(shard.target.grad, expected)), name
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -13,6 +13,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
+from megatron_lightning.parallel.shards import TensorShards
 from tests.helpers.ranks import run_ranks
 
 # Saved state: (name, key) -> (dtype, array); hyper-parameters of each group.
@@ -44,7 +45,7 @@ def initial(name: str) -> torch.Tensor:
 
 
 def step(parameters: dict[str, nn.Parameter], reducer: GradientReducer, optimizer: DistributedOptimizer, number: int) -> None:
-    reducer.start_window()
+    reducer.begin_step()
     for seed, name in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(100 * number + seed)
         gradient = torch.randn(SHAPES[name], generator=generator)
@@ -54,21 +55,26 @@ def step(parameters: dict[str, nn.Parameter], reducer: GradientReducer, optimize
     optimizer.optimizer.step()
 
 
+def name_and_key(state: TensorShards) -> tuple[str, str]:
+    """Return the parameter's name and the key of one state."""
+    name, _, key = state.name.rpartition(".")
+    return name, key
+
+
 def saved_by_this_rank(optimizer: DistributedOptimizer) -> list[tuple[Any, ...]]:
     return [
-        (t.name, t.key, t.global_shape, t.dtype, [(offset, view.float().numpy().copy()) for offset, view in t.pieces])
+        (*name_and_key(t), t.global_shape, t.dtype, [(offset, data.float().numpy().copy()) for offset, data in t.shards])
         for t in optimizer.state_tensors()
-        if t.writes and (t.replicas is None or t.replicas.rank == 0)
+        if t.writes and t.replicas.rank == 0
     ]
 
 
 def fill(optimizer: DistributedOptimizer, saved: Saved, groups: Groups) -> None:
     for tensor in optimizer.allocate_state({key: (array.shape, dtype) for key, (dtype, array) in saved.items()}):
-        array = saved[tensor.name, tensor.key][1]
+        array = saved[name_and_key(tensor)][1]
         assert tensor.global_shape == array.shape
-        for offset, view in tensor.pieces:
-            at = tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))
-            view.copy_(torch.from_numpy(np.asarray(array[at])))
+        for shard in tensor.shards:
+            shard.data.copy_(torch.from_numpy(np.asarray(array[shard.box.slices])))
     optimizer.load_param_groups(groups)
     optimizer.finish_restore()
 
@@ -82,7 +88,7 @@ def run(
     last: int,
     restore: tuple[Saved, Groups, dict[str, np.ndarray]] | None,
 ) -> tuple[list[tuple[Any, ...]], Groups, dict[str, tuple[Any, ...]]]:
-    """Train steps [first, last); return what this rank saves of the optimizer and the pieces of its parameters."""
+    """Train steps [first, last); return what this rank saves of the optimizer and the shards of its parameters."""
     context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tp))
     parameters, reducer, optimizer = build(context, sharded, dtype, cls)
     if restore is not None:
@@ -93,26 +99,26 @@ def run(
     for number in range(first, last):
         step(parameters, reducer, optimizer, number)
         optimizer.optimizer.param_groups[0]["lr"] = 0.03 / (number + 2)
-    pieces = {
-        name: (SHAPES[name], [(o, v.float().numpy().copy()) for o, v in reducer.specs[name].pieces(parameter.detach())])
+    shards = {
+        name: (SHAPES[name], [(o, v.float().numpy().copy()) for o, v in reducer.specs[name].shards(parameter.detach())])
         for name, parameter in parameters.items()
     }
-    return saved_by_this_rank(optimizer), optimizer.param_groups(), pieces
+    return saved_by_this_rank(optimizer), optimizer.param_groups(), shards
 
 
 def assemble(results: list[Any]) -> tuple[Saved, Groups, dict[str, np.ndarray]]:
-    """Put the written pieces together; every element must be written exactly once."""
+    """Join the written shards; every element must be written exactly once."""
     saved: Saved = {}
     times: dict[tuple[str, str], np.ndarray] = {}
     weights = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    for written, _, pieces in results:
+    for written, _, shards in results:
         for name, key, shape, dtype, boxes in written:
             saved.setdefault((name, key), (dtype, np.zeros(shape, np.float32)))
             for offset, array in boxes:
                 at = tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))
                 saved[name, key][1][at] = array
                 times.setdefault((name, key), np.zeros(shape))[at] += 1
-        for name, (_, boxes) in pieces.items():
+        for name, (_, boxes) in shards.items():
             for offset, array in boxes:
                 weights[name][tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))] = array
     assert all((count == 1).all() for count in times.values())
@@ -171,7 +177,7 @@ def existing_state() -> None:
     optimizer.step()
     reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((300,))}, context, sharded=True)
     DistributedOptimizer(optimizer, reducer)
-    reducer.start_window()
+    reducer.begin_step()
     parameter.sum().backward()
     reducer.finish(0.5)
     optimizer.step()
@@ -206,19 +212,19 @@ def test_matrix_optimizers_step_whole_masters_without_sharding() -> None:
     optimizer = DistributedOptimizer(torch.optim.Adafactor([parameter], lr=0.1), reducer)
     ordinary = torch.optim.Adafactor([reference], lr=0.1)
     for _ in range(2):
-        reducer.start_window()
+        reducer.begin_step()
         (parameter * start).sum().backward()
         reducer.finish()
         optimizer.optimizer.step()
         reference.grad = start.float()
         ordinary.step()
     assert torch.equal(parameter, reference.bfloat16())
-    assert {t.key: t.global_shape for t in optimizer.state_tensors()}["row_var"] == (4, 1)
+    assert {name_and_key(t)[1]: t.global_shape for t in optimizer.state_tensors()}["row_var"] == (4, 1)
 
 
 def test_state_with_an_unknown_place_is_refused() -> None:
     context = ParallelContext(ParallelLayout())
-    spec = ShardSpec((8, 6), ShardSpec.replicated((4, 6)).rectangles, ("tp",))
+    spec = ShardSpec((8, 6), ShardSpec.replicated((4, 6)).boxes, ("tp",))
     parameter = nn.Parameter(torch.ones(4, 6))
     reducer = GradientReducer({"w": parameter}, {"w": spec}, context, sharded=False)
     optimizer = DistributedOptimizer(torch.optim.Adafactor([parameter]), reducer)

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -33,7 +33,7 @@ class Fault(pl.Callback):
         atexit.register(print, f"REGISTERED IN TRAINING {trainer.global_rank}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.kind in ("none", "tuning") or trainer.global_step != 2:
+        if self.kind == "none" or trainer.global_step != 2:
             return
         print(f"WRITTEN {trainer.global_rank}")
         if trainer.global_rank == self.rank:
@@ -41,7 +41,7 @@ class Fault(pl.Callback):
         elif self.kind == "hang":
             threading.Event().wait()
 
-    def fail_in_stage(self, module: pl.LightningModule) -> None:
+    def _stage(self, module: pl.LightningModule) -> None:
         """Raise in the second micro-batch that the first layer of this rank sees."""
         calls: list[int] = []
 
@@ -67,7 +67,6 @@ class Fault(pl.Callback):
         hook = next(iter(module.model.layers.values())).register_forward_pre_hook(end)
 
     _hang = _raise
-    _stage = fail_in_stage
 
     def _kill(self, module: pl.LightningModule) -> None:
         _announce()
@@ -82,19 +81,6 @@ class Fault(pl.Callback):
         """All that a terminal sends it to."""
         _announce()
         os.killpg(self.group, signal.SIGINT)
-
-
-class Tuning(LearningRateFinder):
-    """Seeks a learning rate, in which one rank fails; other callbacks have no turn then."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(num_training_steps=5)
-        self._fault = fault
-
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.global_rank == self._fault.rank:
-            self._fault.fail_in_stage(module)
-        super().on_fit_start(trainer, module)
 
 
 def _announce() -> None:
@@ -116,7 +102,7 @@ def main() -> None:
         start_method=start_method,
     )
     fault = Fault(kind, rank, os.getpgid(starter))
-    callbacks: list[pl.Callback] = [fault, Tuning(fault)] if kind == "tuning" else [fault]
+    callbacks: list[pl.Callback] = [fault]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, save_last=True, every_n_train_steps=1))
     trainer = pl.Trainer(

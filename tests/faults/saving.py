@@ -27,9 +27,9 @@ from torch import Tensor
 from megatron_lightning.checkpoint import TensorShards, is_committed, open_checkpoint, save_sharded
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
-from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.checkpoint.verification import verify
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.spec import Shard
 
 ROWS, COLUMNS, NUM_TENSORS = 64, 24, 5
 MAX_FILE_BYTES = 16_000  # some files a rank
@@ -87,7 +87,9 @@ def shards(version: int, group: AxisGroup) -> list[TensorShards]:
     rows = ROWS // group.size
     first = rows * group.rank
     shape = (ROWS, COLUMNS)
-    return [TensorShards(n, shape, torch.float32, [((first, 0), value(n, version)[first : first + rows])]) for n in names()]
+    return [
+        TensorShards(n, shape, torch.float32, [Shard((first, 0), value(n, version)[first : first + rows])]) for n in names()
+    ]
 
 
 def save(path: str, version: int, group: AxisGroup) -> None:
@@ -100,7 +102,7 @@ def save_in_background(path: str, version: int, group: AxisGroup) -> None:
     live = shards(version, group)
     snapshot = HostBuffer().copy_of(take_snapshot(path, live, {"version": version}, group=group))
     job = BackgroundJob(lambda: write_snapshot(snapshot, group, MAX_FILE_BYTES))
-    for tensor in (view for entry in live for _, view in entry.pieces):
+    for tensor in (view for entry in live for _, view in entry.shards):
         tensor.zero_()
     error = job.wait()
     if error is not None:
@@ -126,7 +128,7 @@ def version_of(path: str | Path) -> int | None:
     assert set(source.tensors()) == set(names())
     for name in names():
         tensor = torch.empty(ROWS, COLUMNS)
-        source.read([Piece(name, (0, 0), tensor)])
+        source.read([(name, Shard((0, 0), tensor))])
         assert torch.equal(tensor, value(name, version)), f"{name} is not of version {version}"
     return version
 

@@ -87,7 +87,7 @@ def _outcome(path: Path, changed: set[str]) -> str:
     if version is None:
         assert changed == {"manifest.json"}
         return "nothing there"
-    # What no tensor is read from: the headers that other programs read.
+    # What loading does not look at: the shapes in headers, which other programs read.
     assert version == 1 or changed == {"manifest.json"}, "the manifest of the other version names its own files"
     _assert_verify_finds(path, changed)
     return "exact"

@@ -26,6 +26,7 @@ from megatron_lightning.checkpoint.saving import save_sharded
 from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.checkpoint.verification import read_manifest, verify
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.strategies import ShardedCheckpointIO
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
@@ -50,13 +51,13 @@ def _makes(folder: Path) -> _Harm:
 
 def _save(path: Path, state: dict[str, Any] | None = None) -> None:
     weight = torch.arange(48.0).reshape(8, 6)
-    halves = [((0, 0), weight[:4]), ((4, 0), weight[4:])]
+    halves = [Shard((0, 0), weight[:4]), Shard((4, 0), weight[4:])]
     save_sharded(path, [TensorShards(NAME, (8, 6), weight.dtype, halves)], {"epoch": 1} if state is None else state)
 
 
 def _load(path: Path) -> None:
     source = open_checkpoint(path)
-    load_sharded(source, [TensorShards.whole(n, torch.zeros(t.shape, dtype=t.dtype)) for n, t in source.tensors().items()])
+    load_sharded(source, [TensorShards.full(n, torch.zeros(t.shape, dtype=t.dtype)) for n, t in source.tensors().items()])
     source.state()
 
 
@@ -127,7 +128,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "bytes-of-another": (lambda b: _shard(b, 1, b["tensors"][NAME]["shards"][0][1] + 4, number=1), "two tensors"),
     "shape-huge": (lambda b: b["tensors"].update(x={"shape": [1 << 40, 1 << 40, 0], "dtype": "int8", "shards": []}), "larger"),
     "many-dims": (lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}), "60 dims"),
-    "crumbs": (_crumble, "8192 parts, cut in 12 dims, are too many"),
+    "crumbs": (_crumble, "8192 shards, split in 12 dims, are too many"),
     "shape-is-text": (lambda b: b["tensors"][NAME].update(shape="86"), "malformed"),
     "dtype-is-code": (lambda b: b["tensors"][NAME].update(dtype="load"), "unknown dtype"),
     "dtype-is-a-list": (lambda b: b["tensors"][NAME].update(dtype=["float32"]), "malformed"),

@@ -61,7 +61,7 @@ def _content(path: Path) -> dict[str, Any]:
     """Return the checksums of all tensors of a checkpoint."""
     source = open_checkpoint(path)
     assert isinstance(source, DirectorySource)
-    return {n: [(s.offset, s.shape, s.checksums) for s in t.shards] for n, t in source.manifest.tensors.items()}
+    return {n: [(s.box, s.checksums) for s in t.shards] for n, t in source.manifest.tensors.items()}
 
 
 def _sound_steps(run: Path) -> dict[str, int]:

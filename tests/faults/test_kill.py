@@ -36,7 +36,9 @@ def run_job(launcher: str, fault: str, rank: int, folder: Path | None = None) ->
     per_node = ["1", "2"] if launcher == "agents" else ["2", "1"]
     job = ["tests.faults.job", start_method, fault, str(rank), *per_node, *([] if folder is None else [str(folder)])]
     first = {"torchrun": [*TORCHRUN, "-m"], "agents": ["-m", "tests.faults.two_agents"]}.get(launcher, ["-m"])
-    return run_to_the_end([*first, *job])
+    ended = run_to_the_end([*first, *job])
+    assert "terminate called" not in ended.output, ended.output  # by a thread of gloo that meets the interpreter's end
+    return ended
 
 
 def on_all_launchers(*default: tuple[str, int]) -> Any:
@@ -123,15 +125,6 @@ def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: 
     ended = run_job(launcher, "terminate", rank, tmp_path)
     assert ended.code != 0 and ended.elapsed_s < RAISE_S, f"{ended.elapsed_s} s\n{ended.output}"
     assert "Received SIGTERM" in ended.output and "SIGTERMException" in ended.output, ended.output
-
-
-@on_all_launchers(("popen", 0))
-def test_an_exception_while_the_learning_rate_is_sought_ends_the_job(launcher: str, rank: int, tmp_path: Path) -> None:
-    """Lightning's tuner restores the weights before it lets go of an exception, with ranks that are still in the step."""
-    ended = run_job(launcher, "tuning", rank, tmp_path)
-    assert ended.code != 0 and ended.elapsed_s < KILL_S, f"{ended.elapsed_s} s\n{ended.output}"
-    assert re.search(rf"rank {rank} on \S+ failed.*: ValueError: the injected fault", ended.output), ended.output
-    assert LOST not in ended.output, ended.output
 
 
 @pytest.mark.parametrize("launcher", ["popen", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS[1:])])

@@ -140,7 +140,7 @@ def _reduced(device: str) -> tuple[Tensor, Tensor]:
     reducer = GradientReducer({"weight": weight}, specs, ParallelContext(ParallelLayout(), device=device), sharded=False)
     optimizer = torch.optim.SGD([weight], lr=0.5)
     DistributedOptimizer(optimizer, reducer)
-    reducer.start_window()
+    reducer.begin_step()
     for factor in (256.0, 1.0):  # 257 needs 9 bits
         reducer.sync = factor == 1.0
         (weight * factor).sum().backward()

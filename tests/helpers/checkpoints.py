@@ -30,14 +30,14 @@ def save_tensors(
 ) -> None:
     """Save whole tensors, :func:`some_tensors` if none are given."""
     tensors = some_tensors() if tensors is None else tensors
-    save_sharded(path, [TensorShards.whole(name, t) for name, t in tensors.items()], state or {"epoch": 1}, **options)
+    save_sharded(path, [TensorShards.full(name, t) for name, t in tensors.items()], state or {"epoch": 1}, **options)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Load everything that a checkpoint holds."""
     source = open_checkpoint(path)
     tensors = {name: torch.full(info.shape, 99, dtype=info.dtype) for name, info in source.tensors().items()}
-    load_sharded(source, [TensorShards.whole(name, t) for name, t in tensors.items()])
+    load_sharded(source, [TensorShards.full(name, t) for name, t in tensors.items()])
     return tensors
 
 

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.executor import PipelineExecutor
+
 WIDTH = 6
 
 
@@ -25,6 +29,12 @@ class Stage(nn.Module):
         if self.skip_gradient:
             hidden = hidden.detach()
         return hidden.relu(), total + self.auxiliary(hidden.double()).mean(), positions + 1
+
+
+def executor_of_two() -> tuple[PipelineExecutor, int]:
+    """Return the executor of a pipeline over the two ranks, and this rank's stage."""
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2))
+    return PipelineExecutor(context, Placement.loop(2)), 1 - context.pp.rank
 
 
 def batch_of(step: int, microbatch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,37 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-VOCABULARY, SEQUENCE, HIDDEN = 17, 8, 16
-
-
-class ToyDecoder(nn.Module):
-    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleDict(
-            {
-                str(i): nn.TransformerEncoderLayer(HIDDEN, 2, 32, dropout=dropout, batch_first=True, norm_first=True)
-                for i in range(num_layers)
-            }
-        )
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
-
-    def pipeline_units(self) -> list[str]:
-        return ["embed", *(f"layers.{key}" for key in self.layers), "norm", "head"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x) if self.embed is not None else x
-        mask = nn.Transformer.generate_square_subsequent_mask(h.shape[1], device=h.device, dtype=h.dtype)
-        for layer in self.layers.values():
-            h = layer(h, src_mask=mask, is_causal=True)
-        h = self.norm(h) if self.norm is not None else h
-        return self.head(h) if self.head is not None else h
+from tests.helpers.toy_decoder import SEQUENCE, VOCABULARY, ToyDecoder
 
 
 class ToyModule(pl.LightningModule):

@@ -56,7 +56,7 @@ class Losses(pl.Callback):
     ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            self.norms.append(float(strategy.gradient_flow.norm()))
+            self.norms.append(float(strategy.gradient_norm()))
         else:
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
             self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))

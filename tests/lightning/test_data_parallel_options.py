@@ -49,7 +49,7 @@ class _Resting(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if isinstance(trainer.strategy, MegatronStrategy):
-            reducer = trainer.strategy.gradient_flow.reducer
+            reducer = trainer.strategy.run.training.accumulation.reducer
             self.under_way += sum(bucket.gathering is not None for bucket in reducer.buckets)
         if trainer.global_step == 3:
             trainer.save_checkpoint(self._path)
@@ -182,7 +182,7 @@ def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
     expected = [
         r"\"fsdp\" shards the units .* _Uncut does not have exactly one submodule with that method",
         r"_ByHand optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
-        r"StochasticWeightAveraging copies whole modules, and data_parallel=\"fsdp\" .* 2 parts. Set data_parallel=\"zero1\"",
+        r"StochasticWeightAveraging copies full modules, and data_parallel=\"fsdp\" .* 2 parts. Set data_parallel=\"zero1\"",
         r"BackboneFinetuning adds parameters .* 2 data-parallel ranks with data_parallel=\"fsdp\"",
         r"ToyModule was sharded by an earlier Trainer with data_parallel=\"fsdp\" .* Create a new module",
     ]

@@ -1,4 +1,4 @@
-"""Data shared out among several replicas: every sample once, in the order of the user's sampler, however that draws it.
+"""Data split among several replicas: every sample once, in the order of the user's sampler, however that draws it.
 
 For training see ``test_resume.py``; here are the batch samplers that do not resume.
 """
@@ -80,7 +80,7 @@ def test_every_sample_is_seen_once(layout: Layout, kind: str, tmp_path: Path) ->
 
 
 def _without_length(layout: Layout, folder: str, run_stage: str) -> None:
-    with pytest.raises(ConfigError, match="_Endless without __len__, which cannot be shared out among 2"):
+    with pytest.raises(ConfigError, match="_Endless without __len__, which cannot be split among 2"):
         getattr(layout.trainer(folder, max_steps=1), run_stage)(_Seeing(), DataLoader(DATA, batch_size=2, sampler=_Endless()))
 
 

@@ -286,7 +286,7 @@ def _trained_without(style: str, sequence_parallel: bool) -> str | None:
     ("style", "sequence_parallel", "found"),
     [
         ("decoder.final_layernorm", True, r"gradients of 1 parameter\(s\) differ .* model\.decoder\.final_layernorm\.weight\."),
-        ("decoder.layers.*.self_attention.q_layernorm", False, r"drift apart: model\.decoder\.layers\.0\.\S+\.q_layernorm"),
+        ("decoder.layers.*.self_attention.q_layernorm", False, r"diverge: model\.decoder\.layers\.0\.\S+\.q_layernorm"),
         ("none", True, None),
     ],
 )

@@ -20,7 +20,8 @@ from torch.multiprocessing import ProcessRaisedException
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.launchers import ScriptLauncher, WorkerLauncher
+from megatron_lightning.strategies.launch.script import ScriptLauncher
+from megatron_lightning.strategies.launch.workers import WorkerLauncher
 from tests.helpers.slurm import free_port, two_tasks
 from tests.helpers.toy import ToyData, ToyModule
 

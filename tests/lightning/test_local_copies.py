@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.callbacks import LocalCopyCheckpoint
 from megatron_lightning.checkpoint import local
+from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from tests.helpers.toy import ToyModule
@@ -179,7 +180,7 @@ def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, 
     options: dict[str, Any] = {"num_nodes": 2, "devices": 1, "checkpoint_options": CheckpointOptions(on_save_error=action)}
     with (
         mock.patch.object(local, where, full),
-        mock.patch("megatron_lightning.strategies.saver.rank_zero_warn", texts.append),
+        mock.patch.object(Saver, "_warn", lambda _, text: texts.append(text)),
     ):
         try:
             _fit(layout, folder, copies, **options)

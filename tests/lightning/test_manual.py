@@ -17,7 +17,8 @@ from megatron_lightning.config import LossScaleOptions, TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toy import HIDDEN, VOCABULARY, ToyData
+from tests.helpers.toy import VOCABULARY, ToyData
+from tests.helpers.toy_decoder import HIDDEN
 from tests.helpers.trainers import trainer
 from tests.lightning.support import (
     DDP2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from megatron_lightning.config import DataParallelOptions, PipelineOptions, Reco
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import LRSchedule, ParamGroup
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.optim.checks import check_optimizers
+from megatron_lightning.pipeline.advice import advice_on_few_microbatches
 from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.failure import PeerFailure
-from megatron_lightning.strategies.launchers import ScriptLauncher
-from megatron_lightning.strategies.preflight import check_optimizers, warn_of_few_microbatches
+from megatron_lightning.strategies.launch.script import ScriptLauncher
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
@@ -39,9 +38,9 @@ from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout,
         ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2 is not available .* Set it to 1"),
         ({"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size=2 differs .* Leave it unset"),
         ({"data_parallel": "zero9"}, r"'zero9', which is unknown. Set it to \"ddp\", \"zero1\" or \"fsdp\""),
-        ({"micro_batch_size": 0}, r"micro_batch_size is 0; .* Set it to a whole number of 1 or more"),
-        ({"micro_batch_size": 1.5}, r"micro_batch_size is 1.5; .* Set it to a whole number"),
-        ({"micro_batch_size": "4"}, r"micro_batch_size is '4'; .* Set it to a whole number"),
+        ({"micro_batch_size": 0}, r"micro_batch_size is 0; it must be a positive integer"),
+        ({"micro_batch_size": 1.5}, r"micro_batch_size is 1.5; it must be a positive"),
+        ({"micro_batch_size": "4"}, r"micro_batch_size is '4'; it must be a positive"),
         ({"timeout_s": 0.0}, r"timeout_s is 0.0; .* Set it above 0"),
         ({"timeout_s": "60"}, r"timeout_s is '60'; .* Set it above 0"),
         ({"start_method": "thread"}, r"'thread'. Set it to"),
@@ -88,13 +87,11 @@ def test_micro_batches_that_the_schedule_is_not_for() -> None:
     assert not dist.is_initialized()
 
 
-def test_few_micro_batches_are_warned_of() -> None:
-    choice = resolve("auto", num_coordinates=4, num_chunks=2)
-    with pytest.warns(match=r"2 micro-batches, fewer than the 4 pipeline ranks, which are idle 56% .*27% with 4 .*9% with 16"):
-        warn_of_few_microbatches(choice, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_few_microbatches(choice, 4)
+def test_few_micro_batches_are_advised_against() -> None:
+    choice = resolve("auto", num_ranks=4, num_chunks=2)
+    advice = advice_on_few_microbatches(choice, 2) or ""
+    assert "2 micro-batches, fewer than the 4 pipeline ranks, which are idle 56%" in advice and "9% with 16" in advice
+    assert advice_on_few_microbatches(choice, 4) is None
 
 
 def test_a_world_that_the_layout_does_not_divide() -> None:
@@ -265,7 +262,7 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "backward": (PP2, _Backward, ConfigError, r"_Backward overrides backward\(\).* Remove the override"),
     "backward-micro": (MICRO, _Backward, ConfigError, r"overrides backward\(\)"),
     "twice": (PP2, _Twice, PipelineError, r"training_step called the pipelined module twice on stage .* micro-batch 0"),
-    "never": (PP2, _Never, PipelineError, r"without calling the pipelined module \(model\). Call it exactly once"),
+    "never": (PP2, _Never, PipelineError, r"without calling the pipelined module. Call it exactly once"),
     "unequal": (PP2, _Unequal, PipelineError, r"validation_step called the pipelined module on stage 1 and not on the stage"),
     "no-units": (PP2, _NoUnits, MegatronLightningError, r"pipeline_units"),
     "two-pipelines": (PP2, _TwoPipelines, MegatronLightningError, r"pipeline_units"),
@@ -277,11 +274,11 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
     "no-parameters": (PP2, _NothingToTrain, ConfigError, r"no parameters for an optimizer on pipeline rank 1 of 2"),
     "recompute": (RECOMPUTE, ToyModule, ConfigError, r"'self_atn' of recompute_modules matches .* Did you mean 'self_attn'\?"),
     "sparse": (PP2_DP2, _Sparse, ConfigError, r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"),
-    "zero-redundancy": (DP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shares its state .*zero1"),
-    "zero-redundancy-ddp": (DDP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shares its state .*zero1"),
-    "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS.* Set|LBFGS.* Use"),
+    "zero-redundancy": (DP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shards its state .*zero1"),
+    "zero-redundancy-ddp": (DDP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shards its state .*zero1"),
+    "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS, which runs the step several times .* Use a first-order"),
     "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
-    "lbfgs-masters": (ONE, _LowLbfgs, ConfigError, r"LBFGS, which tries weights .* fp32 masters of torch.bfloat16 .* Use"),
+    "lbfgs-masters": (ONE, _LowLbfgs, ConfigError, r"LBFGS, which .* tries weights .* precision=\"32-true\" or \"bf16-mixed\""),
 }
 
 
@@ -347,12 +344,12 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
         (_Backward, [], {"micro_batch_size": 2}, r"overrides backward\(\)"),
         (_Unlaunched, [], {"pipeline_model_parallel_size": 2}, r"pipeline_units\(\), and _Unlaunched has 0"),
         (_Orphan, [], {"pipeline_model_parallel_size": 2}, r"parameter 'scale' of ToyDecoder belongs to no pipeline unit"),
-        (_Orphan, [], {"tensor_model_parallel_size": 2}, r"no module of _Orphan says how it is split"),
+        (_Orphan, [], {"tensor_model_parallel_size": 2}, r"no module of _Orphan declares how it is split"),
         (
             _Compiled,
             [],
             {"data_parallel": "fsdp", "pipeline_schedule": ["0F0 0I0 0W0"], "micro_batch_size": 8},
-            r"model\.head is compiled, schedule table .* puts off weight gradients.*Set data_parallel to \"zero1\"",
+            r"model\.head is compiled, schedule table .* defers weight gradients.*Set data_parallel to \"zero1\"",
         ),
         (
             _language_model,
@@ -374,8 +371,8 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
         ),
         (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
         (ToyModule, [BackboneFinetuning()], {"pipeline_model_parallel_size": 2}, "the 2 pipeline ranks, which hold different"),
-        (ToyModule, [_PRUNING], {}, "ModelPruning has use_lottery_ticket_hypothesis=True"),
-        (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees, .* pipeline 2"),
+        (ToyModule, [_PRUNING], {}, 'ModelPruning chooses .* one rank sees.*data_parallel="zero1"'),
+        (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees.* pipeline 2"),
     ],
     ids=[
         *("manual", "backward", "units", "orphan", "table", "compiled", "recompute", "groups", "rates"),
@@ -406,6 +403,6 @@ def test_steps_of_no_batch_are_refused_before_any_process_starts(num_batches: in
 
 def test_shards_are_not_given_to_what_is_no_torch_optimizer() -> None:
     """Lightning steps any object that has the methods; what it holds would be whole parameters without gradients."""
-    check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=False)
+    check_optimizers([object()], None, 2, DataParallelOptions(), sharded=False)
     with pytest.raises(ConfigError, match=r'a object, which is no torch.optim.Optimizer.*Derive it .* data_parallel="ddp"'):
-        check_optimizers([object()], ParallelLayout(), None, 2, DataParallelOptions(), sharded=True)
+        check_optimizers([object()], None, 2, DataParallelOptions(), sharded=True)

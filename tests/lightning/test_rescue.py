@@ -26,7 +26,8 @@ from megatron_lightning.callbacks import RescueCheckpoint
 from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.failure import FailureWatch
+from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
@@ -230,11 +231,11 @@ class _Fails(pl.Callback):
 
 def _failed(layout: Layout, folder: str, *places: str) -> dict[str, Any]:
     whole, losses = _fit(layout, f"{folder}/whole")
-    impatient = partialmethod(MegatronStrategy.all_ranks_interrupted, within_s=1.0)
+    impatient = partialmethod(Ranks.all_interrupted, within_s=1.0)
     with (
-        mock.patch.object(MegatronStrategy, "all_ranks_interrupted", impatient),
+        mock.patch.object(Ranks, "all_interrupted", impatient),
         mock.patch.object(FailureWatch, "report", return_value=False),  # it would end the ranks of this test
-        mock.patch.object(FailureWatch, "abort"),
+        mock.patch.object(compat, "abort_process_groups"),
         pytest.raises(ValueError, match="raised"),
     ):
         layout.trainer(
@@ -262,17 +263,17 @@ def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(tm
 
 def test_a_rank_whose_rank_0_is_gone_is_alone() -> None:
     """The store that ranks meet over ends with rank 0; its loss must not hide the exception."""
-    strategy, store = MegatronStrategy(), mock.Mock()
-    strategy._context = mock.Mock(world_size=2)
+    ranks, store = MegatronStrategy().ranks, mock.Mock()
+    ranks._context = mock.Mock(world_size=2)
     store.add.side_effect = [1, 1, DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")]
     with mock.patch.object(compat, "default_store", return_value=store):
-        assert not strategy.all_ranks_interrupted("step 3")
+        assert not ranks.all_interrupted("step 3")
 
 
 def test_a_rank_that_has_left_the_others_is_alone() -> None:
     """As after an exception that a script catches, to save a checkpoint."""
     assert not dist.is_initialized()
-    assert not MegatronStrategy().all_ranks_interrupted("step 3")
+    assert not MegatronStrategy().ranks.all_interrupted("step 3")
 
 
 def _saves(layout: Layout, folder: str, every_n_minutes: float, accumulate: int) -> list[int]:

@@ -146,7 +146,7 @@ def _content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     source = open_checkpoint(path)
     assert isinstance(source, DirectorySource)
     tensors = {
-        name: (entry.shape, entry.dtype, {(s.offset, s.shape): s.checksums for s in entry.shards})
+        name: (entry.shape, entry.dtype, {s.box: s.checksums for s in entry.shards})
         for name, entry in source.manifest.tensors.items()
     }
     state = source.state()

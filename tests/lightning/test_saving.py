@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint, saving
 from megatron_lightning.checkpoint.resharding import reshard
+from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.checkpoint.verification import read_manifest, verify
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -131,15 +132,14 @@ def _failing(layout: Layout, folder: str, background: bool, action: Any, number:
     texts: list[str] = []
     with (
         mock.patch.object(saving, "_write_rank", _FullDisk(layout.ranks - 1, number)),
-        mock.patch("megatron_lightning.strategies.saver.rank_zero_warn", texts.append),
+        mock.patch.object(Saver, "_warn", lambda _, text: texts.append(text)),
     ):
         try:
             _fit(layout, folder, CheckpointOptions(async_save=background, on_save_error=action), [keep, watch])
         except CheckpointError as raised:
             error = str(raised)
     warned = any("was not saved" in text and "No space left" in text for text in texts)
-    best = [keep.best_model_path, *keep.best_k_models]
-    return {"error": error, "warned": warned, "seen": watch.seen, "left": sorted(os.listdir(folder)), "best": best}
+    return {"error": error, "warned": warned, "seen": watch.seen, "left": sorted(os.listdir(folder))}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -153,10 +153,9 @@ def test_a_failed_save_warns_and_the_older_checkpoint_stays(background: bool, tm
 
 
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_best_checkpoint_is_a_committed_one(background: bool, tmp_path: Path) -> None:
-    """The last of four saves fails: the third, which it would have replaced, stays and is the best."""
+def test_a_failed_last_save_deletes_nothing(background: bool, tmp_path: Path) -> None:
+    """The last of four saves fails: the third, which it would have replaced, stays."""
     for rank, result in enumerate(run(DP2, _failing, tmp_path, background, "warn", 4)):
-        assert result["best"] == [str(tmp_path / "step=6.ckpt")] * 2
         assert result["left"] == ["step=6.ckpt"] or rank > 0
 
 
@@ -203,41 +202,19 @@ def test_lightnings_plugin_asks_for_saves_in_the_background(tmp_path: Path) -> N
         assert result == (True, False, {"step=4.ckpt", "last.ckpt"})
 
 
-class _LinkWatch(pl.Callback):
-    """Where the link leads at the beginning of every batch, and whether a checkpoint stands there."""
-
-    def __init__(self, link: str) -> None:
-        self.link = link
-        self.seen: list[tuple[str, bool]] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 0:
-            target = os.readlink(self.link) if os.path.islink(self.link) else ""
-            self.seen.append((target, is_committed(self.link)))
-
-
-def _linked(layout: Layout, folder: str, background: bool) -> Any:
-    keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2, save_last="link")
-    watch = _LinkWatch(f"{folder}/last.ckpt")
-    with (
-        mock.patch.object(commit.PendingSave, "begin", _slow_begin),
-        mock.patch.object(saving, "_write_rank", _FullDisk(layout.ranks - 1, 3)),
-    ):
-        _fit(layout, folder, CheckpointOptions(async_save=background, on_save_error="warn"), [keep, watch])
-    return watch.seen, sorted(os.listdir(folder)), os.path.realpath(f"{folder}/last.ckpt")
-
-
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_link_leads_to_committed_checkpoints_only(background: bool, tmp_path: Path) -> None:
-    """The third of four saves fails: the link stays with the second one until the fourth is committed."""
-    seen, left, end = run(DP2, _linked, tmp_path, background)[0]
-    assert not [entry for entry in seen if entry[0] and not entry[1]], seen
-    assert {target for target, _ in seen} <= {"", "step=2.ckpt", "step=4.ckpt"}
-    if background:
-        assert seen[2] == ("", False) and seen[-1][0]  # the first save was still under way; the link came later
-    else:
-        assert seen[2:] == [("step=2.ckpt", True)] * 2 + [("step=4.ckpt", True)] * 4
-    assert left == ["last.ckpt", "step=8.ckpt"] and end == str(tmp_path / "step=8.ckpt")
+@pytest.mark.parametrize(
+    ("options", "plugins", "how"),
+    [
+        (ASYNC, [], "in the background"),
+        (CheckpointOptions(), [AsyncCheckpointIO()], "in the background"),
+        (CheckpointOptions(on_save_error="warn"), [], 'on_save_error="warn"'),
+    ],
+)
+def test_links_to_what_is_not_saved_yet_are_refused(options: CheckpointOptions, plugins: list[Any], how: str) -> None:
+    keep = ModelCheckpoint(save_last="link")
+    fit = trainer(MegatronStrategy(checkpoint_options=options), callbacks=[keep], plugins=plugins, enable_checkpointing=True)
+    with pytest.raises(ConfigError, match=f'save_last="link" and .*{how}.*Set save_last=True'):
+        fit.fit(ToyModule(), datamodule=ToyData())
 
 
 def test_links_in_an_object_store_are_refused() -> None:
@@ -257,7 +234,7 @@ def test_resharded_like_a_layout_each_rank_has_a_file(tmp_path: Path) -> None:
     one, ranks, cut = (tmp_path / name for name in ("one-step=8.ckpt", "pp2-dp2-step=8.ckpt", "cut.ckpt"))
     reshard(one, cut, like=ranks)
     boxes = [
-        {(name, s.offset, s.shape, s.file.split(".")[2]) for name, entry in manifest.tensors.items() for s in entry.shards}
+        {(name, s.box, s.file.split(".")[2]) for name, entry in manifest.tensors.items() for s in entry.shards}
         for manifest in map(read_manifest, (ranks, cut))
     ]
     assert boxes[0] == boxes[1] and len({file for *_, file in boxes[1]}) == 4

@@ -20,7 +20,9 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.reducer import GradientReducer
-from megatron_lightning.pipeline import partition_units, schedules
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.actions import Action
+from megatron_lightning.pipeline.partition import partition_units
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyDecoder, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
@@ -168,15 +170,30 @@ def test_a_table_of_ones_own_and_the_timeline_of_a_step(tmp_path: Path) -> None:
 
 def _launches(layout: Layout, folder: str) -> list[tuple[str, str]]:
     """Return, for every bucket of a step, one of its parameters and the action during which its reduction was launched."""
-    strategy, noted, reduce = layout.strategy(), list[tuple[str, str]](), GradientReducer._reduce
+    strategy, position, noted, reduce = layout.strategy(), _Position(), list[tuple[str, str]](), GradientReducer._reduce
 
     def note(reducer: GradientReducer, bucket: Bucket) -> None:
-        noted.append((bucket.names[0].removeprefix("model."), str(strategy.executor.current)))
+        noted.append((bucket.names[0].removeprefix("model."), str(position.action)))
         reduce(reducer, bucket)
 
     with mock.patch.object(GradientReducer, "_reduce", note):
-        trainer(strategy, max_steps=1, default_root_dir=folder).fit(ToyModule(), layout.data_module())
+        trainer(strategy, max_steps=1, default_root_dir=folder, callbacks=[position]).fit(ToyModule(), layout.data_module())
     return noted
+
+
+class _Position(pl.Callback):
+    """Observer of the executor: the action that runs."""
+
+    action: Action | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.strategy.executor.observers.append(self)  # type: ignore[attr-defined]
+
+    def begin(self, action: Action) -> None:
+        self.action = action
+
+    def end(self, action: Action, outputs: object) -> None:
+        pass
 
 
 @layouts(
@@ -185,7 +202,7 @@ def _launches(layout: Layout, folder: str) -> list[tuple[str, str]]:
 )
 def test_each_chunk_is_reduced_from_its_last_backward_on(layout: Layout, tmp_path: Path) -> None:
     """The reduction over the data-parallel ranks of one chunk runs beside the other chunk's remaining actions."""
-    choice = schedules.resolve(layout.name.partition("-")[0], num_coordinates=2, num_chunks=2)
+    choice = schedules.resolve(layout.name.partition("-")[0], num_ranks=2, num_chunks=2)
     table, stages = choice.table(2), partition_units(ToyDecoder().pipeline_units(), 4)
     for rank, noted in enumerate(run(layout, _launches, tmp_path)):
         row = table.actions[rank // 2]
@@ -202,14 +219,14 @@ def test_the_timeline_needs_a_pipeline(tmp_path: Path) -> None:
         PipelineTimeline(step=-1)
 
 
-def test_what_is_put_off_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_deferred_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Four layers of two matrices each and the head are split; each layer's attention is of a kind that cannot be."""
     strategy = MegatronStrategy(pipeline_schedule=["0F0 0I0 0W0"], micro_batch_size=8)
     with caplog.at_level(logging.INFO):
         trainer(strategy, max_steps=1).fit(ToyModule(), DataLoader(samples(8, 1), batch_size=8))
     layer = "model.layers.0.self_attn"
     assert re.search(
-        r"puts off the weight gradients of 9 layers on this rank\. 8 others with matrices compute theirs with the input "
+        r"defers the weight gradients of 9 layers on this rank\. 8 others with matrices compute theirs with the input "
         rf"gradients: {layer}, {layer}.out_proj, .*…\.",
         caplog.text,
     )

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config import PipelineOptions
-from tests.helpers.toy import HIDDEN, SEQUENCE, VOCABULARY, ToyData, ToyModule
+from tests.helpers.toy import SEQUENCE, VOCABULARY, ToyData, ToyModule
+from tests.helpers.toy_decoder import HIDDEN
 from tests.helpers.trainers import Losses
 from tests.lightning.support import (
     DP2,

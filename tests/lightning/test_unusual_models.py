@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.errors import ConfigError, PipelineError, ShardingError
+from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.failure import PeerFailure
 from tests.helpers.trainers import Losses, trainer
 from tests.lightning.support import (
     DDP2,
@@ -250,14 +249,6 @@ def test_steps_that_take_the_iterator_are_refused() -> None:
         trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(_Iterates(), loader(MICRO))
 
 
-def test_a_hook_that_is_switched_off() -> None:
-    """As Lightning's tests do it."""
-    module = VectorModule()
-    module.validation_step = None  # type: ignore[assignment, method-assign]
-    trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_steps=1).fit(module, loader(MICRO))
-    assert module.trainer.global_step == 1
-
-
 class _Samples(VectorModule):
     def on_train_epoch_end(self) -> None:
         self.net(torch.ones(2, 8))
@@ -283,18 +274,19 @@ def _sampling_afterwards(layout: Layout, folder: str) -> None:
 
 _ASKING: dict[str, Callable[[pl.Trainer], Any]] = {
     "barrier": lambda trainer: trainer.strategy.barrier(),
-    "broadcast": lambda trainer: trainer.strategy.broadcast("a word"),
+    "log_dir": lambda trainer: trainer.log_dir,  # a broadcast
     "decision": lambda trainer: trainer.strategy.reduce_boolean_decision(True),
+    "checkpoint": lambda trainer: trainer.save_checkpoint(Path(trainer.default_root_dir, "in-step.ckpt")),
 }
 
 
 class _AsksInStep(VectorModule):
     def __init__(self, what: Callable[[pl.Trainer], Any]) -> None:
         super().__init__()
-        self.what, self.answers = what, set[Any]()
+        self.what = what
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.answers.add(self.what(self.trainer))
+        self.what(self.trainer)
         return super().training_step(batch, batch_idx)
 
 
@@ -308,19 +300,6 @@ def _asking(layout: Layout, folder: str, what: str) -> None:
 def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(what: str, tmp_path: Path) -> None:
     """It would wait forever."""
     run(PP2, _asking, tmp_path, what)
-
-
-def _log_dirs(layout: Layout, folder: str) -> set[str]:
-    module = _AsksInStep(lambda trainer: trainer.log_dir)
-    for _ in range(2):  # the second run has a folder of its own
-        layout.trainer(folder, max_epochs=1, logger=CSVLogger(folder)).fit(module, loader(layout))
-    return module.answers
-
-
-@layouts(PP2, slow=[PP2_DP2, DP2])
-def test_the_log_dir_is_known_in_a_step(layout: Layout, tmp_path: Path) -> None:
-    folders = {f"{tmp_path}/lightning_logs/version_{i}" for i in range(2)}
-    assert run(layout, _log_dirs, tmp_path) == [folders] * layout.ranks
 
 
 @pytest.mark.parametrize("body", [_sampling, _sampling_afterwards])

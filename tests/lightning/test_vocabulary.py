@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import open_checkpoint
-from megatron_lightning.checkpoint.shard_file import Piece
 from megatron_lightning.config import CheckpointOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.parallel.spec import Shard
 from tests.lightning.support import ONE, TP2, Layout, run
 
 USED, SIZES = 19, {"small": 21, "large": 32}
@@ -51,7 +51,7 @@ def _resuming(layout: Layout, folder: str, options: CheckpointOptions) -> Any:
 def _tensors(path: Path) -> dict[str, Tensor]:
     source = open_checkpoint(path)
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors().items()}
-    source.read([Piece(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()])
+    source.read([(name, Shard((0,) * tensor.dim(), tensor)) for name, tensor in tensors.items()])
     return tensors
 
 

@@ -78,7 +78,7 @@ def _begin_anew(table: str, same_trainer: bool) -> None:
 @pytest.mark.parametrize("name", ["zbv", "interleaved"])
 def test_a_file_with_a_table_for_whole_batches(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    table = schedules.make_schedule(name, num_coordinates=2, num_chunks=2, num_microbatches=4)
+    table = schedules.make_schedule(name, num_ranks=2, num_chunks=2, num_microbatches=4)
     path.write_text(schedules.write_csv(table))
     expected = run_ranks(1, _train, None)[0]
     assert len(expected[0]) == 6
@@ -89,12 +89,12 @@ def test_a_file_with_a_table_for_whole_batches(name: str, tmp_path: Path) -> Non
 def test_resuming_at_a_smaller_batch_is_bit_equal(tmp_path: Path) -> None:
     """The first batch that the resumed run meets is the epoch's last, for which the table has no order."""
     path = tmp_path / "mine.csv"
-    path.write_text(schedules.write_csv(schedules.make_schedule("zbv", num_coordinates=2, num_chunks=2, num_microbatches=4)))
+    path.write_text(schedules.write_csv(schedules.make_schedule("zbv", num_ranks=2, num_chunks=2, num_microbatches=4)))
     assert run_ranks(2, _resume, str(path), str(tmp_path / "stopped.ckpt")) == [True, True]
 
 
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_another_training_is_judged_by_its_own_batches(same_trainer: bool, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(schedules.write_csv(schedules.make_schedule("zbv", num_coordinates=2, num_chunks=2, num_microbatches=4)))
+    path.write_text(schedules.write_csv(schedules.make_schedule("zbv", num_ranks=2, num_chunks=2, num_microbatches=4)))
     run_ranks(2, _begin_anew, str(path), same_trainer)

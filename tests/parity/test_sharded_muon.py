@@ -72,7 +72,7 @@ def _train(options: dict[str, Any], replicas: int, precision: str, steps: int, s
     fit = trainer(MegatronStrategy(**options), max_steps=steps, callbacks=[record], precision=precision)
     module = _WithMuon(_config(num_layers=2, add_bias_linear=True, normalization="LayerNorm"), learning_rate=1e-3)
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonalised):
-        fit.fit(module, DataLoader(_samples()[: BATCH * 3], batch_size=BATCH // replicas), ckpt_path=load)
+        fit.fit(module, DataLoader(_samples(5)[: BATCH * 3], batch_size=BATCH // replicas), ckpt_path=load)
     fit.save_checkpoint(save)
     return record.norms
 

@@ -57,7 +57,7 @@ def test_a_dataloader_serves_growing_batches() -> None:
     batches = [batch.tolist() for batch in loader]
     assert [len(batch) for batch in batches] == [2, 2, 2, 2, 4, 4, 8]
     assert [index for batch in batches for index in batch] == list(range(24))
-    assert _sizes(loader) == [8, 8, 8]  # the second pass goes on where the first ended
+    assert _sizes(loader) == [8, 8, 8]  # the second pass resumes where the first ended
     with pytest.raises(TypeError, match="depends on how many samples"):
         len(loader)
     kept = ScheduledBatchSampler(range(11), schedule, drop_last=False, num_replicas=2)
@@ -69,11 +69,14 @@ def test_a_dataloader_serves_growing_batches() -> None:
     [
         ({"rampup_batch_size": (2, 2, 9), "step_batch_size_schedule": "0:8"}, "are both set"),
         ({"rampup_batch_size": (16, 2, 9)}, r"rampup_batch_size=\[16, 2, 9\] does not lead up to global_batch_size=8"),
-        ({"rampup_batch_size": (2, 4, 9)}, "from 2 to global_batch_size=8 is no multiple of the increment. Set an increment"),
+        (
+            {"rampup_batch_size": (2, 4, 9)},
+            "from 2 to global_batch_size=8 is not a multiple of the increment. Set",
+        ),
         ({"step_batch_size_schedule": "0:2 5:x 9:8"}, "'5:x' is not position:size"),
         ({"step_batch_size_schedule": "1:8"}, "does not begin at 0"),
         ({"step_batch_size_schedule": "0:2 5:4"}, "ends with 4, and global_batch_size is 8"),
-        ({"step_batch_size_schedule": "0:16 5:8"}, r"sizes are \[16, 8\]; they count samples, and do not fall"),
+        ({"step_batch_size_schedule": "0:16 5:8"}, r"sizes are \[16, 8\]; they must be positive and must not decrease"),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, read_full, save_sharded
 from megatron_lightning.checkpoint.background import HostBuffer
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, Shard, TensorEntry, check_tiling
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, DTYPE_CODES, Manifest, StoredShard, TensorInfo, check_tiling
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.verification import verify
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ShardSpec
+from megatron_lightning.parallel.spec import Box, Shard
 from tests.helpers.checkpoints import assert_equal, load_tensors, save_tensors, some_tensors
 
 
@@ -72,7 +73,7 @@ def test_views_of_every_kind_are_saved_as_they_look(tmp_path: Path) -> None:
     assert_equal(load_tensors(tmp_path / "a"), tensors)
     buffer = HostBuffer()
     for _ in range(2):  # copied for a save in the background, into memory that is used again
-        snapshot = buffer.copy_of(take_snapshot(tmp_path / "b", [TensorShards.whole(n, t) for n, t in tensors.items()], {}))
+        snapshot = buffer.copy_of(take_snapshot(tmp_path / "b", [TensorShards.full(n, t) for n, t in tensors.items()], {}))
         write_snapshot(snapshot)
         assert_equal(load_tensors(tmp_path / "b"), tensors)
     assert verify(tmp_path / "a") == verify(tmp_path / "b") == []
@@ -85,8 +86,8 @@ def test_pieces_larger_than_a_read_and_unaligned_boxes(tmp_path: Path, monkeypat
     whole, columns = torch.zeros_like(full), torch.zeros(1300, 7)
     rows = torch.zeros(3, 999)
     source = open_checkpoint(tmp_path / "a")
-    load_sharded(source, [TensorShards("w", (1300, 999), torch.float32, [((0, 501), columns), ((777, 0), rows)])])
-    load_sharded(source, [TensorShards.whole("w", whole)])
+    load_sharded(source, [TensorShards("w", (1300, 999), torch.float32, [Shard((0, 501), columns), Shard((777, 0), rows)])])
+    load_sharded(source, [TensorShards.full("w", whole)])
     assert torch.equal(whole, full) and torch.equal(columns, full[:, 501:508]) and torch.equal(rows, full[777:780])
 
 
@@ -99,9 +100,10 @@ def test_only_the_needed_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     source = open_checkpoint(tmp_path / "a")
     read.clear()
     row = torch.zeros(1, full.shape[1])
-    load_sharded(source, [TensorShards("w", tuple(full.shape), torch.float32, [((5, 0), row)])])
+    load_sharded(source, [TensorShards("w", tuple(full.shape), torch.float32, [Shard((5, 0), row)])])
     assert torch.equal(row[0], full[5])
-    assert sum(read) == BLOCK_BYTES  # one row of the 16 is one block
+    header = source.manifest.tensors["w"].shards[0].start
+    assert sorted(read) == [header, BLOCK_BYTES]  # one row of the 16 is one block
 
 
 def test_flat_ranges_of_a_fused_shard(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_flat_ranges_of_a_fused_shard(tmp_path: Path) -> None:
         for spec, flat in zip(specs, flats, strict=True)
         for a, b in ((0, 13), (13, 30))
     ]
-    merged = TensorShards("w", (12, 5), torch.float32, [piece for s in shards for piece in s.pieces])
+    merged = TensorShards("w", (12, 5), torch.float32, [shard for s in shards for shard in s.shards])
     save_sharded(tmp_path / "a", [merged], {})
     assert torch.equal(load_tensors(tmp_path / "a")["w"], full)
     column = ShardSpec.split((12, 5), dim=1, size=5, rank=3)
@@ -125,7 +127,7 @@ def test_flat_ranges_of_a_fused_shard(tmp_path: Path) -> None:
 def test_missing_unexpected_and_misshaped_are_listed(tmp_path: Path) -> None:
     save_tensors(tmp_path / "a")
     source, untouched = open_checkpoint(tmp_path / "a"), torch.full((8, 6), 5.0)
-    asked = [TensorShards.whole("state_dict.weight", untouched), TensorShards.whole("state_dict.other", torch.zeros(2))]
+    asked = [TensorShards.full("state_dict.weight", untouched), TensorShards.full("state_dict.other", torch.zeros(2))]
     with pytest.raises(CheckpointError, match=r"(?s)missing.*state_dict\.other.*unexpected.*state_dict\.half.*strict=False"):
         load_sharded(source, asked)
     assert (untouched == 5).all()  # nothing is read before everything fits
@@ -133,11 +135,11 @@ def test_missing_unexpected_and_misshaped_are_listed(tmp_path: Path) -> None:
     assert report.missing == ("state_dict.other",) and "state_dict.half" in report.unexpected
     assert torch.equal(untouched, some_tensors()["state_dict.weight"])
     with pytest.raises(CheckpointError, match=r"weight: \(8, 6\) in the checkpoint, \(8, 7\) in the model"):
-        load_sharded(source, [TensorShards.whole("state_dict.weight", torch.zeros(8, 7))], strict=False)
+        load_sharded(source, [TensorShards.full("state_dict.weight", torch.zeros(8, 7))], strict=False)
     with pytest.raises(CheckpointError, match=r"count: torch\.int64 in the checkpoint, torch\.float32 in the model"):
-        load_sharded(source, [TensorShards.whole("state_dict.count", torch.zeros(()))], strict=False)
+        load_sharded(source, [TensorShards.full("state_dict.count", torch.zeros(()))], strict=False)
     assert load_sharded(source, [], prefix="optimizer_states.0.").unexpected == ()
-    step = TensorShards.whole("optimizer_states.0.state.w.step", torch.zeros(()))
+    step = TensorShards.full("optimizer_states.0.state.w.step", torch.zeros(()))
     with pytest.raises(CheckpointError, match=r"(?s)w\.step.*load the weights alone") as error:
         load_sharded(source, [step], prefix="optimizer_states.0.state.")
     assert "strict=False" not in str(error.value)  # an optimizer takes all or nothing
@@ -145,12 +147,12 @@ def test_missing_unexpected_and_misshaped_are_listed(tmp_path: Path) -> None:
 
 def test_tensors_that_are_not_tiled_once_are_not_saved(tmp_path: Path) -> None:
     top, bottom = torch.zeros(2, 3), torch.zeros(2, 3)
-    for pieces in ([((0, 0), top)], [((0, 0), top), ((1, 0), bottom)], [((0, 0), top), ((0, 0), top)]):
-        with pytest.raises(CheckpointError, match=r"w: its \d parts hold \d+ elements .* 12 elements"):
-            save_sharded(tmp_path / "a", [TensorShards("w", (4, 3), torch.float32, pieces)], {})
+    for held in ([((0, 0), top)], [((0, 0), top), ((1, 0), bottom)], [((0, 0), top), ((0, 0), top)]):
+        with pytest.raises(CheckpointError, match=r"w: its \d shards hold \d+ elements .* 12 elements"):
+            save_sharded(tmp_path / "a", [TensorShards("w", (4, 3), torch.float32, [Shard(*s) for s in held])], {})
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match="does not fit"):
-        TensorShards("w", (4, 3), torch.float32, [((3, 0), top)])
+        TensorShards("w", (4, 3), torch.float32, [Shard((3, 0), top)])
     with pytest.raises(CheckpointError, match=r"w is sparse_coo, and a checkpoint holds dense"):
         save_tensors(tmp_path / "a", {"w": top.to_sparse()})
     with pytest.raises(CheckpointError, match="complex128 cannot be stored"):
@@ -168,26 +170,29 @@ def test_tiling_agrees_with_counting_every_element() -> None:
         counts = np.zeros((4, 4), dtype=int)
         for (row, column), (height, width) in boxes:
             counts[row : row + height, column : column + width] += 1
-        shards = [Shard("f", 0, tuple(map(int, o)), tuple(map(int, s)), ()) for o, s in boxes if 0 not in s]
+        tiles = [Box(tuple(map(int, o)), tuple(map(int, s))) for o, s in boxes if 0 not in s]
         valid = bool((counts == 1).all())
         agreed[valid] += 1
         if valid:
-            check_tiling("w", (4, 4), shards)
+            check_tiling("w", (4, 4), tiles)
         else:
             with pytest.raises(CheckpointError):
-                check_tiling("w", (4, 4), shards)
+                check_tiling("w", (4, 4), tiles)
     assert min(agreed.values()) > 50
 
 
 def test_the_manifest_of_many_ranks_stays_small() -> None:
-    shards = [Shard(f"tensors.0123456789ab.{i:05d}.000.safetensors", 8, (i, 0), (1, 256), (2**31,)) for i in range(2048)]
-    entry = TensorEntry((2048, 256), torch.float32, tuple(shards))
-    other = TensorEntry((2048, 256), torch.float32, tuple(replace(shard, start=1032) for shard in shards))
+    shards = [
+        StoredShard(f"tensors.0123456789ab.{i:05d}.000.safetensors", 8, Box((i, 0), (1, 256)), (2**31,)) for i in range(2048)
+    ]
+    entry = TensorInfo((2048, 256), torch.float32, tuple(shards))
+    other = TensorInfo((2048, 256), torch.float32, tuple(replace(shard, start=1032) for shard in shards))
     files = {s.file: 2056 for s in shards} | {"state.pt": 1}
     manifest = Manifest(tensors={"w": entry, "v": other}, files=files, state_file="state.pt", state_checksum=1)
     text = manifest.dumps()
     assert len(text) / (2 * len(shards)) < 80  # bytes a shard
-    assert Manifest.loads(text) == manifest
+    loaded = Manifest.loads(text)
+    assert loaded == manifest and loaded.tensors["w"].shards == entry.shards
 
 
 def test_optimizer_tensors_need_their_parameter_groups(tmp_path: Path) -> None:

@@ -123,6 +123,30 @@ def test_hostile_manifests_are_refused(tmp_path: Path, change: Callable[[dict[st
         open_checkpoint(tmp_path / "a")
 
 
+@pytest.mark.parametrize("boxes", [1, 2000])
+def test_a_dtype_that_contradicts_the_file_s_own_is_refused(tmp_path: Path, boxes: int) -> None:
+    """The bytes and their checksums are the same; with 2,000 tensors the header is longer than what is read of it at first."""
+    tensors = {f"state_dict.{i}": torch.arange(6, dtype=torch.int32) for i in range(boxes)}
+    save_tensors(tmp_path / "a", tensors)
+    assert_equal(load_tensors(tmp_path / "a"), tensors)
+    name = f"state_dict.{boxes - 1}"
+    rewrite_manifest(tmp_path / "a", lambda body: body["tensors"][name].update(dtype="float32"))
+    file = read_manifest(tmp_path / "a").tensors[name].shards[0].file
+    with pytest.raises(CheckpointError, match=rf"{file} .* its header says that {name} is I32, .* it is float32"):
+        load_tensors(tmp_path / "a")
+
+
+@pytest.mark.parametrize("position", [0, 3, 8, 12])
+def test_a_damaged_header_is_refused(tmp_path: Path, position: int) -> None:
+    save_tensors(tmp_path / "a", {"state_dict.weight": torch.ones(3)})
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[position] ^= 255
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged: its header says that state_dict.weight is not there"):
+        load_tensors(tmp_path / "a")
+
+
 class _Bomb:
     def __init__(self, target: str) -> None:
         self.target = target

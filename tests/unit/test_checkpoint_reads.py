@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint.checksums import BlockChecksums
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Shard
-from megatron_lightning.checkpoint.shard_file import RangeReads, plan_box
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, StoredShard
+from megatron_lightning.checkpoint.shard_file import ReadQueue, plan_reads
 from megatron_lightning.checkpoint.storage import LocalFolder, opened, read_range
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box
 
 ROWS = 20
 VALUES = torch.arange(ROWS * BLOCK_BYTES // 4, dtype=torch.int32).view(ROWS, -1)  # a block is a row
@@ -45,8 +46,8 @@ class _Reader:
 def _read(target: Tensor, reader: _Reader) -> None:
     checksums = BlockChecksums()
     checksums.update(VALUES.view(torch.uint8).numpy().data.cast("B"))
-    shard = Shard("file", START, (0, 0), tuple(VALUES.shape), checksums.finish())
-    reads = RangeReads(reader, plan_box(shard, (0, 0), target, VALUES.dtype), "file")
+    shard = StoredShard("file", START, Box.full(VALUES.shape), checksums.finish())
+    reads = ReadQueue(reader, plan_reads(shard, (0, 0), target, VALUES.dtype), "file")
     with ThreadPoolExecutor(4) as threads:
         for future in [threads.submit(reads.work) for _ in range(4)]:
             future.result()

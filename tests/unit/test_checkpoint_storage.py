@@ -46,13 +46,13 @@ def store() -> Iterator[MemoryFileSystem]:
 
 def _save(path: Any, version: int, **options: Any) -> None:
     weight = torch.full((64, 5), float(version))
-    save_sharded(path, [TensorShards.whole("state_dict.weight", weight)], {"version": version}, **options)
+    save_sharded(path, [TensorShards.full("state_dict.weight", weight)], {"version": version}, **options)
 
 
 def _version(path: Any) -> int:
     """Load everything and return the version, of which there must be one."""
     source, weight = open_checkpoint(path), torch.zeros(64, 5)
-    load_sharded(source, [TensorShards.whole("state_dict.weight", weight)])
+    load_sharded(source, [TensorShards.full("state_dict.weight", weight)])
     version = int(source.state()["version"])
     assert torch.equal(weight, torch.full((64, 5), float(version)))
     return version

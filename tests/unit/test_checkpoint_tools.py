@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint import TensorShards, consolidate, open_checkpoint, read_full, save_sharded, streaming
 from megatron_lightning.checkpoint.averaging import average
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES
+from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, TensorInfo
 from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.pruning import find_prunable, list_checkpoints, prune
 from megatron_lightning.checkpoint.resharding import reshard
@@ -22,6 +22,7 @@ from megatron_lightning.checkpoint.streaming import slabs
 from megatron_lightning.checkpoint.verification import read_manifest, verify
 from megatron_lightning.cli import main
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.parallel.spec import Box, Shard
 
 
 def _tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -50,12 +51,12 @@ def _state(step: int, **more: Any) -> dict[str, Any]:
 def _save(path: Path, seed: int = 0, step: int = 3, **more: Any) -> dict[str, Tensor]:
     """Save with matrices cut into quarters, as four ranks would."""
     tensors = _tensors(seed)
-    shards = [TensorShards.whole(name, t) for name, t in tensors.items() if t.dim() != 2 or not t.numel()]
+    shards = [TensorShards.full(name, t) for name, t in tensors.items() if t.dim() != 2 or not t.numel()]
     for name, t in tensors.items():
         if t.dim() == 2 and t.numel():
             corners = product((0, t.shape[0] // 2), (0, t.shape[1] // 2))
-            pieces = [((r, c), t[r : r + t.shape[0] // 2, c : c + t.shape[1] // 2]) for r, c in corners]
-            shards.append(TensorShards(name, tuple(t.shape), t.dtype, pieces))
+            parts = [Shard((r, c), t[r : r + t.shape[0] // 2, c : c + t.shape[1] // 2]) for r, c in corners]
+            shards.append(TensorShards(name, tuple(t.shape), t.dtype, parts))
     save_sharded(path, shards, _state(step, **more), info={"global_step": step, "layout": {"tp": 4}})
     return tensors
 
@@ -63,7 +64,7 @@ def _save(path: Path, seed: int = 0, step: int = 3, **more: Any) -> dict[str, Te
 def _load(path: Path) -> dict[str, Tensor]:
     source = open_checkpoint(path)
     stored = source.tensors().items()
-    return {name: streaming.read_box(source, name, e.dtype, (0,) * len(e.shape), e.shape) for name, e in stored}
+    return {name: streaming.read_box(source, name, e.dtype, Box.full(e.shape)) for name, e in stored}
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -77,7 +78,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def test_slabs_are_the_rows_of_the_tensor_in_order(shape: tuple[int, ...], limit: int) -> None:
     whole = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
     parts = []
-    for offset, extent in slabs(shape, limit):
+    for offset, extent in slabs(TensorInfo(shape, torch.uint8), limit):
         part = whole[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
         assert part.shape == extent and part.numel() <= limit
         parts.append(part.reshape(-1))
@@ -99,7 +100,7 @@ def test_verify_finds_every_bad_range_and_nothing_else(tmp_path: Path) -> None:
     bad = [("state_dict.embed", 0), ("state_dict.embed", 3), ("optimizer_states.0.state.embed.exp_avg", 1)]
     for name, index in bad:
         content[shards[name][index].start + 5] ^= 1
-    content[20] ^= 1  # in the header: our own loading does not read it, other programs do
+    content[20] ^= 1  # in the header, which no checksum covers
     (tmp_path / "a" / file).write_bytes(content)
     state = tmp_path / "a" / manifest.state_file
     state.write_bytes(state.read_bytes()[:-3])
@@ -115,7 +116,7 @@ def test_verify_finds_every_bad_range_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_verify_names_single_blocks_of_a_large_tensor(tmp_path: Path) -> None:
-    save_sharded(tmp_path / "a", [TensorShards.whole("w", torch.zeros(20 * BLOCK_BYTES // 4 + 3))], {})
+    save_sharded(tmp_path / "a", [TensorShards.full("w", torch.zeros(20 * BLOCK_BYTES // 4 + 3))], {})
     shard = read_manifest(tmp_path / "a").tensors["w"].shards[0]
     with open(tmp_path / "a" / shard.file, "r+b") as file:
         for at in (shard.start + 11 * BLOCK_BYTES, shard.start + 20 * BLOCK_BYTES + 11):
@@ -144,7 +145,7 @@ def test_a_resharded_checkpoint_holds_the_same(tmp_path: Path, monkeypatch: pyte
     sizes = [size for name, size in manifest.files.items() if name.endswith(".safetensors")]
     assert len(sizes) == num_files and max(sizes) < 1.3 * min(sizes) + 3000
     embed = manifest.tensors["state_dict.embed"].shards
-    assert {(s.offset[1], s.shape[1]) for s in embed} == {(0, 16), (16, 16), (32, 16), (48, 16)}
+    assert {(s.box.offset[1], s.box.shape[1]) for s in embed} == {(0, 16), (16, 16), (32, 16), (48, 16)}
     assert manifest.info == read_manifest(tmp_path / "a").info
     reshard(tmp_path / "b", tmp_path / "b")  # in place
     _assert_equal(_load(tmp_path / "b"), tensors)
@@ -169,7 +170,7 @@ def _boxes_of_files(path: Path) -> list[set[tuple[Any, ...]]]:
     files: dict[str, set[tuple[Any, ...]]] = {}
     for name, entry in read_manifest(path).tensors.items():
         for shard in entry.shards:
-            files.setdefault(shard.file.partition(".")[2].partition(".")[2], set()).add((name, shard.offset, shard.shape))
+            files.setdefault(shard.file.partition(".")[2].partition(".")[2], set()).add((name, shard.box))
     return [files[file] for file in sorted(files)]
 
 
@@ -180,7 +181,7 @@ def test_a_checkpoint_is_cut_like_another(tmp_path: Path, capsys: pytest.Capture
     main(["checkpoint", "reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--like", str(tmp_path / "ranks")])
     _assert_equal(_load(tmp_path / "c"), tensors)
     assert len(_boxes_of_files(tmp_path / "c")) == 2 and _boxes_of_files(tmp_path / "c") == _boxes_of_files(tmp_path / "ranks")
-    save_sharded(tmp_path / "other", [TensorShards.whole("state_dict.embed", torch.zeros(2))], {})
+    save_sharded(tmp_path / "other", [TensorShards.full("state_dict.embed", torch.zeros(2))], {})
     with pytest.raises(CheckpointError, match=r"of another model: 5 tensors differ, .*exp_avg: None there, \(96, 64\)"):
         reshard(tmp_path / "a", tmp_path / "d", like=tmp_path / "other")
     with pytest.raises(ConfigError, match="Leave the numbers out"):
@@ -247,7 +248,7 @@ def test_the_mean_is_taken_in_float32_part_by_part(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.float8_e4m3fn])
 def test_every_kind_of_weight_has_a_mean(dtype: torch.dtype, tmp_path: Path) -> None:
     for value in (1, 3):
-        whole = TensorShards.whole("state_dict.w", torch.full((2,), value).to(dtype))
+        whole = TensorShards.full("state_dict.w", torch.full((2,), value).to(dtype))
         save_sharded(tmp_path / str(value), [whole], {})
     average(tmp_path / "mean", [tmp_path / "1", tmp_path / "3"])
     assert torch.equal(_load(tmp_path / "mean")["state_dict.w"].to(torch.complex64), torch.full((2,), 2.0 + 0j))
@@ -255,7 +256,7 @@ def test_every_kind_of_weight_has_a_mean(dtype: torch.dtype, tmp_path: Path) -> 
 
 def test_checkpoints_of_two_models_have_no_mean(tmp_path: Path) -> None:
     _save(tmp_path / "a")
-    save_sharded(tmp_path / "b", [TensorShards.whole("state_dict.embed", torch.zeros(96, 63))], {})
+    save_sharded(tmp_path / "b", [TensorShards.full("state_dict.embed", torch.zeros(96, 63))], {})
     with pytest.raises(CheckpointError, match=r"not of one model: 4 tensors differ"):
         average(tmp_path / "mean", [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(ConfigError, match="no checkpoints to average"):
@@ -350,7 +351,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
         for target, named in ((folder, folder), (file / "b.ckpt", file), ("/proc/b.ckpt", "/proc/b.ckpt")):
             assert str(named) in _fails([*command, str(target), *rest], capsys)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "file", "folder"] and file.read_text() == "text"
-    assert "is a directory, and one plain file is to be written" in _fails(["consolidate", a, str(folder)], capsys)
+    assert "is a directory; the output is one file" in _fails(["consolidate", a, str(folder)], capsys)
     for command in (["verify", str(file)], ["inspect", str(file)], ["consolidate", str(file), a], ["prune", str(file)]):
         assert str(file) in _fails(command, capsys)
     assert verify(a) == []

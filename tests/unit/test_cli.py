@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 import megatron_lightning
-from megatron_lightning.cli import _spelled_out, main, trainer_cli
+from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
@@ -93,7 +94,7 @@ def test_no_command_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]
 def test_a_value_of_the_strategy_is_set_over_the_file(config: str) -> None:
     strategy = _made(["--config", config, "--trainer.strategy.data_parallel=ddp"]).trainer.strategy
     assert isinstance(strategy, MegatronStrategy)
-    assert strategy.data_parallel == "ddp" and strategy.micro_batch_size == 2
+    assert strategy.options.data_parallel == "ddp" and strategy.options.micro_batch_size == 2
 
 
 def test_a_pipeline_is_described_in_the_file(config: str, tmp_path: Path) -> None:
@@ -105,11 +106,11 @@ def test_a_pipeline_is_described_in_the_file(config: str, tmp_path: Path) -> Non
         "  pipeline_options: {pipeline_model_parallel_layout: 'Ett*1|(t)*2,L'}}}}\n" + TOY
     )
     strategy = _made(["--config", str(path)]).trainer.strategy
-    assert isinstance(strategy, MegatronStrategy) and str(strategy.pipeline_schedule.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0"
-    assert strategy.pipeline_options.pipeline_model_parallel_layout == "Ett*1|(t)*2,L"
+    assert isinstance(strategy, MegatronStrategy) and str(strategy.options.schedule.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0"
+    assert strategy.options.pipeline.pipeline_model_parallel_layout == "Ett*1|(t)*2,L"
     option = "--trainer.strategy.pipeline_options.num_layers_in_first_pipeline_stage=1"
     strategy = _made(["--config", config, option]).trainer.strategy
-    assert isinstance(strategy, MegatronStrategy) and strategy.pipeline_options.num_layers_in_first_pipeline_stage == 1
+    assert isinstance(strategy, MegatronStrategy) and strategy.options.pipeline.num_layers_in_first_pipeline_stage == 1
 
 
 def test_recomputation_is_yaml(tmp_path: Path, config: str) -> None:
@@ -118,8 +119,8 @@ def test_recomputation_is_yaml(tmp_path: Path, config: str) -> None:
     path.write_text(Path(config).read_text().replace("micro_batch_size: 2", f"micro_batch_size: 2\n      {options}"))
     strategy = _made(["--config", str(path), "--trainer.strategy.recompute.offload_modules=[mlp]"]).trainer.strategy
     assert isinstance(strategy, MegatronStrategy)
-    assert list(strategy.recompute.recompute_modules) == ["core_attn", "mlp"]
-    assert list(strategy.recompute.offload_modules) == ["mlp"]
+    assert list(strategy.options.recompute.recompute_modules) == ["core_attn", "mlp"]
+    assert list(strategy.options.recompute.offload_modules) == ["mlp"]
 
 
 def test_the_strategy_is_known_by_name(config: str) -> None:
@@ -207,7 +208,7 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
         ("--trainer.num_nodes=0", "`num_nodes` must be a positive integer, but got 0."),
         ("--trainer.devices=-1", "`devices` selected with `CPUAccelerator` should be an int > 0."),
         ("--trainer.val_check_interval=5000", "`val_check_interval` (5000) must be less than or equal to the number of"),
-        ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches is 0; it counts the batches"),
+        ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches is 0; it must be a positive"),
         ("--trainer.callbacks=NoSuch", 'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch'),
         ("--trainer.callbacks+=EarlyStopping", "EarlyStopping': the following arguments are required: monitor"),
     ],
@@ -237,14 +238,14 @@ def test_a_wrong_path_is_told_before_a_process_starts(
     def start(_: object) -> None:
         pytest.fail("processes are started")
 
-    monkeypatch.setattr("megatron_lightning.strategies.launchers.ScriptLauncher._start", start)
+    monkeypatch.setattr("megatron_lightning.strategies.launch.script.ScriptLauncher._start", start)
     assert message in _fails(["fit", "--config", config, "--trainer.devices=2", *options], capsys)
 
 
 def test_a_part_without_documents_is_told_before_a_process_starts(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.strategies.launchers.ScriptLauncher._start", lambda _: pytest.fail("started"))
+    monkeypatch.setattr("megatron_lightning.strategies.launch.script.ScriptLauncher._start", lambda _: pytest.fail("started"))
     with IndexedDatasetWriter("six", "uint16") as writer:
         for _ in range(6):
             writer.add_document(np.arange(1, 30))
@@ -325,18 +326,90 @@ def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "name", "expected"),
     [
-        (["--append-eod"], ["--append_eod=true"]),
-        (["--append-eod", "--workers", "2"], ["--append_eod=true", "--workers=2"]),
-        (["--append_eod=false"], ["--append_eod=false"]),
-        (["--json-keys", "text", "title"], ['--json_keys=["text", "title"]']),
-        (["--json-keys", "text"], ['--json_keys=["text"]']),
-        (["--json-keys=[text]"], ["--json_keys=[text]"]),
-        (["--input", "a.txt"], ["--input=a.txt"]),
-        (["--input", "a.txt", "b.txt"], ['--input=["a.txt", "b.txt"]']),
-        (["--config", "c.yaml", "--help"], ["--config", "c.yaml", "--help"]),
+        (["--append-eod"], "append_eod", True),
+        (["--append-eod", "--workers", "2"], "workers", 2),
+        (["--append_eod=false"], "append_eod", False),
+        (["--append-eod", "false"], "append_eod", False),
+        ([], "json_keys", ["text"]),
+        (["--json-keys", "text", "title"], "json_keys", ["text", "title"]),
+        (["--json-keys", "text"], "json_keys", ["text"]),
+        (["--json-keys=[text]"], "json_keys", ["text"]),
+        ([], "input", "stdlib"),
+        (["--input", "a.txt"], "input", "a.txt"),
+        (["--input", "a.txt", "b.txt"], "input", ["a.txt", "b.txt"]),
+        (["--config", "keys.yaml"], "json_keys", ["body", "title"]),
     ],
 )
-def test_megatron_spelling(given: list[str], expected: list[str]) -> None:
-    assert list(_spelled_out(given, preprocess)) == expected
+def test_options_reach_the_function(
+    given: list[str], name: str, expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("keys.yaml").write_text("json_keys: [body, title]")
+    calls: list[dict[str, object]] = []
+
+    @functools.wraps(preprocess)
+    def record(**arguments: object) -> None:
+        calls.append(arguments)
+
+    monkeypatch.setattr("megatron_lightning.data.preprocess.preprocess", record)
+    main(["preprocess", "--output-prefix", "x", *given])
+    assert calls[0][name] == expected
+
+
+STRATEGY = "--trainer.strategy"
+FIRST_STAGE = "num_layers_in_first_pipeline_stage"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        (f"{STRATEGY}.tensor_model_paralel_size=2", "tensor_model_parallel_size"),
+        (f"{STRATEGY}.pipeline_options.{FIRST_STAGE[:-3]}ge=2", FIRST_STAGE),
+        ("--trainer.max_stepps=2", "trainer.max_steps"),
+        ("--trainr.max_stepps=2", "trainer.max_steps"),
+        ("--ckpt_pth=x", "ckpt_path"),
+        ("--model.num_layrs=2", "num_layers"),
+        ("--trainer.callbacks.monitr=loss", "monitor"),
+    ],
+)
+def test_a_wrong_option_names_the_nearest(config: str, wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--config", config, "--trainer.callbacks+=EarlyStopping", wrong]
+    assert _fails(["fit", *options], capsys).endswith(f"Did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize(
+    ("valid", "wrong", "nearest"),
+    [
+        ("micro_batch_size: 2", "pipline_options: {variable_seq_lengths: true}", "pipeline_options.variable_seq_lengths"),
+        ("micro_batch_size", "micro_bach_size", "micro_batch_size"),
+        ("enable_checkpointing", "enabel_checkpointing", "trainer.enable_checkpointing"),
+        ("trainer", "trainr", "trainer.strategy.init_args.micro_batch_size"),
+        ("micro_batch_size: 2", f"pipeline_options: {{{FIRST_STAGE[1:]}: 2}}", FIRST_STAGE),
+    ],
+)
+def test_a_wrong_key_of_a_file_names_the_nearest(
+    config: str, valid: str, wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("wrong.yaml").write_text(Path(config).read_text().replace(valid, wrong, 1))
+    assert _fails(["fit", "--config", "wrong.yaml"], capsys).endswith(f"Did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        (["chekpoint"], "checkpoint"),
+        (["checkpoint", "prun", "x"], "prune"),
+        (["checkpoint", "prune", "x", "--keep-lst", "2"], "keep_last"),
+        (["schedule", "--rnks", "2"], "ranks"),
+        (["preprocess", "--ouput-prefix", "x"], "output_prefix"),
+        (["generate", "--tokeniser-model=x"], "tokenizer_model"),
+    ],
+)
+def test_a_wrong_word_names_the_nearest(wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"Did you mean {nearest!r}?" in _fails(wrong, capsys)
+
+
+def test_nothing_is_near_an_option_of_another_world(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _fails(["fit", "--config", config, "--zzz=1"], capsys).endswith("unrecognized arguments: --zzz=1")

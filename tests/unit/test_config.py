@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,7 @@ SMALL = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=8, v
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers is 0.*1 or more"),
+        ({"num_layers": 0}, "num_layers is 0; it must be a positive integer"),
         ({"vocab_size": 3.5}, "vocab_size is 3.5"),
         ({"num_query_groups": True}, "num_query_groups is True"),
         ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm'.*RMSNorm, LayerNorm"),
@@ -94,8 +92,3 @@ def test_a_sequence_that_the_ranks_cannot_share() -> None:
     with pytest.raises(ConfigError, match=r"samples of 27 tokens.*tensor_model_parallel_size=2.*multiple of 2"):
         check_model_layout(SMALL, tensor(2), 2, sequence_length=27)
     check_model_layout(SMALL, tensor(2, sequence_parallel=False), 2, sequence_length=27)
-
-
-def test_config_and_rules_need_no_torch() -> None:
-    code = "import sys, megatron_lightning.rules; raise SystemExit('torch' in sys.modules or 'lightning' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

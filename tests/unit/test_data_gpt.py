@@ -83,8 +83,10 @@ def test_equals_megatron_core(case: dict[str, Any], corp: str) -> None:
         data = GPTDataset(corp, config, name, num_samples)
         assert len(data) == expected["len"]
         for field in ("document_index", "sample_index", "shuffle_index"):
-            assert getattr(data, field).tolist() == expected[field], field
-        assert (data.document_index.dtype, data.sample_index.dtype, data.shuffle_index.dtype) == (np.int32, np.int32, np.uint32)
+            assert getattr(data.indices, field).tolist() == expected[field], field
+        indices = data.indices
+        dtypes = (indices.document_index.dtype, indices.sample_index.dtype, indices.shuffle_index.dtype)
+        assert dtypes == (np.int32, np.int32, np.uint32)
         masks = np.stack([data[index]["loss_mask"].numpy() for index in range(len(expected["samples"]))])
         if not config.eod_mask_loss:
             # megatron-core 0.19.2 zeroes its cached mask in place: positions masked in one sample stay masked in all later ones
@@ -161,8 +163,8 @@ def test_index_of_a_billion_tokens() -> None:
 
 def test_samples_tile_the_stream(corp: str) -> None:
     data = GPTDataset(corp, GPTDatasetConfig(sequence_length=10, split="1"), "train")
-    stream = np.concatenate([document(number) for number in data.document_index])
-    samples = {int(row): data[index] for index, row in enumerate(data.shuffle_index)}
+    stream = np.concatenate([document(number) for number in data.indices.document_index])
+    samples = {int(row): data[index] for index, row in enumerate(data.indices.shuffle_index)}
     tokens = np.concatenate([samples[row]["tokens"] for row in range(len(data))])
     labels = np.concatenate([samples[row]["labels"] for row in range(len(data))])
     assert tokens.tolist() == stream[: len(tokens)].tolist()
@@ -173,7 +175,7 @@ def test_partial_validation_sample_is_padded_and_masked(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[5] * 14])
     config = GPTDatasetConfig(sequence_length=8, split="0,1", drop_last_partial_validation_sequence=False)
     data = GPTDataset(prefix, config, "valid")
-    last = data[data.shuffle_index.tolist().index(1)]
+    last = data[data.indices.shuffle_index.tolist().index(1)]
     assert last["tokens"].tolist() == [5] * 6 + [0] * 2
     assert last["labels"].tolist() == [5] * 5 + [0] * 3
     assert last["loss_mask"].tolist() == [1.0] * 5 + [0.0] * 3
@@ -194,18 +196,18 @@ def test_pickle_carries_no_data(corp: str) -> None:
 
 def test_cache_is_used_and_rebuilt_when_wrong(corp: str) -> None:
     data = GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20)
-    expected = data.shuffle_index.tolist()
+    expected = data.indices.shuffle_index.tolist()
     path = next(Path("corp/cache/GPTDataset_indices").glob("*-train-shuffle_index.npy"))
     np.save(path, np.arange(len(expected), dtype=np.uint32))
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).shuffle_index.tolist() == list(range(len(expected)))
+    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == list(range(len(expected)))
     path.write_bytes(path.read_bytes()[:40])
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).shuffle_index.tolist() == expected
+    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == expected
     np.save(path, np.arange(3, dtype=np.uint32))
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).shuffle_index.tolist() == expected
+    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == expected
     np.save(path, np.arange(len(expected), dtype=np.uint32))
     newer = path.stat().st_mtime + 5
     os.utime("corp.idx", (newer, newer))
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).shuffle_index.tolist() == expected
+    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == expected
 
 
 def build(prefix: str, cache: str, barrier: Any, results: Any) -> None:

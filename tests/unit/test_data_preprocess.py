@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -176,8 +175,8 @@ BAD_LINES = [
     (b'{"text": "a"}\n{"text": 7}\n', r"in\.jsonl:2: int under key 'text'; set json_keys"),
     (b'{"text": "a"}\n{"text": "\xff"}\n', r"in\.jsonl:2: not UTF-8: byte 0xff"),
     (b'{"text": "a"}\n{"text": "\\ud800 x"}\n', r"in\.jsonl:2: half a character under key 'text': '\\ud800' at character 1 is"),
-    (b'{"text": "a"}\n' + b"[" * 100_000, r"in\.jsonl:2: JSON that cannot be read \(maximum recursion depth"),
-    (b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"in\.jsonl:1: JSON that cannot be read \(Exceeds the limit"),
+    (b'{"text": "a"}\n' + b"[" * 100_000, r"in\.jsonl:2: unreadable JSON \(maximum recursion depth"),
+    (b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"in\.jsonl:1: unreadable JSON \(Exceeds the limit"),
     (b'{"text": "a"}\n{"text": ""}\n', r"in\.jsonl:2: empty document under key 'text'; .* empty_documents to skip"),
 ]
 
@@ -243,7 +242,7 @@ def test_a_full_disk_leaves_nothing(jsonl: Path, model: str, tmp_path: Path, mon
             self._file = Full()
 
     monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
-    with pytest.raises(DataError, match=r"x: cannot be written \(\[Errno 28\] No space left .* or make room there"):
+    with pytest.raises(DataError, match=r"x: cannot be written \(\[Errno 28\] No space left .* or free space"):
         preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model)
     assert files_in(tmp_path / "out") == []
 
@@ -331,7 +330,7 @@ def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pyte
         ({"vocab_size": None}, ConfigError, "set tokenizer_model to use an existing tokenizer, or vocab_size"),
         ({"tokenizer_model": "x.model"}, ConfigError, "and not both"),
         ({"tokenizer_type": "huggingface"}, ConfigError, "is never trained here"),
-        ({"output_prefix": "file/x"}, DataError, "file: cannot be made"),
+        ({"output_prefix": "file/x"}, DataError, "file/x: cannot be written"),
         ({"output_prefix": "/proc/x"}, DataError, "/proc/x: cannot be written"),
     ],
 )
@@ -343,8 +342,3 @@ def test_impossible_settings_are_refused(
     with pytest.raises(error, match=message):
         preprocess(**{"output_prefix": "out/x", "input": str(jsonl), "vocab_size": 300, **settings})
     assert files_in(tmp_path / "out") == []
-
-
-def test_preprocess_needs_no_torch() -> None:
-    code = "import sys, megatron_lightning.data.preprocess; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

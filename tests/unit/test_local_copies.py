@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron_lightning.checkpoint import TensorShards
-from megatron_lightning.checkpoint.agreement import ALONE
 from megatron_lightning.checkpoint.local import LocalCopies, Pointer
+from megatron_lightning.parallel.context import ALONE
 
 
 class _Run:
@@ -22,7 +22,7 @@ class _Run:
 
     def save(self, step: int) -> list[int]:
         """Write a copy; return the steps of the copies in the folder."""
-        weight = TensorShards.whole("weight", torch.full((2,), float(step)))
+        weight = TensorShards.full("weight", torch.full((2,), float(step)))
         snapshot = self._copies.take_snapshot(step, [weight], {"global_step": step})
         self._copies.write(snapshot)
         Pointer(str(self.folder), 1, 1, step, {}).write(self._pointer, Path(snapshot.path).parent.name)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.models import GPTModel, TransformerConfig
-from megatron_lightning.modules.gpt import GPTLightningModule
-from megatron_lightning.optim import LRSchedule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.materialize import materialize
-from megatron_lightning.parallel.sharding import ShardSpec, named_shard_specs
+from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.spec import ShardSpec
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12)
 TIED = TransformerConfig(**(CONFIG.to_dict() | {"share_embeddings_and_output_weights": True}))  # type: ignore[arg-type]
@@ -165,80 +161,3 @@ def test_labels_and_positions() -> None:
     changed = x.clone()
     changed[:, 5] = (x[:, 5] + 1) % 20
     assert torch.equal(model(changed)[:, :5], logits[:, :5])
-
-
-def module(**options: Any) -> GPTLightningModule:
-    return GPTLightningModule(CONFIG, learning_rate=1e-2, **options)
-
-
-def loader() -> DataLoader[Any]:
-    rows = tokens(16, 9)
-    mask = torch.ones(8)
-    mask[0] = 0
-    return DataLoader([{"tokens": r[:-1], "labels": r[1:], "loss_mask": mask} for r in rows], batch_size=4)  # type: ignore[arg-type]
-
-
-def test_the_lightning_module_trains_and_loads(tmp_path: Path) -> None:
-    trainer = pl.Trainer(
-        max_epochs=4, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    gpt = module(warmup_steps=2, decay_steps=40)
-    trainer.fit(gpt, loader(), loader())
-    assert trainer.callback_metrics["val_loss"] < 2.9  # log 20 = 3.0 before training
-    path = tmp_path / "model.ckpt"
-    trainer.save_checkpoint(path)
-    torch.load(path, weights_only=True)
-    loaded = GPTLightningModule.load_from_checkpoint(path, weights_only=True)
-    assert loaded.config == CONFIG
-    for name, parameter in gpt.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter)
-    predictions = trainer.predict(gpt, loader())
-    assert predictions is not None
-    assert predictions[0].shape == (4, 8)
-
-
-def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
-    gpt = module()
-    gpt.configure_model()
-    gpt.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    batch = next(iter(loader()))
-    out = gpt.training_step(batch, 0)
-    assert out["num_items"] == 4 * 7
-    torch.testing.assert_close(out["loss"], gpt.model(batch["tokens"], labels=batch["labels"])[:, 1:].mean())  # type: ignore[misc]
-    masked = batch["labels"].clone()
-    masked[:, 0] = -100
-    out_labels = gpt.training_step({"tokens": batch["tokens"], "labels": masked}, 0)
-    torch.testing.assert_close(out_labels["loss"], out["loss"])
-    assert out_labels["num_items"] == out["num_items"]
-
-
-def test_the_schedule() -> None:
-    rates = _rates(module(warmup_steps=2, decay_steps=6, min_learning_rate=1e-3), 8)
-    assert rates == pytest.approx([0.0, 5e-3, 1e-2, 8.681981e-3, 5.5e-3, 2.318019e-3, 1e-3, 1e-3])
-    assert _rates(module(warmup_steps=2), 4) == [0.0, 5e-3, 1e-2, 1e-2]
-    assert _rates(module(), 2) == [1e-2, 1e-2]
-    samples = LRSchedule(lr_decay_style="linear", lr_decay_steps=40, unit="samples", samples_per_step=10)
-    assert _rates(module(lr_schedule=samples), 5) == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3, 0.0])
-    with pytest.raises(ConfigError, match="lr_decay_steps=3 ends before lr_warmup_steps=5"):
-        module(warmup_steps=5, decay_steps=3)
-    with pytest.raises(ConfigError, match=r"min_learning_rate=1\.0"):
-        module(min_learning_rate=1.0)
-    with pytest.raises(ConfigError, match=r"min_learning_rate=0\.0001 is where the decay ends, and decay_steps is not set"):
-        module(min_learning_rate=1e-4)
-    with pytest.raises(ConfigError, match=r"lr_schedule is given beside min_learning_rate=0\.0, warmup_steps=5"):
-        module(warmup_steps=5, lr_schedule=samples)
-
-
-def _rates(gpt: GPTLightningModule, steps: int) -> list[float]:
-    """Return the learning rate of each step."""
-    gpt.configure_model()
-    configured: Any = gpt.configure_optimizers()
-    if not isinstance(configured, dict):
-        return [configured.param_groups[0]["lr"]] * steps
-    rates = []
-    for _ in range(steps):
-        rates += configured["lr_scheduler"]["scheduler"].get_last_lr()[:1]
-        configured["optimizer"].step()
-        configured["lr_scheduler"]["scheduler"].step()
-    return rates

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.layouts import cut_units, parse_layout
+from megatron_lightning.pipeline.layouts import parse_layout, split_units
 from megatron_lightning.pipeline.partition import Unit, partition_units
 
 ORACLES = Path(__file__).parents[1] / "oracles"
@@ -41,7 +41,7 @@ def test_splits_are_megatrons(fact: dict) -> None:
     """Megatron lists the layers of every chunk of every rank; chunk v of rank r is stage v * pp + r."""
     num_layers, pp, chunks = (fact["args"].get(name, 1) for name in SIZES)
     options = PipelineOptions(**{name: value for name, value in fact["args"].items() if name not in SIZES})
-    stages = cut_units(_model(num_layers), Placement.loop(pp, chunks), options)
+    stages = split_units(_model(num_layers), Placement.loop(pp, chunks), options)
     assert [[_numbers(stages[chunk * pp + rank]) for chunk in range(chunks)] for rank in range(pp)] == fact["stages"]
     assert stages[0][0] == "embed" and stages[-1][-1] == "head" and sum(map(len, stages)) == num_layers + 3
 
@@ -53,11 +53,11 @@ def test_layouts_are_megatrons(fact: dict) -> None:
     units = _model(fact["num_layers"], fact.get("mtp") or 0)
     if "error" in fact:
         with pytest.raises(ConfigError):
-            cut_units(units, placement, options)
+            split_units(units, placement, options)
         return
     assert list(map(list, parse_layout(fact["layout"]))) == fact["parsed"]
     assert parse_layout(fact["parsed"]) == parse_layout(fact["layout"])
-    stages = cut_units(units, placement, options)
+    stages = split_units(units, placement, options)
     of_ranks = [[_numbers(stages[chunk * fact["pp"] + rank]) for chunk in range(fact["vpp"])] for rank in range(fact["pp"])]
     assert of_ranks == fact["decoder_ids"] and [name for stage in stages for name in stage] == units
     for stage, kinds in zip(stages, fact["parsed"], strict=True):
@@ -88,12 +88,12 @@ def test_layouts_are_megatrons(fact: dict) -> None:
 )
 def test_wrong_layouts(layout: str | list[list[str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        cut_units(_model(4), Placement.loop(2), PipelineOptions(pipeline_model_parallel_layout=layout))
+        split_units(_model(4), Placement.loop(2), PipelineOptions(pipeline_model_parallel_layout=layout))
 
 
 def test_a_layout_is_read_stage_by_stage() -> None:
     def cut(layout: str, placement: Placement, units: Sequence[Unit]) -> tuple[tuple[str, ...], ...]:
-        return cut_units(units, placement, PipelineOptions(pipeline_model_parallel_layout=layout))
+        return split_units(units, placement, PipelineOptions(pipeline_model_parallel_layout=layout))
 
     loop, heavy = Placement.loop(2), [("embed", 3.0), ("layers.0", 5.0), ("layers.1", 0.5), ("head", 2.0)]
     assert cut("E|tt L", loop, _model(2)) == (("embed",), ("layers.0", "layers.1", "norm", "head"))
@@ -108,7 +108,7 @@ def test_a_layout_is_read_stage_by_stage() -> None:
 
 def test_uneven_ends_without_one_of_them_and_with_a_rest() -> None:
     def counts(num_layers: int, placement: Placement, **options: int) -> list[int]:
-        return [len(_numbers(stage)) for stage in cut_units(_model(num_layers), placement, PipelineOptions(**options))]
+        return [len(_numbers(stage)) for stage in split_units(_model(num_layers), placement, PipelineOptions(**options))]
 
     assert counts(8, Placement.loop(3), num_layers_in_first_pipeline_stage=2) == [2, 3, 3]
     assert counts(8, Placement.loop(3), num_layers_in_last_pipeline_stage=1) == [4, 3, 1]
@@ -132,14 +132,14 @@ def test_uneven_ends_without_one_of_them_and_with_a_rest() -> None:
 )
 def test_uneven_ends_that_do_not_fit(options: dict[str, int], placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        cut_units(_model(8), placement, PipelineOptions(**options))
+        split_units(_model(8), placement, PipelineOptions(**options))
 
 
 def test_there_is_something_to_count() -> None:
     with pytest.raises(ConfigError, match=r"account_for_embedding.*lists nothing before the first layer"):
-        cut_units(_layers(4), Placement.loop(2), PipelineOptions(account_for_embedding_in_pipeline_split=True))
+        split_units(_layers(4), Placement.loop(2), PipelineOptions(account_for_embedding_in_pipeline_split=True))
     with pytest.raises(ConfigError, match=r"account_for_loss.*lists nothing after the last layer"):
-        cut_units(_layers(4), Placement.loop(2), PipelineOptions(account_for_loss_in_pipeline_split=True))
+        split_units(_layers(4), Placement.loop(2), PipelineOptions(account_for_loss_in_pipeline_split=True))
 
 
 def test_options_that_contradict() -> None:
@@ -197,8 +197,5 @@ def test_what_cannot_be_cut() -> None:
 
 
 def test_planning_a_pipeline_needs_no_torch() -> None:
-    code = (
-        "import sys; from megatron_lightning.pipeline import schedules, simulate, partition, Placement, partition_units;"
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from megatron_lightning.pipeline import schedules, simulate, partition;sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

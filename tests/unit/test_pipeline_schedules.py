@@ -24,19 +24,19 @@ def test_text_that_is_no_action(text: str) -> None:
         Action.parse(text)
 
 
-def test_the_last_stage_is_on_coordinate_0() -> None:
-    assert Placement.loop(4).coordinates == (3, 2, 1, 0)
-    assert Placement.loop(2, 3).coordinates == (1, 0, 1, 0, 1, 0)
-    assert Placement.v(2).coordinates == (0, 1, 1, 0)
+def test_the_last_stage_is_on_pp_rank_0() -> None:
+    assert Placement.loop(4).pp_ranks == (3, 2, 1, 0)
+    assert Placement.loop(2, 3).pp_ranks == (1, 0, 1, 0, 1, 0)
+    assert Placement.v(2).pp_ranks == (0, 1, 1, 0)
     assert Placement.v(3).stages_of(1) == (1, 4) and Placement.loop(3, 2).stages_of(0) == (2, 5)
-    with pytest.raises(ConfigError, match="last stage on coordinate 0"):
+    with pytest.raises(ConfigError, match="last stage on pp rank 0"):
         Placement((0, 1))
     with pytest.raises(ConfigError, match="without a stage"):
         Placement((2, 0))
 
 
 def test_1f1b_reads_as_in_the_paper() -> None:
-    assert str(schedules.make_schedule("1f1b", num_coordinates=3, num_microbatches=4)) == (
+    assert str(schedules.make_schedule("1f1b", num_ranks=3, num_microbatches=4)) == (
         "0: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3\n1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n2: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     )
 
@@ -46,48 +46,48 @@ def test_1f1b_is_megatrons(fact: dict) -> None:
     """Megatron lists chunk + 1 for a forward and its negative for a backward; its rank is our stage."""
     schedule = schedules.one_f_one_b(fact["pp"], fact["num_microbatches"])
     for stage, rank in enumerate(fact["ranks"]):
-        row = schedule.actions[schedule.placement.coordinates[stage]]
+        row = schedule.actions[schedule.placement.pp_ranks[stage]]
         assert [1 if action.kind is Kind.FORWARD else -1 for action in row] == rank["order"]
         assert [action.kind for action in row].index(Kind.BACKWARD) == rank["warmup"] + (rank["remaining"] > 0)
 
 
-@pytest.mark.parametrize("num_coordinates", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 16])
-def test_bubble_and_memory_follow_the_formulas(num_coordinates: int, num_microbatches: int) -> None:
-    bubble = (num_coordinates - 1) / (num_microbatches + num_coordinates - 1)
+def test_bubble_and_memory_follow_the_formulas(num_ranks: int, num_microbatches: int) -> None:
+    bubble = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
     for name in ("gpipe", "1f1b"):
-        schedule = schedules.make_schedule(name, num_coordinates=num_coordinates, num_microbatches=num_microbatches)
+        schedule = schedules.make_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
         simulate.validate(schedule)
         simulate.validate(schedules.forward_only(schedule))
         report = simulate.simulate(schedule)
         assert report.bubble == pytest.approx(bubble)
-        assert report.step_time == 3 * (num_microbatches + num_coordinates - 1)
-        held = [num_microbatches if name == "gpipe" else min(num_microbatches, c + 1) for c in range(num_coordinates)]
+        assert report.step_time == 3 * (num_microbatches + num_ranks - 1)
+        held = [num_microbatches if name == "gpipe" else min(num_microbatches, c + 1) for c in range(num_ranks)]
         assert list(report.peak_in_flight) == held
 
 
 def test_names_resolve_and_unknown_ones_list_the_known() -> None:
-    assert str(schedules.resolve("auto", num_coordinates=1)) == "1f1b (the one pipeline rank holds one model chunk)"
-    assert str(schedules.resolve("auto", num_coordinates=4)) == "1f1b (each of the 4 pipeline ranks holds one model chunk)"
-    several = schedules.resolve("auto", num_coordinates=4, num_chunks=2)
+    assert str(schedules.resolve("auto", num_ranks=1)) == "1f1b (the one pipeline rank holds one model chunk)"
+    assert str(schedules.resolve("auto", num_ranks=4)) == "1f1b (each of the 4 pipeline ranks holds one model chunk)"
+    several = schedules.resolve("auto", num_ranks=4, num_chunks=2)
     assert str(several) == "interleaved (each of the 4 pipeline ranks holds 2 model chunks)"
     assert several.placement == Placement.loop(4, 2) and several.table(6).num_microbatches == 6
     with pytest.raises(ConfigError, match=r"'pipedream'.*auto, gpipe, 1f1b, interleaved, zb-h1, zbv"):
-        schedules.make_schedule("pipedream", num_coordinates=2, num_microbatches=2)
+        schedules.make_schedule("pipedream", num_ranks=2, num_microbatches=2)
     with pytest.raises(ConfigError, match="num_microbatches is 0"):
-        schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=0)
+        schedules.make_schedule("1f1b", num_ranks=2, num_microbatches=0)
     with pytest.raises(ConfigError, match=r"one model chunk.*there are 2.*interleaved.*gpipe"):
-        schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=2, num_chunks=2)
+        schedules.make_schedule("1f1b", num_ranks=2, num_microbatches=2, num_chunks=2)
     with pytest.raises(ConfigError, match=r"zb-h1 runs one model chunk.*there are 2.*size to 1.*zbv"):
-        schedules.make_schedule("zb-h1", num_coordinates=2, num_microbatches=2, num_chunks=2)
+        schedules.make_schedule("zb-h1", num_ranks=2, num_microbatches=2, num_chunks=2)
     with pytest.raises(ConfigError, match=r"zbv runs two model chunks.*there are 3.*size to 2"):
-        schedules.make_schedule("zbv", num_coordinates=2, num_microbatches=2, num_chunks=3)
+        schedules.make_schedule("zbv", num_ranks=2, num_microbatches=2, num_chunks=3)
     with pytest.raises(ConfigError, match="num_chunks is 0"):
-        schedules.make_schedule("1f1b", num_coordinates=2, num_microbatches=2, num_chunks=0)
+        schedules.make_schedule("1f1b", num_ranks=2, num_microbatches=2, num_chunks=0)
     with pytest.raises(ConfigError, match=r"microbatch_group_size_per_vp_stage is 4, and schedule 1f1b.*interleaved"):
-        schedules.resolve("1f1b", num_coordinates=2, microbatch_group_size=4)
+        schedules.resolve("1f1b", num_ranks=2, microbatch_group_size=4)
     with pytest.raises(ConfigError, match=r"microbatch_group_size_per_vp_stage is 4.*nothing to group"):
-        schedules.resolve("interleaved", num_coordinates=2, microbatch_group_size=4)
+        schedules.resolve("interleaved", num_ranks=2, microbatch_group_size=4)
 
 
 @pytest.mark.parametrize("fact", [f for f in ORACLE if f["vpp"]], ids=lambda f: "-".join(map(str, list(f.values())[:4])))
@@ -117,7 +117,7 @@ def test_interleaved_is_megatrons(fact: dict) -> None:
     ],
 )
 def test_groups_that_do_not_fit_are_named(num_microbatches: int, group: int, message: str) -> None:
-    sizes = {"num_coordinates": 4, "num_chunks": 3, "num_microbatches": num_microbatches}
+    sizes = {"num_ranks": 4, "num_chunks": 3, "num_microbatches": num_microbatches}
     with pytest.raises(ConfigError, match=message):
         schedules.make_schedule("interleaved", **sizes, microbatch_group_size=group)
     simulate.validate(schedules.make_schedule("interleaved", **sizes))  # the group size it chooses itself always fits
@@ -151,19 +151,17 @@ def test_zbv_is_torchs(pp: int, num_microbatches: int) -> None:
     assert [list(map(str, row)) for row in ours.actions] == _torchs(ScheduleZBVZeroBubble, pp, 2, num_microbatches)
 
 
-@pytest.mark.parametrize("num_coordinates", [1, 2, 4, 8])
-def test_zero_bubble_has_a_third_of_the_bubble_in_the_same_memory(num_coordinates: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_zero_bubble_has_a_third_of_the_bubble_in_the_same_memory(num_ranks: int) -> None:
     """F, I and W take one tick each; a chunk of zbv is half of a stage of the others."""
-    for num_microbatches in (2 * num_coordinates - 1, 2 * num_coordinates + 3):
+    for num_microbatches in (2 * num_ranks - 1, 2 * num_ranks + 3):
         for name, chunks in (("zb-h1", 1), ("zbv", 2)):
-            schedule = schedules.make_schedule(
-                name, num_coordinates=num_coordinates, num_microbatches=num_microbatches, num_chunks=chunks
-            )
+            schedule = schedules.make_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
             report = simulate.simulate(schedule)
-            assert report.step_time == 3 * chunks * num_microbatches + num_coordinates - 1
-            assert max(report.peak_in_flight) == chunks * num_coordinates
+            assert report.step_time == 3 * chunks * num_microbatches + num_ranks - 1
+            assert max(report.peak_in_flight) == chunks * num_ranks
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3])
 def test_gpipe_runs_several_chunks(num_chunks: int) -> None:
-    simulate.validate(schedules.make_schedule("gpipe", num_coordinates=3, num_microbatches=4, num_chunks=num_chunks))
+    simulate.validate(schedules.make_schedule("gpipe", num_ranks=3, num_microbatches=4, num_chunks=num_chunks))

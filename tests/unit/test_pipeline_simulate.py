@@ -17,7 +17,7 @@ from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.formulas import expected
-from megatron_lightning.pipeline.picture import Box, Panel, Text, chrome_trace, draw, svg, write_png
+from megatron_lightning.pipeline.picture import Bar, Panel, Text, chrome_trace, draw, svg, write_png
 from megatron_lightning.pipeline.report import describe_schedule
 from megatron_lightning.pipeline.simulate import Costs, simulate, validate
 from megatron_lightning.pipeline.trace import Executed, read_trace, trace_lines
@@ -39,7 +39,7 @@ def test_formulas_hold(name: str, p: int, m: int, v: int, times: list[int], extr
     group = p + extra if name == "interleaved" and v > 1 and extra else None
     try:
         schedule = schedules.make_schedule(
-            name, num_coordinates=p, num_microbatches=m, num_chunks=chunks, microbatch_group_size=group
+            name, num_ranks=p, num_microbatches=m, num_chunks=chunks, microbatch_group_size=group
         )
     except ConfigError:
         assert group is not None  # a last group that is too small
@@ -83,7 +83,7 @@ def test_costs_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "gpipe"])
 def test_a_large_table_is_proven_in_half_a_second(name: str) -> None:
-    schedule = schedules.make_schedule(name, num_coordinates=16, num_chunks=4, num_microbatches=128)
+    schedule = schedules.make_schedule(name, num_ranks=16, num_chunks=4, num_microbatches=128)
     assert sum(map(len, schedule.actions)) == 16_384
     seconds = []
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_the_picture_shows_every_action(tmp_path: Path) -> None:
     scene = draw(panels, " ms")
     labels = [shape for shape in scene.shapes if isinstance(shape, Text) and shape.anchor == "middle" and shape.size > 10]
     assert sorted(label.text for label in labels) == sorted(str(a.microbatch) for panel in panels for a in panel.spans)
-    boxes = [shape for shape in scene.shapes if isinstance(shape, Box)]
+    boxes = [shape for shape in scene.shapes if isinstance(shape, Bar)]
     assert all(box.x >= 0 and box.x + box.width <= scene.width and box.y + box.height <= scene.height for box in boxes)
     assert len({box.fill for box in boxes}) >= 2 * 3  # two chunks in three shades
     drawn = sorted((box.y, box.x, box.width) for box in boxes if box.height > 20 and box.fill != "#f4f4f4")
@@ -118,7 +118,7 @@ def test_the_picture_shows_every_action(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_many_actions_stays_a_picture() -> None:
-    table = schedules.make_schedule("interleaved", num_coordinates=8, num_chunks=4, num_microbatches=128)
+    table = schedules.make_schedule("interleaved", num_ranks=8, num_chunks=4, num_microbatches=128)
     scene = draw([Panel("many", table.placement, simulate(table).spans)])
     assert scene.width < 6200
 
@@ -144,6 +144,12 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
+def test_the_command_writes_only_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [describe_schedule(ranks=2, microbatches=4, compare=compare) for compare in (False, True)]
+    assert not list(tmp_path.iterdir()) and not any("written" in text for text in texts)
+
+
 def test_the_command_compares(tmp_path: Path) -> None:
     lines = describe_schedule(ranks=4, microbatches=8, compare=True, output=str(tmp_path)).splitlines()
     table = {cells[0]: cells[1:] for line in lines[3:8] if (cells := line.split())}
@@ -162,7 +168,6 @@ def test_the_command_compares_a_table_of_ones_own_and_any_group_size(tmp_path: P
         schedule=str(tmp_path / "mine.csv"),
         microbatch_group_size=6,
         compare=True,
-        output=str(tmp_path / "out"),
     )
     rows = {cells[0]: cells[1:] for line in text.splitlines()[3:9] if (cells := line.split())}
     assert rows["mine.csv"][:2] == rows["zbv"][:2] == ["2", "18.5"] and rows["mine.csv"][3] == "-"
@@ -175,10 +180,8 @@ def test_the_formula_that_is_shown_is_the_one_that_is_computed(m: int, slots: st
     assert formula is not None and formula.formula == f"({slots}) (F + B)" and formula.step_time == 3 * count
 
 
-def test_the_command_takes_costs(tmp_path: Path) -> None:
-    text = describe_schedule(
-        ranks=2, microbatches=4, forward=(1.0, 2.0), input_gradient=(2.0,), communication=0.5, output=str(tmp_path)
-    )
+def test_the_command_takes_costs() -> None:
+    text = describe_schedule(ranks=2, microbatches=4, forward=(1.0, 2.0), input_gradient=(2.0,), communication=0.5)
     assert "There is no formula" in text and "(each of the 2 pipeline ranks holds one model chunk)" in text
 
 
@@ -194,22 +197,21 @@ def test_the_command_takes_costs(tmp_path: Path) -> None:
         ({"ranks": 2, "microbatches": 4, "output": "/dev/null"}, "output is /dev/null, where the picture cannot be written"),
     ],
 )
-def test_the_command_says_what_is_wrong(options: dict, message: str, tmp_path: Path) -> None:
+def test_the_command_says_what_is_wrong(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        describe_schedule(**{"output": str(tmp_path), **options})
+        describe_schedule(**options)
 
 
 def _write_traces(directory: Path, schedule: Schedule, stretch: float, ranks_of: dict[int, int]) -> None:
     """Write what ranks would record if every action took as long as simulated and the step ``stretch`` times as long."""
     spans = simulate(schedule, Costs(forward=0.001, input_gradient=0.002, weight_gradient=0.001)).spans
-    for rank, coordinate in ranks_of.items():
+    for rank, pp_rank in ranks_of.items():
         row = [
             Executed(rank, a, 5 + stretch * spans[a][0], 5 + stretch * spans[a][0] + _length(spans[a]))
-            for a in schedule.actions[coordinate]
+            for a in schedule.actions[pp_rank]
         ]
-        stale = [Executed(rank, a, 1.0, 2.0, -1) for a in schedule.actions[coordinate]]
         random.Random(rank).shuffle(row)
-        (directory / f"rank{rank}.jsonl").write_text(trace_lines(stale + row))
+        (directory / f"rank{rank}.jsonl").write_text(trace_lines(row))
 
 
 def _length(span: tuple[float, float]) -> float:

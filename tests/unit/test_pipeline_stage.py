@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline import StagePartition, find_pipelined_module, partition_units
+from megatron_lightning.pipeline.partition import partition_units
+from megatron_lightning.pipeline.stage import StagePartition, find_pipelined_module
 
 
 class Body(nn.Module):

@@ -59,35 +59,33 @@ def test_messages_out_of_order_are_named() -> None:
 CHUNKS = {"gpipe": (1, 2, 3), "1f1b": (1,), "interleaved": (1, 2, 3), "zb-h1": (1,), "zbv": (2,)}
 
 
-@given(
-    name=st.sampled_from(list(CHUNKS)), num_coordinates=st.integers(1, 5), num_microbatches=st.integers(1, 6), data=st.data()
-)
+@given(name=st.sampled_from(list(CHUNKS)), num_ranks=st.integers(1, 5), num_microbatches=st.integers(1, 6), data=st.data())
 @settings(deadline=None, max_examples=200)
-def test_a_broken_table_is_caught(name: str, num_coordinates: int, num_microbatches: int, data: st.DataObject) -> None:
+def test_a_broken_table_is_caught(name: str, num_ranks: int, num_microbatches: int, data: st.DataObject) -> None:
     num_chunks = data.draw(st.sampled_from(CHUNKS[name]))
-    schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, num_chunks)
-    coordinate = data.draw(st.integers(0, num_coordinates - 1))
-    row = list(schedule.actions[coordinate])
+    schedule = schedules.SCHEDULES[name](num_ranks, num_microbatches, num_chunks)
+    pp_rank = data.draw(st.integers(0, num_ranks - 1))
+    row = list(schedule.actions[pp_rank])
     index = data.draw(st.integers(0, len(row) - 1))
     fault = data.draw(st.sampled_from(["drop", "duplicate", "swap"]))
     if fault == "drop":
         # The only backward of the only stage: a forward-only table would be left, which is valid.
-        assume(num_coordinates * num_chunks * num_microbatches > 1 or row[index].kind is not Kind.BACKWARD)
+        assume(num_ranks * num_chunks * num_microbatches > 1 or row[index].kind is not Kind.BACKWARD)
         del row[index]
     elif fault == "duplicate":
         row.insert(index, row[index])
     else:
         # Actions may commute; a swap is a fault for certain where it breaks a message order (one kind of one stage, with
-        # another coordinate beside it) or a dependency (two kinds of one stage and micro-batch).
+        # another pp rank beside it) or a dependency (two kinds of one stage and micro-batch).
         other = data.draw(st.integers(0, len(row) - 1))
         first, second = row[index], row[other]
         assume(first.stage == second.stage and first != second)
         neighbours = {stage for stage in (first.stage - 1, first.stage + 1) if 0 <= stage < schedule.placement.num_stages}
-        travels = any(schedule.placement.coordinates[stage] != coordinate for stage in neighbours)
+        travels = any(schedule.placement.pp_ranks[stage] != pp_rank for stage in neighbours)
         same_kind = first.kind is second.kind and first.kind is not Kind.WEIGHT_GRADIENT and travels
         assume(same_kind or first.microbatch == second.microbatch)
         row[index], row[other] = second, first
-    rows = tuple(tuple(row) if c == coordinate else r for c, r in enumerate(schedule.actions))
+    rows = tuple(tuple(row) if c == pp_rank else r for c, r in enumerate(schedule.actions))
     with pytest.raises(ConfigError):
         simulate.validate(Schedule("broken", schedule.placement, num_microbatches, rows))
 
@@ -97,7 +95,7 @@ def _runs(schedule: Schedule) -> bool:
 
     Written apart from the validator: queues that are filled and emptied, where that one compares orders.
     """
-    holders, done = schedule.placement.coordinates, set[Action]()
+    holders, done = schedule.placement.pp_ranks, set[Action]()
     queues: dict[tuple[bool, int, int], deque[tuple[int, int]]] = defaultdict(deque)
     left = [deque(row) for row in schedule.actions]
 
@@ -136,16 +134,14 @@ def _runs(schedule: Schedule) -> bool:
     return not any(left)
 
 
-@given(
-    name=st.sampled_from(list(CHUNKS)), num_coordinates=st.integers(1, 4), num_microbatches=st.integers(1, 5), data=st.data()
-)
+@given(name=st.sampled_from(list(CHUNKS)), num_ranks=st.integers(1, 4), num_microbatches=st.integers(1, 5), data=st.data())
 @settings(deadline=None, max_examples=300)
-def test_what_is_valid_is_what_runs(name: str, num_coordinates: int, num_microbatches: int, data: st.DataObject) -> None:
+def test_what_is_valid_is_what_runs(name: str, num_ranks: int, num_microbatches: int, data: st.DataObject) -> None:
     """Two ranks' actions moved anywhere: the validator neither passes a table that stops nor refuses one that runs."""
-    schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, data.draw(st.sampled_from(CHUNKS[name])))
+    schedule = schedules.SCHEDULES[name](num_ranks, num_microbatches, data.draw(st.sampled_from(CHUNKS[name])))
     rows = list(map(list, schedule.actions))
     for _ in range(data.draw(st.integers(0, 2))):
-        row = rows[data.draw(st.integers(0, num_coordinates - 1))]
+        row = rows[data.draw(st.integers(0, num_ranks - 1))]
         row.insert(data.draw(st.integers(0, len(row) - 1)), row.pop(data.draw(st.integers(0, len(row) - 1))))
     moved = replace(schedule, actions=tuple(map(tuple, rows)))
     try:
@@ -156,11 +152,11 @@ def test_what_is_valid_is_what_runs(name: str, num_coordinates: int, num_microba
     assert valid == _runs(moved), str(moved)
 
 
-@given(num_coordinates=st.integers(1, 6), num_chunks=st.integers(1, 3), num_microbatches=st.integers(1, 9))
+@given(num_ranks=st.integers(1, 6), num_chunks=st.integers(1, 3), num_microbatches=st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
-def test_any_generated_table_is_valid(num_coordinates: int, num_chunks: int, num_microbatches: int) -> None:
+def test_any_generated_table_is_valid(num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
     for name in (name for name, chunks in CHUNKS.items() if num_chunks in chunks):
-        schedule = schedules.SCHEDULES[name](num_coordinates, num_microbatches, num_chunks)
+        schedule = schedules.SCHEDULES[name](num_ranks, num_microbatches, num_chunks)
         simulate.validate(schedule)
         simulate.validate(schedules.forward_only(schedule))
         simulate.validate(schedules.sweep(schedule.placement, num_microbatches))

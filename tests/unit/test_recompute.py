@@ -18,7 +18,7 @@ from megatron_lightning.errors import ConfigError, RecomputeError
 from megatron_lightning.layers.recompute import apply_recompute, check_patterns, remove_recompute
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.rng import RngStreams
-from tests.helpers.toy import ToyDecoder
+from tests.helpers.toy_decoder import ToyDecoder
 
 S, B, H, F, LAYERS = 8, 2, 16, 24, 5
 FLOAT = 4
@@ -270,7 +270,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
     ("make", "message"),
     [
         (lambda: _bad("core_attn", recompute_granularity="full"), "recompute_method=None and recompute_num_layers=None: which"),
-        (lambda: _bad("core_attn", recompute_granularity="selective", recompute_num_layers=1), "choose whole layers"),
+        (lambda: _bad("core_attn", recompute_granularity="selective", recompute_num_layers=1), "choose full layers"),
         (lambda: _bad("core_attn", **{**FULL, "recompute_num_layers": 0}), "recompute_num_layers is 0"),
         (lambda: _bad("core_attn", recompute_granularity="all"), "recompute_granularity is 'all', which is unknown"),
         (lambda: _bad("core_attn", recompute_method="half"), "recompute_method is 'half', which is unknown"),

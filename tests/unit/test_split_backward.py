@@ -147,7 +147,7 @@ def _check_compiled(backend: str, recompute: str, autocast: bool, tolerance: flo
 
 
 @pytest.mark.parametrize(("recompute", "autocast"), [("none", False), ("inside", True), ("outside", False)])
-def test_compiled_blocks_put_off(recompute: str, autocast: bool) -> None:
+def test_compiled_blocks_defer(recompute: str, autocast: bool) -> None:
     """Bit-equal to whole backwards of uncompiled blocks; hooks of a parameter fire when its gradient is there."""
     _check_compiled("aot_eager", recompute, autocast, 0.0)
 
@@ -155,7 +155,7 @@ def test_compiled_blocks_put_off(recompute: str, autocast: bool) -> None:
 @pytest.mark.slow  # inductor compiles C++
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("recompute", ["none", "inside", "outside"])
-def test_blocks_compiled_by_inductor_put_off(recompute: str) -> None:
+def test_blocks_compiled_by_inductor_defer(recompute: str) -> None:
     """Its kernels sum in another order: some units in the last place of fp32."""
     run_ranks(1, _check_compiled, "inductor", recompute, False, 1e-6, timeout_s=400)
 

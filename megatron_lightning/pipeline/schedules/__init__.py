@@ -1,6 +1,6 @@
 """Pipeline schedules as data: pure functions of sizes that return tables. No torch here.
 
-Each generator names its paper. All of them place the last stage on coordinate 0 (see
+Each generator names its paper. All of them place the last stage on pp rank 0 (see
 :class:`~megatron_lightning.pipeline.actions.Placement`); a table is proven by
 :func:`megatron_lightning.pipeline.simulate.validate` and run by the executor, which decides nothing.
 """
@@ -12,9 +12,8 @@ from megatron_lightning.pipeline.schedules.choice import (
     forward_only,
     make_schedule,
     resolve,
-    sweep,
 )
-from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
+from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b, sweep
 from megatron_lightning.pipeline.schedules.tables import FixedTable, read_csv, read_rows, write_csv
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
 

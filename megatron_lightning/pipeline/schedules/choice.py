@@ -1,9 +1,8 @@
-"""From what a user writes in ``pipeline_schedule`` to proven tables. No torch here."""
+"""Resolve the user's ``pipeline_schedule`` to proven tables. No torch here."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -11,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
-from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b
+from megatron_lightning.pipeline.actions import Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b, sweep
 from megatron_lightning.pipeline.schedules.tables import FixedTable, OwnFunction, read_csv, read_rows
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
 from megatron_lightning.pipeline.simulate import validate
@@ -32,7 +31,7 @@ class ScheduleChoice:
 
     name: str
     reason: str
-    """Why it was chosen, as half a sentence: "it was asked for"."""
+    """Reason of the choice, as half a sentence: "it was asked for"."""
     num_chunks: int
     generator: Generator
     sample: Schedule
@@ -40,42 +39,40 @@ class ScheduleChoice:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages live."""
+        """Map from stages to pipeline ranks."""
         return self.sample.placement
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
+        """Whether weight gradients are computed after input gradients, by actions of their own."""
         return any(action.kind is Kind.WEIGHT_GRADIENT for row in self.sample.actions for action in row)
 
     def __str__(self) -> str:
-        """Name and reason, as a log shows them."""
+        """Return name and reason, for logs."""
         return f"{self.name} ({self.reason})"
 
     def table(self, num_microbatches: int) -> Schedule:
-        """Return the table for a step of ``num_microbatches``, proven.
+        """Return the proven table for ``num_microbatches``.
 
         Raises:
-            ConfigError: If the schedule cannot run that many, or is no valid schedule.
+            ConfigError: If the schedule cannot run that many, or is invalid.
         """
         if num_microbatches < 1:
-            raise ConfigError(
-                f"num_microbatches is {num_microbatches}; a pipeline step needs at least one. Set it to 1 or more."
-            )
-        schedule = self.generator(self.placement.num_coordinates, num_microbatches, self.num_chunks)
+            raise ConfigError(f"num_microbatches is {num_microbatches}; it must be a positive integer.")
+        schedule = self.generator(self.placement.num_ranks, num_microbatches, self.num_chunks)
         if schedule.placement != self.placement or schedule.num_microbatches != num_microbatches:
             raise ConfigError(
                 f"schedule {self.name} returned a table for {schedule.num_microbatches} micro-batches on the placement "
-                f"{schedule.placement.coordinates}; asked for were {num_microbatches}, and the first table had "
-                f"{self.placement.coordinates}. Return what is asked for, on one placement for all numbers of micro-batches."
+                f"{schedule.placement.pp_ranks}; asked for were {num_microbatches}, and the first table had "
+                f"{self.placement.pp_ranks}. Return what is asked for, on one placement for all numbers of micro-batches."
             )
         validate(schedule)
         return schedule
 
     def table_or_sweep(self, num_microbatches: int) -> Schedule:
-        """Return the table for a step of ``num_microbatches``, or :func:`sweep` where the schedule cannot run that many.
+        """Return the table for ``num_microbatches``, or :func:`sweep` where the schedule cannot run that many.
 
-        A batch at the end of the data may be smaller than those that a table was written for.
+        The last batch of the data may be smaller than those that a table was written for.
         """
         try:
             return self.table(num_microbatches)
@@ -83,34 +80,34 @@ class ScheduleChoice:
             return sweep(self.placement, num_microbatches)
 
     def forward_table(self, num_microbatches: int) -> Schedule:
-        """Return the forwards alone, for any number of micro-batches, as validation and prediction run them."""
+        """Return only the forwards, for any number of micro-batches, as validation and prediction run them."""
         return forward_only(self.table_or_sweep(num_microbatches))
 
 
 def resolve(
-    spec: str | Sequence[str], *, num_coordinates: int, num_chunks: int = 1, microbatch_group_size: int | None = None
+    spec: str | Sequence[str], *, num_ranks: int, num_chunks: int = 1, microbatch_group_size: int | None = None
 ) -> ScheduleChoice:
-    """Return the schedule that a user's ``pipeline_schedule`` means for a layout.
+    """Return the schedule of a user's ``pipeline_schedule`` for a layout.
 
     ``"auto"`` is 1F1B with one chunk on each pipeline rank and interleaved 1F1B with several.
 
     Args:
         spec: A key of :data:`SCHEDULES`, ``"auto"``, a CSV file, the class path of a :data:`Generator`, or rows of actions.
-        num_coordinates: Pipeline ranks.
+        num_ranks: Pipeline ranks.
         num_chunks: Model chunks on each pipeline rank.
         microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved schedule.
 
     Raises:
-        ConfigError: If nothing has this name, or the schedule cannot run on this layout.
+        ConfigError: If the name is unknown, or the schedule cannot run on this layout.
     """
-    for size_name, size in (("num_coordinates", num_coordinates), ("num_chunks", num_chunks)):
+    for size_name, size in (("num_ranks", num_ranks), ("num_chunks", num_chunks)):
         if size < 1:
-            raise ConfigError(f"{size_name} is {size}; a pipeline needs at least one. Set it to 1 or more.")
+            raise ConfigError(f"{size_name} is {size}; it must be a positive integer.")
     name, reason = spec, "it was asked for"
     if name == "auto":
         name = "1f1b" if num_chunks == 1 else "interleaved"
         holds = "one model chunk" if num_chunks == 1 else f"{num_chunks} model chunks"
-        ranks = "the one pipeline rank" if num_coordinates == 1 else f"each of the {num_coordinates} pipeline ranks"
+        ranks = "the one pipeline rank" if num_ranks == 1 else f"each of the {num_ranks} pipeline ranks"
         reason = f"{ranks} holds {holds}"
     if isinstance(name, str) and name in SCHEDULES:
         label, generator = name, SCHEDULES[name]
@@ -123,24 +120,20 @@ def resolve(
                 'micro-batches. Leave it unset, or set pipeline_schedule to "interleaved".'
             )
         generator = partial(interleaved, group_size=microbatch_group_size)
-    sample = _sample(label, generator, num_coordinates, num_chunks, microbatch_group_size)
+    sample = _sample(label, generator, num_ranks, num_chunks, microbatch_group_size)
     return ScheduleChoice(label, reason, num_chunks, generator, sample)
 
 
 def make_schedule(
     name: str | Sequence[str],
     *,
-    num_coordinates: int,
+    num_ranks: int,
     num_microbatches: int,
     num_chunks: int = 1,
     microbatch_group_size: int | None = None,
 ) -> Schedule:
-    """Return the proven table of a schedule; the arguments are :func:`resolve`'s and the step's number of micro-batches.
-
-    Raises:
-        ConfigError: If the name is unknown, a number is below 1, or the schedule cannot run with these numbers.
-    """
-    choice = resolve(name, num_coordinates=num_coordinates, num_chunks=num_chunks, microbatch_group_size=microbatch_group_size)
+    """Return the proven table of a schedule; the arguments are :func:`resolve`'s and the number of micro-batches."""
+    choice = resolve(name, num_ranks=num_ranks, num_chunks=num_chunks, microbatch_group_size=microbatch_group_size)
     return choice.table(num_microbatches)
 
 
@@ -150,40 +143,22 @@ def forward_only(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=actions)
 
 
-def sweep(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return a schedule for any placement and any number of micro-batches: all forwards, then all backwards.
-
-    Groups of as many micro-batches as there are coordinates visit the stages in turn.
-    """
-    size = placement.num_coordinates
-
-    def visits(kind: Kind, stages: tuple[int, ...]) -> Iterator[Action]:
-        for start in range(0, num_microbatches, size):
-            for stage in stages:
-                for microbatch in range(start, min(start + size, num_microbatches)):
-                    yield Action(stage, kind, microbatch)
-
-    owned = [placement.stages_of(coordinate) for coordinate in range(size)]
-    rows = tuple((*visits(Kind.FORWARD, stages), *visits(Kind.BACKWARD, stages[::-1])) for stages in owned)
-    return Schedule("sweep", placement, num_microbatches, rows)
-
-
-def _sample(label: str, generator: Generator, num_coordinates: int, num_chunks: int, num_microbatches: int | None) -> Schedule:
-    """Return one table of a schedule, which tells its placement and proves a schedule of the user's own."""
-    num_stages = num_coordinates * num_chunks
+def _sample(label: str, generator: Generator, num_ranks: int, num_chunks: int, num_microbatches: int | None) -> Schedule:
+    """Return one table of a schedule, which shows its placement and proves a schedule of the user's own."""
+    num_stages = num_ranks * num_chunks
     if isinstance(generator, FixedTable):
         num_microbatches = generator.schedule.num_microbatches
-    schedule = generator(num_coordinates, num_microbatches or num_stages, num_chunks)
+    schedule = generator(num_ranks, num_microbatches or num_stages, num_chunks)
     placement = schedule.placement
-    if (placement.num_coordinates, placement.num_stages) != (num_coordinates, num_stages):
+    if (placement.num_ranks, placement.num_stages) != (num_ranks, num_stages):
         raise ConfigError(
-            f"pipeline_schedule={label} places {placement.num_stages} stages on {placement.num_coordinates} pipeline ranks, "
-            f"and the layout has {num_stages} on {num_coordinates}. Place as many as pipeline_model_parallel_size x "
+            f"pipeline_schedule={label} places {placement.num_stages} stages on {placement.num_ranks} pipeline ranks, "
+            f"and the layout has {num_stages} on {num_ranks}. Place as many as pipeline_model_parallel_size x "
             "virtual_pipeline_model_parallel_size."
         )
     validate(schedule)
     if all(action.kind is Kind.FORWARD for row in schedule.actions for action in row):
-        raise ConfigError(f"pipeline_schedule={label} has no backwards, and a step trains. Write B (or I and W) of every F.")
+        raise ConfigError(f"pipeline_schedule={label} has no backwards, which training needs. Write B (or I and W) of every F.")
     return schedule
 
 
@@ -205,23 +180,8 @@ def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
     except (ImportError, AttributeError, TypeError) as error:  # a TypeError is a relative path's
         raise ConfigError(
             f"pipeline_schedule is {spec!r}, which cannot be imported: {error}. Set it to the class path of a function of "
-            "(num_coordinates, num_microbatches, num_chunks) that returns a Schedule."
+            "(num_ranks, num_microbatches, num_chunks) that returns a Schedule."
         ) from error
     if not callable(generator):
         raise ConfigError(f"pipeline_schedule is {spec!r}, a {type(generator).__name__}. Set it to a function.")
-    _check_arguments(spec, generator)
     return spec, OwnFunction(spec, generator)
-
-
-def _check_arguments(name: str, generator: Generator) -> None:
-    try:
-        signature = inspect.signature(generator)
-    except ValueError:  # some built-in functions tell nobody
-        return
-    try:
-        signature.bind(1, 1, 1)
-    except TypeError as error:
-        raise ConfigError(
-            f"pipeline_schedule={name} takes the arguments {signature}: {error}. Let it take (num_coordinates, "
-            "num_microbatches, num_chunks)."
-        ) from error

@@ -1,11 +1,12 @@
 """GPipe and the one-forward-one-backward schedules, plain and interleaved. No torch here.
 
-Notation: P pipeline coordinates, V model chunks on each, M micro-batches of a step, N micro-batches that visit a chunk in
-one go; stage s of the P * V stages.
+Notation: P pipeline ranks, V model chunks on each, M micro-batches of a pipeline run, N micro-batches that visit a
+chunk in one go; stage s of the P * V stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 
 from megatron_lightning.errors import ConfigError
@@ -14,7 +15,7 @@ from megatron_lightning.pipeline.schedules.rows import count_microbatches
 from megatron_lightning.pipeline.simulate import validate
 
 
-def gpipe(num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Return the schedule that runs all forwards, then all backwards.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (arXiv:1811.06965),
@@ -22,61 +23,66 @@ def gpipe(num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> S
     (arXiv:2211.05953), section 4. The backwards run in the order of the forwards, so that gradients are summed in the
     order of one process. Bubble (P-1)/(MV+P-1); every micro-batch's activations are alive at once.
     """
-    placement = Placement.loop(num_coordinates, num_chunks)
-
-    def sweep(kind: Kind, stages: tuple[int, ...]) -> tuple[Action, ...]:
-        return tuple(Action(stage, kind, microbatch) for stage in stages for microbatch in range(num_microbatches))
-
-    owned = [placement.stages_of(coordinate) for coordinate in range(num_coordinates)]
-    actions = tuple((*sweep(Kind.FORWARD, stages), *sweep(Kind.BACKWARD, stages[::-1])) for stages in owned)
-    return Schedule("gpipe", placement, num_microbatches, actions)
+    return sweep(Placement.loop(num_ranks, num_chunks), num_microbatches, group_size=num_microbatches, name="gpipe")
 
 
-def one_f_one_b(num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def sweep(placement: Placement, num_microbatches: int, *, group_size: int | None = None, name: str = "sweep") -> Schedule:
+    """Return a schedule for any placement and any number of micro-batches: all forwards, then all backwards.
+
+    Groups of ``group_size`` micro-batches (None: as many as pp ranks) visit the stages in turn.
+    """
+    group_size = group_size or placement.num_ranks
+
+    def visits(kind: Kind, stages: tuple[int, ...]) -> Iterator[Action]:
+        for start in range(0, num_microbatches, group_size):
+            for stage in stages:
+                for microbatch in range(start, min(start + group_size, num_microbatches)):
+                    yield Action(stage, kind, microbatch)
+
+    owned = [placement.stages_of(pp_rank) for pp_rank in range(placement.num_ranks)]
+    rows = tuple((*visits(Kind.FORWARD, stages), *visits(Kind.BACKWARD, stages[::-1])) for stages in owned)
+    return Schedule(name, placement, num_microbatches, rows)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Return the schedule that warms up with forwards, then alternates one forward and one backward.
 
     PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv:2006.09503), section
     3.1; schedule 1 of "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
     (arXiv:2104.04473), section 2.2.1. GPipe's bubble, but stage s holds at most P-s micro-batches' activations.
-
-    Raises:
-        ConfigError: If there is more than one chunk on a coordinate.
     """
     if num_chunks != 1:
         raise ConfigError(
             f"schedule 1f1b runs one model chunk on each pipeline rank, and there are {num_chunks}. "
             'Set virtual_pipeline_model_parallel_size to 1, or pipeline_schedule to "interleaved" or "gpipe".'
         )
-    placement = Placement.loop(num_coordinates)
+    placement = Placement.loop(num_ranks)
 
     def actions_of(stage: int) -> tuple[Action, ...]:
         forward, backward = (stage, Kind.FORWARD), (stage, Kind.BACKWARD)
-        # One forward more for every stage that the first micro-batch still has to pass before its gradient returns.
-        warmup = min(num_coordinates - 1 - stage, num_microbatches)
+        # One more forward for every stage that the first micro-batch still has to pass before its gradient returns.
+        warmup = min(num_ranks - 1 - stage, num_microbatches)
         steady = num_microbatches - warmup
         return count_microbatches([forward] * warmup + [forward, backward] * steady + [backward] * warmup, num_microbatches)
 
-    actions = tuple(actions_of(placement.stages_of(coordinate)[0]) for coordinate in range(num_coordinates))
+    actions = tuple(actions_of(placement.stages_of(pp_rank)[0]) for pp_rank in range(num_ranks))
     return Schedule("1f1b", placement, num_microbatches, actions)
 
 
-def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> Schedule:
-    """Return the 1F1B schedule in which each coordinate holds V chunks and groups of N micro-batches visit them in turn.
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> Schedule:
+    """Return the 1F1B schedule in which each pp rank holds V chunks and groups of N micro-batches visit them in turn.
 
     Schedule 2 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
     (arXiv:2104.04473), section 2.2.2, with Megatron-Core's group size N. The bubble is V times smaller than 1F1B's; the
-    first stages' coordinate holds up to 2(P-1)+(V-1)N+1 activations of a chunk, V times smaller than a whole coordinate's.
+    first stages' pp rank holds up to 2(P-1)+(V-1)N+1 activations of a chunk, V times smaller than those of all chunks.
     One chunk is 1F1B.
 
     Args:
-        num_coordinates: P.
+        num_ranks: P.
         num_microbatches: M.
         num_chunks: V.
         group_size: N, at least P; the last group may be smaller, but a last one of several below P can lead to a deadlock
             and is refused where it does. None: the smallest N that leaves no such group.
-
-    Raises:
-        ConfigError: If a group is too small: a coordinate would wait for its own next chunk, in the end forever.
     """
     if num_chunks == 1:
         if group_size is not None:
@@ -84,13 +90,13 @@ def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1
                 f"microbatch_group_size_per_vp_stage is {group_size}, and with one model chunk on each pipeline rank there is "
                 "nothing to group. Leave it unset, or set virtual_pipeline_model_parallel_size to 2 or more."
             )
-        schedule = one_f_one_b(num_coordinates, num_microbatches)
+        schedule = one_f_one_b(num_ranks, num_microbatches)
         return Schedule("interleaved", schedule.placement, num_microbatches, schedule.actions)
-    size = smallest_group_size(num_coordinates, num_microbatches) if group_size is None else group_size
-    if size < num_coordinates:
+    size = smallest_group_size(num_ranks, num_microbatches) if group_size is None else group_size
+    if size < num_ranks:
         raise ConfigError(
-            f"microbatch_group_size_per_vp_stage is {size}, below the {num_coordinates} pipeline ranks: the first would wait "
-            f"for its own next chunk. Set it to {num_coordinates} or more."
+            f"microbatch_group_size_per_vp_stage is {size}, below the {num_ranks} pipeline ranks: the first would wait "
+            f"for its own next chunk. Set it to {num_ranks} or more."
         )
     visits = [
         (chunk, microbatch)
@@ -99,52 +105,52 @@ def interleaved(num_coordinates: int, num_microbatches: int, num_chunks: int = 1
         for microbatch in range(start, min(start + size, num_microbatches))
     ]
 
-    def actions_of(stage: int) -> tuple[Action, ...]:  # of the coordinate whose first stage this is
-        forwards = [Action(stage + chunk * num_coordinates, Kind.FORWARD, m) for chunk, m in visits]
-        backwards = [Action(stage + (num_chunks - 1 - chunk) * num_coordinates, Kind.BACKWARD, m) for chunk, m in visits]
-        # Two forwards more for every stage behind this one, since the last chunk's gradient has to travel back through all
-        # coordinates; and all earlier chunks of a group before its last chunk.
-        warmup = min(2 * (num_coordinates - 1 - stage) + (num_chunks - 1) * size, len(visits))
+    def actions_of(stage: int) -> tuple[Action, ...]:  # of the pp rank whose first stage this is
+        forwards = [Action(stage + chunk * num_ranks, Kind.FORWARD, m) for chunk, m in visits]
+        backwards = [Action(stage + (num_chunks - 1 - chunk) * num_ranks, Kind.BACKWARD, m) for chunk, m in visits]
+        # Two more forwards for every stage behind this one, since the last chunk's gradient has to travel back through all
+        # pp ranks; and all earlier chunks of a group before its last chunk.
+        warmup = min(2 * (num_ranks - 1 - stage) + (num_chunks - 1) * size, len(visits))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         return (*forwards[:warmup], *steady, *backwards[len(visits) - warmup :])
 
-    placement = Placement.loop(num_coordinates, num_chunks)
-    actions = tuple(actions_of(placement.stages_of(coordinate)[0]) for coordinate in range(num_coordinates))
+    placement = Placement.loop(num_ranks, num_chunks)
+    actions = tuple(actions_of(placement.stages_of(pp_rank)[0]) for pp_rank in range(num_ranks))
     schedule = Schedule("interleaved", placement, num_microbatches, actions)
     _check_groups(schedule, size)
     return schedule
 
 
-def smallest_group_size(num_coordinates: int, num_microbatches: int) -> int:
-    """Return the N that the interleaved schedule chooses."""
-    return _fitting_sizes(num_coordinates, num_microbatches)[0]
+def smallest_group_size(num_ranks: int, num_microbatches: int) -> int:
+    """Return the default N of the interleaved schedule."""
+    return _fitting_sizes(num_ranks, num_microbatches)[0]
 
 
-def groups_fill(num_coordinates: int, num_microbatches: int, group_size: int) -> bool:
+def groups_fill(num_ranks: int, num_microbatches: int, group_size: int) -> bool:
     """Return whether no group but an only one is below P: the interleaved schedule then runs, as fast as its formula says."""
     tail = num_microbatches % group_size
-    return tail == 0 or tail >= num_coordinates or num_microbatches < group_size
+    return tail == 0 or tail >= num_ranks or num_microbatches < group_size
 
 
-def _fitting_sizes(num_coordinates: int, num_microbatches: int) -> list[int]:
-    sizes = range(num_coordinates, num_coordinates + num_microbatches + 1)
-    return [size for size in sizes if groups_fill(num_coordinates, num_microbatches, size)]
+def _fitting_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
+    sizes = range(num_ranks, num_ranks + num_microbatches + 1)
+    return [size for size in sizes if groups_fill(num_ranks, num_microbatches, size)]
 
 
 def _check_groups(schedule: Schedule, group_size: int) -> None:
-    """Refuse a last group below P that leads to a deadlock; some such tables do run."""
-    num_coordinates, num_microbatches = schedule.placement.num_coordinates, schedule.num_microbatches
-    if groups_fill(num_coordinates, num_microbatches, group_size):
+    """Refuse a last group below P where it leads to a deadlock; some such tables run."""
+    num_ranks, num_microbatches = schedule.placement.num_ranks, schedule.num_microbatches
+    if groups_fill(num_ranks, num_microbatches, group_size):
         return
     try:
         validate(schedule)
     except ConfigError as error:
         tail = num_microbatches % group_size
-        sizes = _fitting_sizes(num_coordinates, num_microbatches)
+        sizes = _fitting_sizes(num_ranks, num_microbatches)
         nearest = sorted(sorted(sizes, key=lambda size: abs(size - group_size))[:2])
         raise ConfigError(
             f"{num_microbatches} micro-batches in groups of microbatch_group_size_per_vp_stage={group_size} leave a last group "
-            f"of {tail}, smaller than the {num_coordinates} pipeline ranks, which would wait for each other forever. Set "
+            f"of {tail}, smaller than the {num_ranks} pipeline ranks, which would wait for each other forever. Set "
             f"microbatch_group_size_per_vp_stage to {' or '.join(map(str, nearest))}, or run {num_microbatches - tail} or "
-            f"{num_microbatches - tail + num_coordinates} micro-batches."
+            f"{num_microbatches - tail + num_ranks} micro-batches."
         ) from error

@@ -1,4 +1,4 @@
-"""A coordinate's row of a schedule as a sequence of words (stage and kind), whose micro-batches follow by counting."""
+"""A pp rank's row of a schedule as a sequence of words (stage and kind), whose micro-batches follow by counting."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from megatron_lightning.pipeline.actions import Action, Kind
 
 Word = tuple[int, Kind]
-"""What a stage does next, with its next micro-batch."""
+"""Stage and kind of work, on the stage's next micro-batch."""
 
 
 def count_microbatches(words: Iterable[Word], num_microbatches: int) -> tuple[Action, ...]:
-    """Give the n-th appearance of each word micro-batch n; words beyond the last micro-batch are left out.
+    """Number the n-th appearance of each word as micro-batch n; drop words beyond the last micro-batch.
 
-    So a schedule is written once, for as many micro-batches as fill the pipeline, and holds for fewer.
+    A schedule is thus written once, for as many micro-batches as fill the pipeline, and is right for fewer.
     """
     seen: Counter[Word] = Counter()
     actions = []

@@ -1,8 +1,8 @@
-"""Schedules of a user's own: rows of text, in Python, in YAML or in a CSV file, and functions. No torch here.
+"""The user's own schedules: rows of text, in Python, in YAML or in a CSV file, and functions. No torch here.
 
 One row a pipeline rank, actions in order of execution: ``1F0 1B0``; separated by spaces or, in a file, commas. Cells may be
-empty, so that the tables which PyTorch's pipeline schedules print are read as well; those have the first stage on the first
-row, and are turned round (see :class:`Placement`).
+empty, so that the tables which PyTorch's pipeline schedules print are valid too; those have the first stage on the first row,
+and are reversed (see :class:`Placement`).
 """
 
 from __future__ import annotations
@@ -18,53 +18,44 @@ from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedul
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A generator that a user wrote, whose mistakes are told with its name and what it was called with."""
+    """Generator of the user's; its errors name it and its arguments."""
 
     class_path: str
     function: Callable[[int, int, int], object]
 
-    def __call__(self, num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-        """Return the function's table.
-
-        Raises:
-            ConfigError: If it raises, or returns something else.
-        """
-        numbers = f"num_coordinates={num_coordinates}, num_microbatches={num_microbatches}, num_chunks={num_chunks}"
+    def __call__(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+        """Return the function's table."""
+        numbers = f"num_ranks={num_ranks}, num_microbatches={num_microbatches}, num_chunks={num_chunks}"
         called = f"pipeline_schedule={self.class_path}, called with {numbers},"
         try:
-            schedule = self.function(num_coordinates, num_microbatches, num_chunks)
+            schedule = self.function(num_ranks, num_microbatches, num_chunks)
         except Exception as error:
             raise ConfigError(
-                f"{called} raised {type(error).__name__}: {error}. Let it return a Schedule for these numbers, or use others."
+                f"{called} raised {type(error).__name__}: {error}. Return a Schedule for these numbers, or use others."
             ) from error
         if not isinstance(schedule, Schedule):
-            raise ConfigError(f"{called} returned {type(schedule).__name__}. Let it return a Schedule.")
-        for row in schedule.actions:
-            for action in row:
-                if not (isinstance(action, Action) and isinstance(action.kind, Kind)):
-                    raise ConfigError(
-                        f"{called} returned a Schedule with {action!r} among its actions. Write Action(stage, Kind.FORWARD, "
-                        'microbatch), or Action.parse("0F0").'
-                    )
+            raise ConfigError(f"{called} returned {type(schedule).__name__}. Return a Schedule.")
+        wrong = [a for row in schedule.actions for a in row if not (isinstance(a, Action) and isinstance(a.kind, Kind))]
+        if wrong:
+            raise ConfigError(
+                f"{called} returned a Schedule with {wrong[0]!r} among its actions. Write Action(stage, Kind.FORWARD, "
+                'microbatch), or Action.parse("0F0").'
+            )
         return schedule
 
 
 @dataclass(frozen=True)
 class FixedTable:
-    """A generator that knows one table: right for one number of ranks, chunks and micro-batches."""
+    """Generator of one table, for one number of ranks, chunks and micro-batches."""
 
     schedule: Schedule
 
-    def __call__(self, num_coordinates: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-        """Return the table.
-
-        Raises:
-            ConfigError: If it is for other numbers.
-        """
+    def __call__(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+        """Return the table, if it is for these numbers."""
         schedule = self.schedule
         placement = schedule.placement
-        asked = (num_coordinates, num_chunks * num_coordinates, num_microbatches)
-        has = (placement.num_coordinates, placement.num_stages, schedule.num_microbatches)
+        asked = (num_ranks, num_chunks * num_ranks, num_microbatches)
+        has = (placement.num_ranks, placement.num_stages, schedule.num_microbatches)
         names = ("pipeline ranks", "stages", "micro-batches")
         settings = (
             f"set pipeline_model_parallel_size to {has[0]}",
@@ -84,13 +75,13 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
     """Return the table that is written in ``rows``.
 
     Args:
-        name: What to call it in messages.
+        name: Name of the table in messages.
         rows: For each pipeline rank its actions, separated by spaces or commas.
-        places: What to call the rows in messages; None: "row 1" and so on.
+        places: Names of the rows in messages; None: "row 1" and so on.
 
     Raises:
-        ConfigError: If something is no action, a row is empty, a stage is on two rows, the stages do not count up from 0, or
-            the last one is on neither the first nor the last row.
+        ConfigError: If a word is no action, a row is empty, a stage is on two rows, the stages are not numbered from 0, or the
+            last one is on neither the first nor the last row.
     """
     places = places or [f"row {number}" for number in range(1, len(rows) + 1)]
     table = [_read_row(name, place, row) for place, row in zip(places, rows, strict=True)]
@@ -110,7 +101,7 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
     if holders[last_stage] not in {0, last_row}:
         raise ConfigError(
             f"schedule {name} has the last stage, {last_stage}, in {places[holders[last_stage]]}, and the first rank logs the "
-            f"loss. Put it into {places[0]} (or {places[-1]}: the rows are turned round then)."
+            f"loss. Put it into {places[0]} (or {places[-1]}: the rows are reversed then)."
         )
     if holders[last_stage] != 0:
         table.reverse()
@@ -126,16 +117,12 @@ def _read_row(name: str, place: str, text: str) -> tuple[Action, ...]:
     except ConfigError as error:
         raise ConfigError(f"schedule {name}, {place}: {error}") from error
     if not row:
-        raise ConfigError(f"schedule {name} has no action in {place}; a rank without work is of no use. Remove it.")
+        raise ConfigError(f"schedule {name} has no action in {place}. Remove the rank.")
     return row
 
 
 def read_csv(path: str) -> Schedule:
-    """Return the table of a CSV file, one line a pipeline rank.
-
-    Raises:
-        ConfigError: If the file cannot be read or is no table.
-    """
+    """Return the table of a CSV file, one line a pipeline rank."""
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file)

@@ -1,0 +1,166 @@
+"""Tensors of a rank's part as shards of the full module's, for checkpoints and inference.
+
+A checkpoint names tensors as in ``checkpoint.naming``, ``state_dict.<name>`` for the module's own. Of a tied pair only the
+owner is written; a checkpoint that also has the copy (a plain one) is read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.assembly.assemble import find_plans
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
+from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.naming import holds_tensors
+from megatron_lightning.layers.styles import VocabParallel
+from megatron_lightning.optim.fully_sharded import local_rows
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
+
+_MODULE = "state_dict."
+_NOT_COPIES = ("state_dict", "optimizer_states")
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The state of a rank's part of a module, as shards of global tensors."""
+
+    module: nn.Module
+    part: Part
+    context: ParallelContext
+
+    def shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
+        """Describe the boxes of a global tensor that this rank holds, and the ranks that hold the same.
+
+        Args:
+            saved_as: Name in a checkpoint.
+            name: Parameter or buffer of the module that the tensor is, or is a copy of.
+            tensor: Local values: the tensor-parallel shard, or with FSDP2 rows of that.
+        """
+        spec = self._spec(name, tensor)
+        writes = is_writer(spec, self.context)
+        if isinstance(tensor, DTensor) and self.part.units is not None:
+            rows, start = local_rows(tensor)
+            return TensorShards.flat(saved_as, spec, rows, start, writes=writes, replicas=self.part.units.groups.replicas)
+        return TensorShards.local(saved_as, spec, tensor, writes=writes, replicas=self.context.axis(spec.data_axes))
+
+    def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
+        specs, tied = self.part.specs, self.part.tied
+        spec = specs.get(name) or specs.get(tied.get(name, ""))  # a copy that is the owner's tensor has no spec of its own
+        if spec is not None and spec.local_shape == tuple(tensor.shape):
+            return spec
+        return ShardSpec.replicated(tensor.shape, partial_over=() if self.part.in_unit(name) else ("pp",))
+
+    # ------------------------------------------------------------------------------------------------------ save
+
+    def module_shards(self, checkpoint: dict[str, Any]) -> list[TensorShards]:
+        """Move every dict of tensors by module name out of ``checkpoint``; all ranks call this.
+
+        Other entries of these dicts (extra states of layers) stay, merged over the pipeline ranks.
+        """
+        shards = []
+        for key, value in list(checkpoint.items()):
+            if not (isinstance(value, Mapping) and holds_tensors(key, value)):
+                continue
+            ranks = self.context.pp.all_gather_object({k: v for k, v in value.items() if not isinstance(v, Tensor)})
+            checkpoint[key] = {name: other for rank in reversed(ranks) for name, other in rank.items()}
+            shards += [
+                self.shards(f"{key}.{name}", name, tensor)
+                for name, tensor in value.items()
+                if isinstance(tensor, Tensor) and name not in self.part.tied
+            ]
+        return shards
+
+    def tied_shards(self) -> list[TensorShards]:
+        """Return this rank's tied copies under their owners' names, for ranks that lack the owners' shards."""
+        local, tied = self.module.state_dict(), self.part.tied
+        return [self.shards(_MODULE + tied[name], name, local[name]) for name in tied if name in local]
+
+    # ------------------------------------------------------------------------------------------------------ load
+
+    def load_module(self, source: CheckpointSource, *, prefix: str = _MODULE, strict: bool = True) -> dict[str, Tensor]:
+        """Read this rank's part into the module's own tensors, and return those; all ranks call this.
+
+        Args:
+            source: The checkpoint.
+            prefix: Precedes the module's names in the checkpoint.
+            strict: Whether missing and unexpected names are errors.
+
+        Raises:
+            CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
+        """
+        local, stored = self._local_tensors(), source.tensors()
+        shards = [self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor) for name, tensor in local.items()]
+        for copy in self.part.tied:  # equal to its owner: expected, and not read on ranks without it
+            info = stored.get(prefix + copy)
+            if info is not None:
+                shards.append(TensorShards(prefix + copy, info.shape, info.dtype, []))
+        load_sharded(source, shards, prefix=prefix, strict=strict, group=self.context.axis("world"))
+        return local
+
+    def load_copies(self, source: CheckpointSource) -> dict[str, dict[str, Tensor]]:
+        """Read the other dicts of tensors by module name, such as averaged weights; all ranks call this.
+
+        Returns:
+            Key in the checkpoint -> name -> new tensor: a local shard, or the full tensor if the module lacks it.
+
+        Raises:
+            CheckpointError: On every rank: for what is misshaped or damaged.
+        """
+        found: dict[str, list[str]] = {}
+        for full in source.tensors():
+            key, _, name = full.partition(".")
+            if key not in _NOT_COPIES:
+                found.setdefault(key, []).append(name)
+        return {key: self._load_copy(source, key, names) for key, names in found.items()}
+
+    def _load_copy(self, source: CheckpointSource, key: str, names: Iterable[str]) -> dict[str, Tensor]:
+        local, stored, prefix = self._local_tensors(), source.tensors(), f"{key}."
+        fresh, shards = {}, []
+        for name, tensor in local.items():
+            saved_as = self._saved_as(name, prefix, stored)
+            if prefix + saved_as in stored:
+                fresh[name] = tensor.clone()
+                shards.append(self.shards(prefix + saved_as, name, fresh[name]))
+        known = {*local, *self.part.names}
+        for name in (name for name in names if name not in known):  # not in the module: every rank reads it
+            info = stored[prefix + name]
+            fresh[name] = torch.empty(info.shape, dtype=info.dtype, device=self.context.device)
+            shards.append(self.shards(prefix + name, name, fresh[name]))
+        load_sharded(source, shards, prefix=prefix, strict=False, group=self.context.axis("world"))
+        return fresh
+
+    def _local_tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
+
+    def _saved_as(self, name: str, prefix: str, stored: Mapping[str, TensorInfo]) -> str:
+        """Return the name under which a checkpoint has a tensor; for a tied copy it may be the owner's."""
+        return name if prefix + name in stored else self.part.tied.get(name, name)
+
+    def vocabulary_shapes(self, plan: ShardingPlan | None) -> dict[str, Shape]:
+        """Return the global shapes of the parameters over the vocabulary, by their own and their owners' names.
+
+        They are those whose module a plan declares :class:`VocabParallel`, with any number of ranks.
+
+        Args:
+            plan: The plan of the full module; None: the ``sharding_plan()`` of the modules that have one.
+        """
+        specs, tied = self.part.specs, self.part.tied
+        shapes = {}
+        for path, own_plan in find_plans(self.module, plan).items():
+            prefix = f"{path}." if path else ""
+            for name in (name for name in {**specs, **tied} if name.startswith(prefix)):
+                owner = tied.get(name, name)
+                spec = specs.get(name) or specs.get(owner)
+                style = own_plan.style_of(name.removeprefix(prefix).rpartition(".")[0])
+                if spec is not None and isinstance(style, VocabParallel):
+                    shapes[name] = shapes[owner] = spec.global_shape
+        return shapes

@@ -1,0 +1,45 @@
+"""Divide the reading and writing of tensors among the ranks that hold the same shards."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Shard, shard_range
+
+MIN_DIVIDED_BYTES = 4 << 20
+"""Shards up to this size are not divided among replicas."""
+
+
+def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[int, Shard]]:
+    """Divide a shard among the ranks that hold it: yield (replica, its slice).
+
+    The answer depends on nothing but the arguments, so all ranks agree without communication. Small shards go to one replica,
+    which the tensor's name chooses, so that many of them are spread evenly.
+    """
+    offset, data = shard
+    first = zlib.crc32(name.encode()) % num_replicas
+    dim = next((dim for dim, n in enumerate(data.shape) if n > 1), None)  # slices of a contiguous shard are contiguous
+    wanted = min(num_replicas, -(-data.nbytes // MIN_DIVIDED_BYTES))
+    if dim is None or wanted <= 1:
+        yield first, shard
+        return
+    for turn in range(wanted):
+        start, length = shard_range(data.shape[dim], wanted, turn)
+        if length:
+            at = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+            yield (first + turn) % num_replicas, Shard(at, data.narrow(dim, start, length))
+
+
+def written_shards(tensor: TensorShards) -> list[tuple[str, Shard]]:
+    """Return the (name, shard) pairs of a tensor that this rank writes."""
+    if not tensor.writes:
+        return []
+    group = tensor.replicas
+    return [
+        (tensor.name, part)
+        for shard in tensor.shards
+        for replica, part in divide_shard(tensor.name, shard, group.size)
+        if replica == group.rank
+    ]

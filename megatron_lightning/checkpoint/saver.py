@@ -1,0 +1,164 @@
+"""Write checkpoints, at once or in the background, and delete old ones, but never the last good one.
+
+Callbacks delete an old checkpoint as soon as the Trainer's save returns. While the new one is still being written, or if it
+failed, the old one may be the only one; so deletions wait for a commit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_lightning.checkpoint import remove_checkpoint
+from megatron_lightning.checkpoint.agreement import together
+from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
+from megatron_lightning.checkpoint.saving import Snapshot
+from megatron_lightning.config import CheckpointOptions
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """Cost of a save on this rank."""
+
+    path: str
+    """The checkpoint."""
+    stall_s: float
+    """Seconds that training waited: for the previous save, the copy, and without ``async_save`` the writing."""
+    written_s: float | None = None
+    """Seconds from the call to the commit; None: it is not committed."""
+    num_bytes: int = 0
+    """Bytes of tensors that this rank wrote."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """How to make one save."""
+
+    path: str
+    """Name of the save."""
+    take: Callable[[AxisGroup], Snapshot]
+    """Collects this rank's shards while training waits; all ranks call it."""
+    write: Callable[[Snapshot, AxisGroup], None]
+    """Writes and commits them over a group; all ranks call it."""
+    replaces: bool = True
+    """Whether older checkpoints may be deleted when it is committed, and must stay when it failed."""
+
+
+class Saver:
+    """Writes the checkpoints of one strategy."""
+
+    def __init__(self, options: CheckpointOptions, timeout: timedelta) -> None:
+        self._options = options
+        self._timeout = timeout
+        self._buffer = HostBuffer()
+        self._job: BackgroundJob | None = None
+        self._group: AxisGroup | None = None
+        self._rank = 0
+        self._lock = threading.Lock()  # guards the state that the main thread and the job share on the first rank:
+        self._writing = self._failed = False
+        self._doomed: list[str] = []
+        self.last: SaveReport | None = None
+        """The last save; its ``written_s`` is known when the next one begins, or training ends."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Saver, (self._options, self._timeout))  # in another process nothing is being saved
+
+    def save(self, plan: Save, context: ParallelContext, *, background: bool) -> None:
+        """Write a checkpoint; all ranks call this.
+
+        Raises:
+            CheckpointError: On every rank, if one failed in this save or in the previous background save, and
+                ``on_save_error`` is "raise". An existing checkpoint of the name is intact.
+        """
+        began, self._rank = time.monotonic(), context.axis("world").rank
+        self.finish()
+        with self._lock:
+            self._writing = self._writing or plan.replaces
+            self._doomed = [doomed for doomed in self._doomed if doomed != plan.path]
+        try:
+            snapshot = live = plan.take(context.axis("world"))
+            if background:  # a host may run out of memory
+                group = self.group(context)
+                snapshot = together(group, f"copying {plan.path}", lambda: self._buffer.copy_of(live))
+                self.last = SaveReport(plan.path, time.monotonic() - began, num_bytes=snapshot.num_bytes)
+                self._job = BackgroundJob(lambda: self._write(plan, snapshot, group, began))
+                return
+            self.last = SaveReport(plan.path, 0.0, num_bytes=snapshot.num_bytes)
+            self._write(plan, snapshot, context.axis("world"), began)
+            self.last = SaveReport(plan.path, time.monotonic() - began, self.last.written_s, snapshot.num_bytes)
+        except CheckpointError as error:
+            self._finish_save(plan, committed=False)
+            self._report(error)
+
+    def _write(self, plan: Save, snapshot: Snapshot, group: AxisGroup, began: float) -> None:
+        """Write and commit; then run the deferred deletions."""
+        committed = False
+        try:
+            plan.write(snapshot, group)
+            committed = True
+        finally:
+            self._finish_save(plan, committed=committed)
+        if self.last is not None:
+            self.last = SaveReport(self.last.path, self.last.stall_s, time.monotonic() - began, self.last.num_bytes)
+
+    def _finish_save(self, plan: Save, *, committed: bool) -> None:
+        if not plan.replaces:
+            return
+        with self._lock:
+            self._writing, self._failed = False, not committed
+            doomed, self._doomed = (self._doomed, []) if committed else ([], self._doomed)
+        for path in doomed:
+            remove_checkpoint(path)
+
+    def group(self, context: ParallelContext) -> AxisGroup:
+        """Return all ranks with a communicator for background saves of CPU tensors; creating it is a collective."""
+        world = context.axis("world")
+        if self._group is None or self._group.ranks != world.ranks or self._group.is_broken:
+            process_group = None
+            if world.process_group is not None:
+                process_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="checkpoint")
+            self._group = AxisGroup("checkpoint", world.ranks, world.rank, process_group)
+        return self._group
+
+    def finish(self) -> None:
+        """Wait for the background save, if there is one."""
+        if self._job is None:
+            return
+        job, self._job = self._job, None
+        error = job.wait()
+        if isinstance(error, CheckpointError):
+            self._report(error)
+        elif error is not None:
+            raise CheckpointError(f"the save in the background failed: {type(error).__name__}: {error}") from error
+
+    def finish_quietly(self) -> None:
+        """Wait for the background save while an exception propagates; its error becomes a warning."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            self._warn(str(error))
+
+    def _report(self, error: CheckpointError) -> None:
+        if self._options.on_save_error == "raise":
+            raise error
+        self._warn(f"A checkpoint was not saved, and training continues without it: {error}")
+
+    def _warn(self, text: str) -> None:
+        if self._rank == 0:
+            warnings.warn(text, stacklevel=3)
+
+    def remove(self, path: str) -> None:
+        """Delete a checkpoint as soon as a newer one is committed; called on the first rank."""
+        with self._lock:
+            if self._writing or self._failed:
+                self._doomed.append(path)
+                return
+        remove_checkpoint(path)

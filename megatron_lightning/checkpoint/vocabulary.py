@@ -1,0 +1,92 @@
+"""Checkpoints whose vocabulary has more rows than the model's, or fewer: Megatron pads it to a multiple of the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_lightning.checkpoint.agreement import together
+from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.spec import Shape, Shard
+
+
+class ResizedVocabulary:
+    """Wrap the source to resize vocabulary tensors to the model's: rows are left out, or are zeros."""
+
+    def __init__(self, source: CheckpointSource, rows: Mapping[str, int]) -> None:
+        self.source = source
+        self._rows = rows
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See :class:`CheckpointSource`."""
+        stored = self.source.tensors()
+        resized = {name: TensorInfo((rows, *stored[name].shape[1:]), stored[name].dtype) for name, rows in self._rows.items()}
+        return {**stored, **resized}
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`CheckpointSource`."""
+        return self.source.state()
+
+    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        """See :class:`CheckpointSource`; rows that the checkpoint lacks become zeros."""
+        stored = self.source.tensors()
+        clipped = [(n, _stored_rows(s, stored[n].shape[0]) if n in self._rows else s) for n, s in shards]
+        self.source.read([(name, shard) for name, shard in clipped if shard.data.numel()])
+
+
+def fit_vocabulary(
+    source: CheckpointSource, shapes: Mapping[str, Shape], context: ParallelContext, *, resize: bool
+) -> CheckpointSource:
+    """Return a source whose tensors over the vocabulary are as large as the model's; all ranks call this.
+
+    Args:
+        source: The checkpoint.
+        shapes: Name of a parameter over the vocabulary that this rank holds -> its global shape.
+        context: Groups of this rank.
+        resize: Whether rows may be left out or added.
+
+    Raises:
+        CheckpointError: On every rank, if the vocabularies differ and ``resize`` is False.
+    """
+    stored, rows = source.tensors(), {}
+    for full, info in stored.items():
+        shape = shapes.get(_parameter_of(full))
+        if shape is not None and info.shape[1:] == shape[1:] and info.shape[:1] not in ((), shape[:1]):
+            rows[full] = shape[0]
+    texts = [f"{full}: {stored[full].shape[0]} rows in the checkpoint, {size} in the model" for full, size in rows.items()]
+    together(context.axis("world"), "loading the checkpoint", lambda: _refuse([] if resize else texts))
+    if not rows:
+        return source
+    if context.tp.rank == context.dp_cp.rank == 0:  # each stage for its own tensors
+        warnings.warn(
+            "The checkpoint's vocabulary has another size. Rows beyond the model's are left out, and rows that the checkpoint "
+            f"lacks are zeros: {'; '.join(texts)}.",
+            stacklevel=2,
+        )
+    return ResizedVocabulary(source, rows)
+
+
+def _parameter_of(full: str) -> str:
+    """Return the parameter to which a tensor of a checkpoint belongs (``checkpoint.naming``)."""
+    key, _, name = full.partition(".")
+    return name.partition(".state.")[2].rpartition(".")[0] if key == "optimizer_states" else name
+
+
+def _stored_rows(shard: Shard, rows: int) -> Shard:
+    """Return the rows of a shard that the checkpoint has, after filling the others with zeros."""
+    there = min(max(rows - shard.offset[0], 0), shard.data.shape[0])
+    shard.data[there:].zero_()
+    return Shard(shard.offset, shard.data[:there])
+
+
+def _refuse(texts: Sequence[str]) -> None:
+    if texts:
+        listed = "\n  ".join(texts)
+        raise CheckpointError(
+            f"the checkpoint's vocabulary has another size than the model's:\n  {listed}\nIf the difference is padding, set "
+            "MegatronStrategy(checkpoint_options=CheckpointOptions(resize_vocabulary=True)), which drops rows or adds zeros."
+        )

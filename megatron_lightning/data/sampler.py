@@ -1,0 +1,160 @@
+"""Samples of a data-parallel rank, and the position at which it resumes from a checkpoint.
+
+The user's own sampler (shuffling or not) gives the global order of an epoch; rank r of D takes every D-th index from r on.
+So the order is that of a single device, and a position in it, counted in samples, is valid for any number of ranks. The
+state of the random generator from which an epoch's order was drawn is kept, so that it can be drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler, SequentialSampler
+
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class _SharedOrder:
+    """The order that a sampler with a length draws, equal on all data-parallel ranks though their random states differ."""
+
+    def __init__(self, order: Iterable[int], group: AxisGroup) -> None:
+        self.order = order
+        self._group = group
+
+    def draw_states(self) -> dict[str, Tensor]:
+        """Return the generators' states of the first rank; a collective."""
+        states, generator = {"default": torch.get_rng_state()}, getattr(self.order, "generator", None)
+        if generator is not None:
+            states["sampler"] = generator.get_state()
+        return self._group.broadcast_object(states)
+
+    def indices(self, states: dict[str, Tensor]) -> Sequence[int]:
+        """Draw the order from ``states``; a rank whose generator had another state keeps that."""
+        if isinstance(self.order, SequentialSampler):
+            return range(len(self.order))
+        before = torch.get_rng_state()
+        shared = torch.equal(before, states["default"])
+        torch.set_rng_state(states["default"])
+        generator = getattr(self.order, "generator", None)
+        if "sampler" in states and generator is not None:
+            generator.set_state(states["sampler"])
+        total = len(self.order)  # type: ignore[arg-type]
+        indices = list(islice(self.order, total))  # RandomSampler draws once more at its end
+        if not shared:
+            torch.set_rng_state(before)
+        return indices
+
+
+class ResumableSampler(Sampler[int]):
+    """One data-parallel rank's samples of an order, and the position of training in it.
+
+    Args:
+        order: The sampler of the user's DataLoader.
+        group: The data-parallel ranks.
+        batch_size: Samples of the next batch, over all ranks, as a function of the samples consumed.
+        drop_last: Drop the samples that do not fill all ranks; otherwise the first ones are repeated.
+        consumed: Samples of all ranks that training has consumed before.
+    """
+
+    def __init__(
+        self,
+        order: Iterable[int],
+        group: AxisGroup,
+        *,
+        batch_size: Callable[[int], int],
+        drop_last: bool,
+        consumed: int = 0,
+    ) -> None:
+        self.order = order
+        self._group = group
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._before = consumed  # samples of the passes before this one
+        self._shared = _SharedOrder(order, group)
+        self.started = False
+        """Whether an index has been requested."""
+        self._consumed = 0  # samples of this pass over the data, of all ranks together
+        self._states: dict[str, Tensor] = {}  # of the generators, before this pass's order was drawn
+        self._resuming = False
+        self._last_batch = 0
+
+    def __len__(self) -> int:
+        total, size = len(self.order), self._group.size  # type: ignore[arg-type]
+        return total // size if self._drop_last else -(-total // size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forward the epoch number to a sampler that takes it."""
+        if hasattr(self.order, "set_epoch"):
+            self.order.set_epoch(epoch)
+
+    def advance(self) -> None:
+        """Count one batch on every rank as consumed."""
+        self._last_batch = self._batch_size(self.consumed_samples)
+        self._consumed += self._last_batch
+
+    def undo_advance(self) -> None:
+        """Undo the last :meth:`advance`, so that its batch is read again when the pass is resumed."""
+        self._consumed -= self._last_batch
+        self._last_batch = 0
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all ranks together have consumed, in this pass and before."""
+        return self._before + self._consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, valid for any number of data-parallel ranks and any batch size."""
+        return {"consumed": self._consumed, "generator_states": dict(self._states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from :meth:`state_dict` when the sampler is iterated next."""
+        self._before = self.consumed_samples - state["consumed"]
+        self._consumed = state["consumed"]
+        self._states = dict(state["generator_states"])
+        self._resuming = True
+
+    def __iter__(self) -> Iterator[int]:
+        self.started = True
+        if not self._resuming:
+            self._before = self.consumed_samples
+            self._consumed = 0
+            self._states = self._shared.draw_states()
+        self._resuming = False
+        indices, size = self._shared.indices(self._states), self._group.size
+        for position in range(self._consumed + self._group.rank, len(self) * size, size):
+            yield indices[position % len(indices)]
+
+
+class ShardedSampler(Sampler[int]):
+    """One data-parallel rank's samples of an order, without a position.
+
+    Args:
+        order: The sampler of the user's DataLoader, with a length.
+        group: The data-parallel ranks.
+        repeat: Whether the first samples are repeated so that all ranks have equally many.
+    """
+
+    def __init__(self, order: Iterable[int], group: AxisGroup, *, repeat: bool) -> None:
+        self._shared = _SharedOrder(order, group)
+        self._group = group
+        self._repeat = repeat
+
+    def __len__(self) -> int:
+        return len(self._positions())
+
+    def __iter__(self) -> Iterator[int]:
+        indices = self._shared.indices(self._shared.draw_states())
+        return (indices[position % len(indices)] for position in self._positions())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forward the epoch number to a sampler that takes it."""
+        if hasattr(self._shared.order, "set_epoch"):
+            self._shared.order.set_epoch(epoch)
+
+    def _positions(self) -> range:
+        total, size = len(self._shared.order), self._group.size  # type: ignore[arg-type]
+        return range(self._group.rank, -(-total // size) * size if self._repeat else total, size)

@@ -1,0 +1,232 @@
+"""The gradients of one optimizer step: accumulated over its pipeline runs, reduced in the last of them.
+
+One optimizer step consists of one pipeline run, or of as many as are accumulated. Each goes through
+
+    begin_run()                  no gradient yet, or those of the runs before
+    completing(stages)           around the backward passes that complete gradients: in the last run, their reduction starts
+    end_backwards()              launch the remaining reductions, before other collectives of the same ranks
+    finish_run()                 in the last run: wait for the reduction and scale
+
+A module that counts items is weighted exactly: the mean loss of every micro-batch is multiplied by its number of items, and the
+gradients are divided by the sum of all items (micro-batches, data and context ranks, accumulated runs). Otherwise the loss of
+every micro-batch is a mean, and means are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.optim.fully_sharded import ShardedUnits
+from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
+from megatron_lightning.optim.matrices import names_of_matrices
+from megatron_lightning.optim.param_gather import ParameterGather
+from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.spec import ShardSpec
+
+
+class GradientAccumulation:
+    """Accumulate and reduce the gradients of a module's parameters, step by step.
+
+    Args:
+        module: The sharded module.
+        specs: Spec of every parameter by name.
+        context: Groups of this rank.
+        optimizers: The user's optimizers; they step this rank's shards if ``sharded``.
+        sharded: Whether the data-parallel ranks shard the optimizer state (ZeRO-1).
+        options: Buckets, communication and optimizer state of the data-parallel ranks.
+        stage_of: The pipeline stage that uses a parameter, by name; parameters of several stages are absent.
+        units: The units that FSDP2 shards; None without it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        specs: Mapping[str, ShardSpec],
+        context: ParallelContext,
+        optimizers: Sequence[object],
+        *,
+        sharded: bool,
+        options: DataParallelOptions,
+        stage_of: Mapping[str, int],
+        units: ShardedUnits | None = None,
+    ) -> None:
+        self._module = module
+        self._specs = specs
+        self._context = context
+        self._optimizers = optimizers
+        self._sharded = (sharded or units is not None) and context.dp_cp.size > 1
+        self._options = options
+        self._stage_of = stage_of
+        self._units = units
+        self._attach()
+        self._is_last_run = True
+        self._started = False
+        self._was_started = False  # before the current run
+        self._num_items: Tensor | None = None
+        self._earlier: dict[str, Tensor] | None = None  # to which this step's gradients are added
+
+    def _attach(self) -> None:
+        """Build the reduction of the trainable parameters, and make the optimizers step its results."""
+        self._names = dict(self._module.named_parameters())
+        trainable = self._trainable()
+        specs, context, options = self._specs, self._context, self._options
+        optimizers = [optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)]
+        matrices = names_of_matrices(optimizers, trainable)
+        if self._units is None:
+            self.reducer = GradientReducer(
+                trainable, specs, context, sharded=self._sharded, matrices=matrices, stage_of=self._stage_of, options=options
+            )
+        else:
+            self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, matrices=matrices, options=options)
+        self.reducer.late = frozenset(trainable) - self._stage_of.keys()
+        self.gather = ParameterGather(self.reducer, self._module if options.overlap_param_gather else None)
+        """Gathers the parameters after a step; wait for it before reading weights between steps."""
+        self._views = [
+            DistributedOptimizer(optimizer, self.reducer, self._names, self.gather)
+            if isinstance(optimizer, Optimizer)
+            else None
+            for optimizer in self._optimizers
+        ]
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+
+    def _follow_unfreezing(self) -> None:
+        """Add parameters that a callback has made trainable."""
+        trainable, known = self._trainable(), self.reducer.parameters
+        same = {id(parameter) for parameter in known.values()}  # pruning gives other names, fsdp other objects
+        new = [name for name, parameter in trainable.items() if name not in known and id(parameter) not in same]
+        if self._context.world_size == 1 or not new:
+            return
+        if self._sharded or self._context.pp.size > 1 or any(view.exchanged for view in self.views):
+            raise ConfigError(
+                f"{len(trainable)} parameters are trainable, and {len(known)} were when training began; new is {new[0]}. "
+                'Layers are frozen or unfrozen during fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
+                "optimizer that steps the parameters themselves (fp32, no Muon, default data_parallel_options). "
+                "Set these, or choose what is trained before fit."
+            )
+        self.detach()
+        self._attach()
+
+    def detach(self) -> None:
+        """Remove our hooks from the parameters and modules."""
+        self.gather.detach()
+        self.reducer.detach()
+
+    @property
+    def views(self) -> Iterator[DistributedOptimizer]:
+        """The optimizers of torch as they step this rank's shards."""
+        return (view for view in self._views if view is not None)
+
+    @property
+    def managed(self) -> bool:
+        """Whether gradients are in buckets, or read by other tensors than their parameters."""
+        return self.reducer.exchanges or any(view.exchanged for view in self.views)
+
+    def view(self, optimizer: Optimizer) -> DistributedOptimizer:
+        """Return an optimizer by global parameter name, for checkpoints."""
+        for view in self.views:
+            if self.managed and view.optimizer is optimizer:
+                return view
+        # Built again, since callbacks may have added parameter groups.
+        return DistributedOptimizer(optimizer, self.reducer, self._names)
+
+    def stepped_by_others(self, optimizer: Optimizer) -> set[str]:
+        """Return the names of the parameters that only other optimizers step, on this rank or not."""
+        mine, others = set[str](), set[str]()
+        for view in self.views:
+            (mine if view.optimizer is optimizer else others).update(view.names)
+        return others - mine
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Mark pipeline runs in the block as not the last of their step."""
+        self._is_last_run = False
+        try:
+            yield
+        finally:
+            self._is_last_run = True
+
+    def begin_run(self, *, clear: bool = True, keep_earlier: bool = False) -> None:
+        """Prepare for the backward passes of a pipeline run.
+
+        Args:
+            clear: Whether a new step clears plain gradients too; Lightning does so before a native backward.
+            keep_earlier: Whether the gradients of a new step are added to those of earlier ones, as with manual
+                optimization.
+        """
+        self._follow_unfreezing()
+        self._was_started, self._started = self._started, True
+        if not self._was_started:
+            self._num_items = None
+        self.reducer.sync = False
+        if not (clear or self.managed):
+            return
+        if self._was_started:
+            self.reducer.publish()
+            return
+        if keep_earlier:
+            self._earlier = {name: gradient.clone() for name, gradient in self.reducer.gradients().items()}
+        self.reducer.begin_step()
+
+    @contextmanager
+    def completing(self, stages: Sequence[int] | None = None) -> Iterator[None]:
+        """Complete the gradients of these stages (None: all) in the block: in the last run their reduction starts."""
+        self.reducer.sync = self._is_last_run
+        with self._units.completing(stages) if self._units is not None and self._is_last_run else nullcontext():
+            yield
+        self.reducer.sync = False
+        if self._is_last_run and stages is not None:
+            self.reducer.complete(name for name, user in self._stage_of.items() if user in stages)
+
+    def end_backwards(self) -> None:
+        """Launch the remaining reductions, before other collectives of the same ranks."""
+        if self._is_last_run:
+            self.reducer.launch()
+
+    def add_items(self, num_items: Tensor | None) -> None:
+        """Add items of this rank to the weight of the step."""
+        if num_items is not None:
+            self._num_items = num_items if self._num_items is None else self._num_items + num_items
+
+    def drop_run(self) -> None:
+        """Drop a run whose step returned None, as Lightning skips it."""
+        self._started = self._was_started
+
+    def finish_run(self) -> None:
+        """Complete the reduction if this run was the last of its step."""
+        if not self._is_last_run:
+            return
+        self.reducer.launch()
+        scale = self._scale()
+        if self.managed or isinstance(scale, Tensor) or scale != 1.0:
+            self.reducer.finish(scale)
+        self._started = False
+        self._add_earlier()
+
+    def _add_earlier(self) -> None:
+        if self._earlier is None:
+            return
+        for name, target in self.reducer.targets().items():
+            earlier, fresh = self._earlier.get(name), target.grad
+            target.grad = earlier if fresh is None else fresh if earlier is None else fresh.add_(earlier)
+        self._earlier = None
+
+    def _scale(self) -> float | Tensor:
+        group = self._context.dp_cp
+        if self._num_items is None:
+            return 1.0 / group.size
+        total = self._num_items.clone()
+        if group.process_group is not None:
+            dist.all_reduce(total, group=group.process_group)
+        return 1.0 / torch.where(total > 0, total, 1.0)  # weights may sum to less than one

@@ -1,0 +1,264 @@
+"""How each parameter is divided over the ranks.
+
+A parameter is a plain local ``nn.Parameter``. Its :class:`ShardSpec` says which boxes of the global tensor the local one
+consists of, over which axes it is sharded, and over which axes its gradient is a partial sum. Axis names are unique and
+are recorded at size 1 too, so the spec also says over which axes the parameter is replicated: one that names ``ep`` or
+``etp`` is an expert's, replicated over ``edp``; every other one is dense, replicated over ``dp`` and ``cp``. Gradient
+reduction, gradient norm, initialization and checkpoints read the spec; nothing else guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from megatron_lightning.errors import ShardingError
+
+if TYPE_CHECKING:
+    from megatron_lightning.parallel.context import ParallelContext
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """An n-dimensional range of a tensor, mostly of a global one."""
+
+    offset: Shape
+    """First index."""
+    shape: Shape
+    """Extent."""
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box in its tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def shifted(self, by: Shape) -> Box:
+        """Return the box moved by an offset."""
+        return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
+
+    def relative_to(self, origin: Shape) -> Box:
+        """Return the box in a tensor whose first index is ``origin``."""
+        return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the intersection of two boxes of one tensor; None: it is empty."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        ends = zip(self.offset, self.shape, other.offset, other.shape, low, strict=True)
+        extent = tuple(max(0, min(a + n, b + m) - start) for a, n, b, m, start in ends)
+        return Box(low, extent) if prod(extent) else None
+
+
+class Shard(NamedTuple):
+    """The data of a box of a global tensor that this rank holds."""
+
+    offset: Shape
+    """First index in the global tensor."""
+    data: Tensor
+    """View of this rank's memory, of the box's shape."""
+
+    @property
+    def box(self) -> Box:
+        """The range of the global tensor."""
+        return Box(self.offset, tuple(self.data.shape))
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How the local part of one parameter relates to the global tensor."""
+
+    global_shape: Shape
+    """Shape of the full parameter, as one process would hold it."""
+    boxes: tuple[Box, ...]
+    """Ranges of the global tensor that this rank holds; the local tensor stacks them along ``stacked_dim``."""
+    sharded_over: tuple[str, ...] = ()
+    """Axes whose ranks hold different boxes, at size 1 too; an expert's dims may be split over ``ep`` and ``etp``."""
+    partial_over: tuple[str, ...] = ()
+    """Axes whose ranks hold equal values but compute partial gradients, which must be summed."""
+    tied_to: str | None = None
+    """Global name of the parameter that this one is a copy of (tied embeddings); None: it is the owner."""
+    fused_rows: tuple[int, ...] = ()
+    """Rows of the logical matrices that are stacked, period after period, in dim 0 of the global tensor: (f, f) for gate and
+    up, (n/g x d, d, d) for query, key and value of each group; (): it is one matrix."""
+    stacked_dim: int = 0
+    """Dim along which several boxes are stacked."""
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], *, partial_over: tuple[str, ...] = ()) -> ShardSpec:
+        """Return the spec of a parameter that every rank holds in full."""
+        return cls(tuple(shape), (Box.full(shape),), partial_over=partial_over)
+
+    @classmethod
+    def split(
+        cls,
+        shape: Sequence[int],
+        *,
+        dim: int,
+        size: int,
+        rank: int,
+        axis: str = "tp",
+        blocks: int = 1,
+    ) -> ShardSpec:
+        """Return the spec of rank ``rank``'s shard of a tensor split along ``dim`` over ``size`` ranks.
+
+        Args:
+            shape: Global shape.
+            dim: The dim that is split.
+            size: Ranks on the axis.
+            rank: This rank's position on the axis.
+            axis: Name of the axis.
+            blocks: Equal blocks stacked along ``dim`` that are each split (2 for a fused gate and up projection).
+
+        Raises:
+            ShardingError: If a block cannot be split evenly.
+        """
+        full = tuple(shape)
+        blocks = blocks if size > 1 else 1
+        if full[dim] % (blocks * size):
+            raise ShardingError(
+                f"dim {dim} of shape {full} has {full[dim]} entries, which {blocks} block(s) x {size} {axis} ranks do not "
+                f"divide. Choose a multiple of {blocks * size}."
+            )
+        block = full[dim] // blocks
+        length = block // size
+        offsets = ((*(0,) * dim, b * block + rank * length, *(0,) * (len(full) - dim - 1)) for b in range(blocks))
+        boxes = tuple(Box(offset, (*full[:dim], length, *full[dim + 1 :])) for offset in offsets)
+        return cls(full, boxes, sharded_over=(axis,), stacked_dim=dim)
+
+    @classmethod
+    def split_rows(cls, shape: Sequence[int], *, size: int, rank: int, axis: str = "tp") -> ShardSpec:
+        """Return the spec of rank ``rank``'s rows of a table that need not divide evenly: see :func:`shard_range`."""
+        rows, *others = shape
+        start, length = shard_range(rows, size, rank)
+        if shard_range(rows, size, size - 1)[1] == 0:
+            raise ShardingError(
+                f"{rows} rows are too few for {size} {axis} ranks: in equal parts rounded up, the last would have none. "
+                f"Choose at least {size * (size - 1)} rows, or fewer ranks."
+            )
+        return cls((rows, *others), (Box((start, *(0 for _ in others)), (length, *others)),), sharded_over=(axis,))
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the parameter is an expert's: it names ``ep`` or ``etp``."""
+        return not {"ep", "etp"}.isdisjoint((*self.sharded_over, *self.partial_over))
+
+    @property
+    def data_axes(self) -> str:
+        """Name of the group whose ranks hold the same values, see different data and reduce the gradient."""
+        return "edp" if self.is_expert else "dp-cp"
+
+    @property
+    def model_axes(self) -> str:
+        """Name of the group whose ranks together hold all parameters of this kind."""
+        return "etp-ep-pp" if self.is_expert else "tp-pp"
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes inside a layer of one model replica whose ranks hold the same values."""
+        return tuple(axis for axis in self.model_axes.split("-") if axis != "pp" and axis not in self.sharded_over)
+
+    @property
+    def local_shape(self) -> Shape:
+        """Shape of this rank's tensor."""
+        if len(self.boxes) < 2:
+            return self.boxes[0].shape if self.boxes else (0,) * len(self.global_shape)
+        shape, dim = self.boxes[0].shape, self.stacked_dim
+        return (*shape[:dim], sum(box.shape[dim] for box in self.boxes), *shape[dim + 1 :])
+
+    def rows(self, start: int, count: int) -> ShardSpec:
+        """Return the spec of ``count`` rows (entries of dim 0) of the local tensor from row ``start`` on."""
+        others = self.local_shape[1:]
+        rows = Box((start, *(0 for _ in others)), (count, *others))
+        return replace(self, boxes=tuple(box for box, _ in self._global_boxes(rows)))
+
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's local tensor (a new one) of the global tensor."""
+        local = full.new_empty(self.local_shape)
+        for offset, data in self.shards(local):
+            data.copy_(full[Box(offset, tuple(data.shape)).slices])
+        return local
+
+    def shards(self, local: Tensor) -> list[Shard]:
+        """Return the shards of a tensor of the local shape, views of it."""
+        return [Shard(box.offset, local[place.slices]) for box, place in self._placed()]
+
+    def flat_shards(self, flat: Tensor, start: int) -> list[Shard]:
+        """Return the shards of a flat range of the local tensor, as sharded optimizers keep it.
+
+        Args:
+            flat: 1-D tensor: elements [start, start + len) of the flattened (row-major) local tensor.
+            start: Index of its first element.
+
+        Returns:
+            Views of ``flat``; at most 2(n-1)+1 for each box of an n-dim tensor.
+        """
+        shards = []
+        for part, position in _boxes_of_range(self.local_shape, start, start + flat.numel()):
+            view = flat[position : position + prod(part.shape)].view(part.shape)
+            for box, place in self._global_boxes(part):
+                shards.append(Shard(box.offset, view[place.relative_to(part.offset).slices]))
+        return shards
+
+    def _placed(self) -> Iterator[tuple[Box, Box]]:
+        """Yield every box of the global tensor, and where it lies in the local one."""
+        start = 0
+        for box in self.boxes:
+            offset = tuple(start if dim == self.stacked_dim else 0 for dim in range(len(box.shape)))
+            yield box, Box(offset, box.shape)
+            start += box.shape[self.stacked_dim] if box.shape else 0
+
+    def _global_boxes(self, local: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield the boxes of the global tensor that a box of the local one consists of, and where each lies there."""
+        for box, place in self._placed():
+            common = place.overlap(local)
+            if common is not None:
+                yield common.relative_to(place.offset).shifted(box.offset), common
+
+
+def is_writer(spec: ShardSpec, context: ParallelContext) -> bool:
+    """Return whether this rank's data-parallel group writes its shards of a parameter, and counts them in norms.
+
+    Of the groups that hold the same values, the first on every axis over which they are replicated does. A tied copy is left
+    to its owner.
+    """
+    return spec.tied_to is None and all(context.axis(axis).rank == 0 for axis in {*spec.replica_axes, *spec.partial_over})
+
+
+def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
+    """Return (start, length) of rank ``rank``'s share of ``total`` entries, in equal parts rounded up; the last are shorter."""
+    part = -(-total // size)
+    start = min(rank * part, total)
+    return start, min(part, total - start)
+
+
+def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """Tile the flat range [start, stop) of a row-major tensor with boxes: (box, position in the range)."""
+    position = 0
+    while start < stop:
+        # The largest box that begins at `start`: full trailing dims, then as many of the next dim as fit.
+        index, rest = [], start
+        for n in reversed(shape):
+            index.append(rest % n)
+            rest //= n
+        index.reverse()
+        inner, dim = 1, len(shape)
+        while dim > 0 and all(i == 0 for i in index[dim - 1 :]) and inner * shape[dim - 1] <= stop - start:
+            dim -= 1
+            inner *= shape[dim]
+        if dim == 0:
+            extent: Shape = shape
+        else:
+            count = min(shape[dim - 1] - index[dim - 1], (stop - start) // inner)
+            extent = (*(1,) * (dim - 1), count, *shape[dim:])
+        yield Box(tuple(index), extent), position
+        start += prod(extent)
+        position += prod(extent)

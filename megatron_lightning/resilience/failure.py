@@ -1,0 +1,282 @@
+"""End of the job when one rank fails; reports go through the job's key-value store, never through a collective.
+
+A rank that raises writes a report under one key of the store; the first report stays, because later ones are mostly its
+consequences. Every rank polls that key from a thread. A rank that finds another rank's report, or loses the store, prints it
+and ends its own process after a grace period, because it may be blocked in a collective that never finishes and that no
+Python exception can reach. Loggers and exit handlers still run, in another thread.
+
+A rank that loses its connection to another one first looks for the cause. If no rank reports any, it starts a liveness check:
+every rank answers from its thread, and one that does not (its process was killed, or its node is gone) is named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_lightning import compat
+from megatron_lightning.errors import CheckpointError, ConfigError, DataError
+
+_FAILURE = "failure"
+_ALARM = "alarm"  # set with a failure and to start a liveness check: the one key that is polled
+_STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
+_END_S = 2.0  # for logs and exit handlers, when the main thread hangs
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited", "imed out")
+_GLOO = "gloo/"  # a path in gloo's source is in each of its messages; its errors have no class of their own
+
+
+class PeerFailure(SystemExit):
+    """Exit with code 1 and without a message: another rank failed and has printed why."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Report of a rank's failure."""
+
+    rank: int
+    """Global rank; -1: the store was lost."""
+    host: str
+    summary: str
+    """One line: the exception, or how the process ended."""
+    details: str = ""
+    """Traceback; empty for a killed process, an interruption, and an exception whose message suffices."""
+    position: str = ""
+    """Position in the pipeline schedule; empty outside a schedule."""
+    interrupted: bool = False
+    """Whether Ctrl-C or SIGINT stopped it."""
+
+    @property
+    def headline(self) -> str:
+        """One line that names the rank and the reason."""
+        if self.rank < 0:
+            return self.summary
+        where = f" at {self.position}" if self.position else ""
+        if self.interrupted:
+            return f"rank {self.rank} on {self.host} was interrupted{where} (Ctrl-C or SIGINT)"
+        return f"rank {self.rank} on {self.host} failed{where}: {self.summary}"
+
+    @classmethod
+    def of(cls, rank: int, exception: BaseException, *, explained: bool = False) -> Failure:
+        """Describe ``exception``, raised on ``rank``; ``explained``: its message suffices without a traceback."""
+        summary = "".join(traceback.format_exception_only(exception)).strip()
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        explained = explained or isinstance(exception, (ConfigError, DataError, CheckpointError))
+        line = " ".join(summary.split()) if explained else summary.splitlines()[0]  # the traceback has the other lines
+        details = "" if interrupted or explained else "".join(traceback.format_exception(exception))
+        position = str(getattr(exception, "pipeline_position", None) or "")
+        return cls(rank, socket.gethostname(), line, details, position, interrupted)
+
+
+def end_process(write_logs: Callable[[], object]) -> NoReturn:
+    """End this process with exit code 1, even if its main thread is blocked.
+
+    ``write_logs`` and the exit handlers run in another thread, for two seconds at most: they may block, too.
+    """
+
+    def finish() -> None:
+        for step in (write_logs, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+            with suppress(Exception):  # the others run in any case
+                step()
+
+    thread = threading.Thread(target=finish, name="process-end", daemon=True)
+    thread.start()
+    thread.join(_END_S)
+    os._exit(1)
+
+
+def print_message(text: str) -> None:
+    """Print to standard error in one write, since all ranks may print at once."""
+    print(f"megatron_lightning: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+class FailureWatch:
+    """Thread that ends this process when another rank failed, and reports this rank's failure to the others.
+
+    Every rank creates one after the default process group exists, starts it, and stops it at the end of the run. Watches of
+    one process group are numbered, so that a failure which all ranks survived does not end their next run.
+
+    Args:
+        store: Key-value store of the job; None: the default process group's, like the rank and the world size.
+        rank: This process's global rank.
+        world_size: Ranks of the job.
+        poll_s: Seconds between two polls, for up to some hundred ranks.
+        grace_s: Seconds that the main thread has to raise an error of its own before the process is ended, and again to
+            unwind if the error is only the loss of another rank.
+        liveness_s: Seconds that the ranks have to answer a liveness check.
+        write_logs: Called before this process is ended.
+    """
+
+    def __init__(
+        self,
+        store: compat.Store | None = None,
+        rank: int | None = None,
+        *,
+        world_size: int | None = None,
+        poll_s: float = 0.1,
+        grace_s: float = 2.0,
+        liveness_s: float = 3.0,
+        write_logs: Callable[[], object] = lambda: None,
+    ) -> None:
+        store = compat.default_store() if store is None else store
+        self._rank = dist.get_rank() if rank is None else rank
+        number = store.add(f"megatron_lightning/watches/{self._rank}", 1)
+        self._store = compat.PrefixStore(f"megatron_lightning/watch/{number}", store)
+        self._store.set(f"host/{self._rank}", socket.gethostname())
+        self._world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
+        self._poll_s = max(poll_s, self._world_size * _STORE_SECONDS_PER_RANK)
+        self._grace_s = grace_s
+        self._liveness_s = liveness_s
+        self._write_logs = write_logs
+        self._answered = False  # the liveness check
+        self._follows = False  # this rank fails because it lost another one
+        self._leaving = threading.Event()  # the main thread has raised, or the run has ended
+        self._stopped = threading.Event()
+        self._announced = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start watching."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; a no-op when stopped already."""
+        self._stopped.set()
+        self._leaving.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def report(self, exception: BaseException, *, explained: bool = False) -> bool:
+        """Report this rank's failure to the other ranks, and print which failure came first; the caller ends this process.
+
+        Args:
+            exception: Cause; an attribute ``pipeline_position`` becomes part of the report.
+            explained: Whether its message suffices, so that no rank prints a traceback.
+
+        Returns:
+            Whether the exception is only the loss of the connection to a rank that failed before.
+        """
+        lost = self._follows = _is_lost_connection(exception)
+        self._leaving.set()
+        if lost and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a handler could wait for ranks that are gone
+        failure = Failure.of(self._rank, exception, explained=explained)
+        first = (self._find_cause() if lost else None) or self._publish(failure)
+        if first.rank != self._rank:
+            self._announce(first, f"rank {self._rank} ends with it")
+        elif self._announced.acquire(blocking=False):  # the others may be ended before they can print it
+            print_message(first.headline)
+            time.sleep(2 * self._poll_s)  # time to read it before this process ends, perhaps with the store
+        return lost and first.rank != self._rank
+
+    def report_child(self, rank: int, summary: str) -> None:
+        """Report that the process of another rank of this node ended, and print which failure came first."""
+        self._announce(self._publish(Failure(rank, socket.gethostname(), summary)), "ending the job")
+
+    def _publish(self, failure: Failure) -> Failure:
+        """Write ``failure`` unless there is a report already; return the report in the store."""
+        try:
+            first = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
+            self._store.set(_ALARM, "1")
+            return Failure(**json.loads(first))
+        except RuntimeError as error:
+            return self._lost_store(error)
+
+    def _poll(self, *, answering: bool = False) -> Failure | None:
+        """Return the reported failure, if there is one; if ``answering``, answer a liveness check."""
+        try:
+            if not self._store.check([_ALARM]):
+                return None
+            if self._store.check([_FAILURE]):
+                return Failure(**json.loads(self._store.get(_FAILURE)))
+            if answering and not self._answered:
+                self._answered = True
+                self._store.set(f"alive/{self._rank}", "1")
+                self._store.add("alive", 1)
+            return None
+        except RuntimeError as error:
+            return self._lost_store(error)
+
+    def _lost_store(self, error: RuntimeError) -> Failure:
+        host = "torchrun's agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+        return Failure(-1, "", f"{host}, which keeps the job's store, has ended ({str(error).splitlines()[0]})")
+
+    def _find_cause(self) -> Failure | None:
+        """Wait for the cause of a lost connection, in the main thread; None: all ranks are alive, and none reports any."""
+        deadline = time.monotonic() + self._liveness_s
+        own = str(self._rank).encode()
+        try:
+            self._store.set(_ALARM, "1")
+            is_first = self._store.compare_set("caller", "", str(self._rank)) == own
+            while (failure := self._poll()) is None:
+                time.sleep(self._poll_s)
+                if self._store.add("alive", 0) == self._world_size:
+                    return None
+                late_s = time.monotonic() - deadline
+                if late_s > 0 and is_first:  # only one rank reads the list
+                    dead = self._find_dead()
+                    return None if dead is None else self._publish(dead)
+                if late_s > self._liveness_s:
+                    return None
+            return failure
+        except RuntimeError as error:
+            return self._lost_store(error)
+
+    def _find_dead(self) -> Failure | None:
+        """Return the failure of the ranks that have not answered, if there are any."""
+        absent = [rank for rank in range(self._world_size) if not self._store.check([f"alive/{rank}"])]
+        if not absent:
+            return None
+        key = f"host/{absent[0]}"
+        host = self._store.get(key).decode() if self._store.check([key]) else "an unknown host"
+        others = f", nor do ranks {', '.join(map(str, absent[1:9]))}" if absent[1:] else ""
+        return Failure(absent[0], host, f"it no longer answers{others}: its process was killed, or its node is gone")
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._poll_s):
+            failure = self._poll(answering=True)
+            if failure is None:
+                continue
+            if self._stopped.is_set() or (failure.rank == self._rank and self._leaving.is_set()):
+                return
+            if failure.rank < 0 and self._stopped.wait(self._grace_s):
+                return  # the end of an ordinary run: another process ended earlier
+            self._announce(failure, f"rank {self._rank} ends, because it would wait for it forever")
+            # No exception reaches a main thread that is blocked in a collective. One that raised an error of its own may
+            # handle it (all ranks may be saving); one that lost its peers would wait for them in a callback as well.
+            if not self._leaving.wait(self._grace_s) or (self._follows and not self._stopped.wait(self._grace_s)):
+                end_process(self._write_logs)
+            return
+
+    def _announce(self, failure: Failure, consequence: str) -> None:
+        """Print ``failure`` once; only one rank prints its traceback."""
+        if not self._announced.acquire(blocking=False):
+            return
+        details = failure.details if self._rank == (1 if failure.rank == 0 else 0) else ""
+        print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())
+
+
+def _is_lost_connection(exception: BaseException | None) -> bool:
+    """Return whether an exception or one of its causes means that another rank is gone, by the backends' messages.
+
+    The same words in another library's error, such as a DataLoader that timed out, do not mean it.
+    """
+    while exception is not None:
+        text = str(exception)
+        from_backend = isinstance(exception, dist.DistError) or (isinstance(exception, RuntimeError) and _GLOO in text)
+        if from_backend and any(words in text for words in _LOST):
+            return True
+        exception = exception.__cause__
+    return False

@@ -1,0 +1,129 @@
+"""Watches that end processes together: a starter watches its processes, and each process watches its starter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_lightning.resilience.failure import end_process, print_message
+
+INTERRUPTED = 128 + signal.SIGINT  # exit code of a process that SIGINT reached, as shells have it
+GRACE_S = 3.0  # for processes to raise their own errors or to be ended by their watches, and to write their logs
+LINGER_S = 0.5  # by which a rank that ends because of another one outlives it: a starter takes the first to end for the cause
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Child:
+    """One started process."""
+
+    rank: int
+    pid: int
+    exit_code: Callable[[], int | None]
+    """Returns its exit code, or minus the signal that killed it; None while it runs."""
+
+    def describe_end(self, code: int) -> str:
+        """Return how the process ended."""
+        if code == INTERRUPTED:
+            return f"its process {self.pid} was interrupted (Ctrl-C or SIGINT)"
+        if code >= 0:
+            return f"its process {self.pid} ended with exit code {code}"
+        return f"its process {self.pid} was killed by {signal.Signals(-code).name}"
+
+
+def wait_for(children: Sequence[Child], seconds: float) -> None:
+    """Wait until all ``children`` have ended, at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while any(child.exit_code() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def kill(children: Sequence[Child]) -> None:
+    """Kill ``children``: inside a collective a process answers no other signal."""
+    for child in children:
+        if child.exit_code() is None:
+            os.kill(child.pid, signal.SIGKILL)
+    wait_for(children, GRACE_S)
+
+
+def print_failure(rank: int, how: str) -> None:
+    """Print which rank failed."""
+    print_message(f"rank {rank} failed: {how}; ending the job")
+
+
+class ChildWatch(threading.Thread):
+    """Thread that ends all children when one of them fails.
+
+    Args:
+        children: Returns the processes to watch; empty before they are started.
+        on_failure: Called once with the failed rank and how it ended, before the others are ended.
+        end: Called last, to end this process as well unless the watch was stopped; None: it is no rank.
+    """
+
+    def __init__(
+        self,
+        children: Callable[[], Sequence[Child]],
+        on_failure: Callable[[int, str], None],
+        *,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(name="child-watch", daemon=True)
+        self._children = children
+        self._on_failure = on_failure
+        self._end = end
+        self._stopped = threading.Event()
+        self._announced = threading.Lock()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Poll until all have ended with code 0 or one has failed."""
+        while not self._stopped.wait(_POLL_S):
+            children = self._children()
+            if self.announce():
+                deadline = time.monotonic() + GRACE_S
+                wait_for(children, GRACE_S)
+                kill(children)
+                # The main thread may be about to raise the same error, or wait in a collective for the rank that is gone.
+                if self._end is not None and not self._stopped.wait(max(0.0, deadline - time.monotonic())):
+                    self._end()
+                return
+            if children and all(child.exit_code() == 0 for child in children):
+                return
+
+    def announce(self) -> bool:
+        """Announce the child that failed, once; return whether there is one.
+
+        Of several, one that a signal killed or interrupted is the cause: the others lost it and raised. Only SIGTERM is a
+        consequence: workers get it when another one has failed.
+        """
+        ended = [(child, child.exit_code()) for child in self._children()]
+        failed = [(child, code) for child, code in ended if code]
+        failed.sort(key=lambda end: (end[1] == -signal.SIGTERM, end[1] > 0 and end[1] != INTERRUPTED))
+        if failed and self._announced.acquire(blocking=False):
+            child, code = failed[0]
+            self._on_failure(child.rank, child.describe_end(code))
+        return bool(failed)
+
+
+class ParentWatch(threading.Thread):
+    """Thread that ends this process when its starter has ended; calls ``on_end`` with a message, and ``write_logs``."""
+
+    def __init__(self, parent_pid: int, on_end: Callable[[str], None], write_logs: Callable[[], object]) -> None:
+        super().__init__(name="parent-watch", daemon=True)
+        self._parent_pid = parent_pid
+        self._on_end = on_end
+        self._write_logs = write_logs
+
+    def run(self) -> None:
+        """Poll until the parent has changed."""
+        while os.getppid() == self._parent_pid:
+            time.sleep(_POLL_S)
+        self._on_end(f"process {self._parent_pid}, which started this one ({os.getpid()}), has ended")
+        end_process(self._write_logs)

@@ -1,0 +1,107 @@
+"""Worker processes, one per rank, of a process that is no rank itself: started, watched, and ended together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.multiprocessing.spawn import ProcessException, start_processes
+
+from megatron_lightning.resilience.failure import print_message
+from megatron_lightning.resilience.processes import (
+    GRACE_S,
+    INTERRUPTED,
+    Child,
+    ChildWatch,
+    ParentWatch,
+    print_failure,
+    wait_for,
+)
+
+
+def run_workers(function: Callable[..., object], args: tuple[Any, ...], num_workers: int) -> None:
+    """Call ``function(rank, *args)`` in spawned processes, and wait for all of them.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
+        torch.multiprocessing.ProcessExitedException: For a worker that was killed.
+        KeyboardInterrupt: If this process or a worker was interrupted.
+    """
+    processes: list[BaseProcess] = []
+    with watched_workers(lambda: processes):
+        context = start_processes(_work, (function, *args), nprocs=num_workers, join=False)  # type: ignore[no-untyped-call]
+        processes += context.processes
+        while not context.join():
+            pass
+
+
+def _work(rank: int, function: Callable[..., object], *args: Any) -> None:
+    with worker_process():
+        function(rank, *args)
+
+
+@contextmanager
+def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[None]:
+    """Watch workers while a block starts them through torch and waits for them.
+
+    When one fails, its rank and failure are printed and the others are ended; when the block raises, all are ended.
+
+    Args:
+        processes: Returns the workers by rank; empty before they are started.
+
+    Raises:
+        KeyboardInterrupt: If a worker was interrupted.
+    """
+
+    def children() -> list[Child]:
+        return [Child(rank, process.pid, _exit_code_of(process)) for rank, process in enumerate(processes()) if process.pid]
+
+    others = set(multiprocessing.active_children())
+    watch = ChildWatch(children, print_failure)
+    watch.start()
+    try:
+        yield
+    except ProcessException as error:
+        watch.announce()  # torch was faster than the watch
+        if getattr(error, "exit_code", None) == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            wait_for(children(), GRACE_S)  # Ctrl-C reached them, too
+        for child in set(multiprocessing.active_children()) - others:  # processes() is empty before all are started
+            child.kill()
+            child.join()
+        raise
+    finally:
+        watch.stop()
+        watch.join()
+
+
+@contextmanager
+def worker_process(write_logs: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Run a block as a worker: it ends with its starter, after ``write_logs``, and with ``INTERRUPTED`` on Ctrl-C."""
+    ParentWatch(os.getppid(), print_message, write_logs).start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None  # torch would end it with exit code 0
+
+
+def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
+    """Return a function that reads a worker's exit code without reaping it, which the main thread does."""
+
+    def exit_code() -> int | None:
+        try:
+            status = os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return process.exitcode  # reaped
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    return exit_code

@@ -1,0 +1,55 @@
+"""Our checkpoint directories for a plain Trainer: ``Trainer(plugins=[ShardedCheckpointIO()])`` on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+
+from megatron_lightning.checkpoint import read_full, remove_checkpoint
+from megatron_lightning.checkpoint.storage import is_folder
+
+
+class ShardedCheckpointIO(TorchCheckpointIO):
+    """Reads checkpoint directories of any layout as well as plain files; saves plain files.
+
+    It lets a Trainer without :class:`MegatronStrategy` continue, test or predict from what the strategy saved.
+    """
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the full checkpoint, with tensors on the CPU if ``path`` is a directory or the URL of one.
+
+        A plain file is read as plain data wherever it is, unless ``weights_only=False`` says that it is trusted.
+
+        Raises:
+            CheckpointError: If the directory is incomplete or damaged.
+        """
+        if is_folder(path):
+            return read_full(path)
+        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only is not False)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a directory or a file."""
+        remove_checkpoint(path)
+
+
+def complete_io(io: CheckpointIO | None) -> CheckpointIO:
+    """Return what reads and writes plain files: a plugin of the user's own, or ours, also inside Lightning's wrappers."""
+    if io is None:
+        return ShardedCheckpointIO()
+    if hasattr(io, "checkpoint_io"):
+        io.checkpoint_io = ShardedCheckpointIO()  # of the wrappers, those with another one keep it
+    return io
+
+
+def users_io(io: CheckpointIO | None) -> CheckpointIO | None:
+    """Return a checkpoint plugin of the user's own; None: checkpoints are sharded directories.
+
+    Lightning's ``AsyncCheckpointIO`` around no other asks for sharded directories that are written in the background.
+    """
+    inner = io
+    while isinstance(inner, AsyncCheckpointIO):
+        inner = inner.checkpoint_io
+    return None if inner is None or type(inner) is ShardedCheckpointIO else io

@@ -1,0 +1,142 @@
+"""What a checkpoint holds of a run beside module and optimizers: samples consumed, positions in the data, random states.
+
+It stands under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and states of data loaders is the same
+on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.checkpoint.agreement import gather
+from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.structure import check_progress
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.pipeline.metrics import check_persistent_states
+from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
+from megatron_lightning.strategies.progress import Progress
+from megatron_lightning.strategies.step.dataloaders import training_samplers
+
+
+class RunState:
+    """Write the state of a run into checkpoints, and restore it.
+
+    Args:
+        context: Groups of this rank.
+        progress: The strategy's counts.
+    """
+
+    def __init__(self, context: ParallelContext, progress: Progress) -> None:
+        self._context = context
+        self._progress = progress
+        self._rng = ReplicaRng(context.device)
+        self._random_state: list[Tensor] | None = None
+        self._positions: list[dict[str, Any]] = []
+        self._repeats_validation = False
+
+    def write_to(self, checkpoint: Mapping[str, Any], module: pl.LightningModule, part: Part) -> dict[str, Any]:
+        """Return ``checkpoint`` with the state of the run; all ranks call this.
+
+        Raises:
+            CheckpointError: If metrics of several replicas have persistent states.
+        """
+        check_persistent_states(module, self._context.dp_cp.size)
+        context = self._context
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        mine: dict[str, Any] = {}
+        if context.tp.rank == context.pp.rank == context.cp.rank == 0:
+            mine["data"] = (context.dp.rank, self._rng.state(), fit_loop.get("combined_loader"))
+        if context.dp.rank == 0:
+            mine["layers"] = (_place_in_replica(context), context.rng.state_dict())
+        ranks = gather(context.axis("world"), mine)
+        data = [rank["data"] for rank in ranks if "data" in rank]
+        state = {
+            "consumed_samples": self._progress.consumed_samples,
+            "skipped_steps": self._progress.skipped_steps,
+            "samplers": [sampler.state_dict() for sampler in training_samplers(module.trainer)],
+            "layout": asdict(context.layout),
+            "tied": dict(part.tied),
+            "random_states": {replica: states for replica, states, _ in data},
+            "loaders": {replica: loader for replica, _, loader in data if loader},
+            "layer_streams": dict(rank["layers"] for rank in ranks if "layers" in rank),
+        }
+        return {**checkpoint, OWN: state}
+
+    def read_from(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+        """Take what is ours out of a checkpoint, and resume from there if this run trains.
+
+        Raises:
+            CheckpointError: If loaders have states of their own, and there are not as many replicas as saved them; if metrics
+                of several replicas have persistent states.
+        """
+        context = self._context
+        check_persistent_states(module, context.dp_cp.size)
+        own = checkpoint.pop(OWN, None)  # hooks see the dict that they know from one device
+        if own is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_progress(own)
+        self._progress.consumed_samples = own["consumed_samples"]
+        self._progress.skipped_steps = own.get("skipped_steps", 0)
+        self._positions = [] if _epoch_finished(checkpoint) else own["samplers"]
+        self._repeats_validation = _in_validation(checkpoint)
+        if own["loaders"]:
+            if len(own["loaders"]) != context.dp.size:
+                raise CheckpointError(
+                    f"the checkpoint holds the states of the data loaders of {len(own['loaders'])} data-parallel ranks, and "
+                    f"there are {context.dp.size}. Resume with as many, or use a map-style dataset, whose position is "
+                    "valid for any number."
+                )
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][context.dp.rank]
+        self._random_state = own["random_states"].get(context.dp.rank)
+        streams = own["layer_streams"].get(_place_in_replica(context))
+        if streams is not None and own["layout"] == asdict(context.layout):
+            context.rng.load_state_dict(streams)
+
+    def restore_random_state(self) -> None:
+        """Draw the random numbers that the run which saved the checkpoint would have drawn next."""
+        if self._random_state is not None:
+            self._rng.set_state(self._random_state)
+
+    def restore_position(self, trainer: pl.Trainer) -> None:
+        """Continue the pass over the data that the checkpoint was saved in; called when training starts."""
+        if not self._positions:
+            if self._repeats_validation:  # it drew its random numbers before the loaders of the next epoch drew theirs
+                self.restore_random_state()
+            return
+        samplers = training_samplers(trainer)
+        if len(samplers) == len(training_loaders(trainer)):  # Lightning looks for state_dict on loaders
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        for sampler, position in zip(samplers, self._positions, strict=False):
+            sampler.load_state_dict(position)
+        if any(sampler.started for sampler in samplers):  # by workers that fetch ahead, before the position was known
+            restart_fetching(trainer)
+        self._positions = []
+        self.restore_random_state()
+
+
+def _place_in_replica(context: ParallelContext) -> str:
+    return f"tp{context.tp.rank}-pp{context.pp.rank}"
+
+
+def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether Lightning's loops will begin a new pass over the data."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    current = progress.get("current", {})  # an exception may end the last batch before it is trained on
+    return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get("ready")
+
+
+def _in_validation(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether Lightning's loops will return to a validation."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.val_loop.batch_progress", {})
+    total = progress.get("total", {})
+    return bool(total.get("started", 0) > total.get("processed", 0))

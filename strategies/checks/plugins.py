@@ -1,0 +1,67 @@
+"""Checks of the Trainer's plugins for precision, checkpoints and batch norm, on ranks that hold a part of the model each."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+
+from megatron_lightning.errors import ConfigError
+
+SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
+
+
+def check_precision(plugin: Precision | None, world_size: int) -> None:
+    """Check the Trainer's precision.
+
+    Raises:
+        ConfigError: If it is not known to be right for the parts of a model on several ranks.
+    """
+    precision = getattr(plugin, "precision", "32-true")
+    if world_size > 1 and precision not in SUPPORTED_PRECISION:
+        raise ConfigError(
+            f"precision={precision!r} of {type(plugin).__name__} is not supported on {world_size} ranks: it is made for full "
+            f"models on one device, and here each rank has a part. Set it to one of {', '.join(SUPPORTED_PRECISION)}."
+        )
+
+
+def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
+    """Check the user's checkpoint plugin.
+
+    Raises:
+        ConfigError: If there are several ranks, each of which has a part of the checkpoint.
+    """
+    if plugin is not None and world_size > 1:
+        raise ConfigError(
+            f"plugins has a {type(plugin).__name__}, which saves one dict from one process, and here {world_size} ranks hold a "
+            "part each. Remove it (checkpoints are sharded directories; `megatron-lightning checkpoint consolidate` makes one "
+            "file of them), or use one device."
+        )
+
+
+def check_layer_sync(layer_sync: LayerSync | None, device: torch.device, data_parallel_size: int) -> None:
+    """Check whether BatchNorm can see the samples of all replicas.
+
+    Raises:
+        ConfigError: On devices that torch's layer is not for.
+    """
+    if isinstance(layer_sync, TorchSyncBatchNorm) and data_parallel_size > 1 and device.type == "cpu":
+        raise ConfigError(
+            "sync_batchnorm=True replaces BatchNorm by torch's SyncBatchNorm, which has no CPU kernels, and "
+            f"{data_parallel_size} data-parallel ranks train on CPUs. Set sync_batchnorm=False: every rank then normalises by "
+            "its own samples, and keeps the first rank's running statistics."
+        )
+
+
+def check_storage_options(storage_options: object) -> None:
+    """Check the options that the user gave for saving a checkpoint.
+
+    Raises:
+        ConfigError: If there are any: nothing reads them.
+    """
+    if storage_options is not None:
+        raise ConfigError(
+            f"storage_options={storage_options!r} has no meaning for a checkpoint directory. Leave it out, or, on one device, "
+            "pass a CheckpointIO plugin that understands it: Trainer(plugins=[...])."
+        )

@@ -1,0 +1,136 @@
+"""Which checks run when: with the Trainer's construction, before the launch, when the module has its layers, and at setup."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from megatron_lightning.assembly import checks
+from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.modules.pretrain_data import PretrainDataModule
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.pipeline.advice import advice_on_full_batches
+from megatron_lightning.pipeline.metrics import check_persistent_states
+from megatron_lightning.rules import check_accumulation, check_data_parallel
+from megatron_lightning.strategies.checks.callbacks import check_callbacks, check_checkpoint_links, warn_of_uploads
+from megatron_lightning.strategies.checks.data import check_batches, check_config
+from megatron_lightning.strategies.checks.module import (
+    check_module,
+    check_one_backward,
+    check_param_groups,
+    is_built_later,
+    planned_module,
+)
+from megatron_lightning.strategies.checks.plugins import check_checkpoint_io, check_precision
+from megatron_lightning.strategies.options import StrategyOptions
+
+
+def check_trainer(
+    options: StrategyOptions, world_size: int, precision: Precision | None, checkpoint_io: CheckpointIO | None
+) -> None:
+    """Check the layout and the plugins, when the Trainer is constructed.
+
+    Args:
+        options: The strategy's.
+        world_size: Ranks of the job.
+        precision: The Trainer's plugin.
+        checkpoint_io: A plugin of the user's own; None: checkpoints are sharded directories.
+
+    Raises:
+        ConfigError: If they cannot work together.
+    """
+    grid = RankGrid(options.layout, world_size)
+    check_data_parallel(grid, options.data_parallel, options.data)
+    check_precision(precision, world_size)
+    check_checkpoint_io(checkpoint_io, world_size)
+
+
+def check_before_launch(
+    options: StrategyOptions,
+    world_size: int,
+    module: pl.LightningModule,
+    trainer: pl.Trainer | None,
+    data: pl.LightningDataModule | None,
+) -> None:
+    """Check what is known of the module, the Trainer and the data before any process is started or group created.
+
+    Raises:
+        ConfigError: If they cannot run under the layout.
+    """
+    explicit = options.pipeline.pipeline_model_parallel_layout is not None
+    check_config(module, options.layout, world_size, data, explicit_stages=explicit)
+    if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
+        is_built = not is_built_later(module)
+        checks.check_partition(module, options.schedule.placement, options.pipeline, is_built=is_built)
+        planned = planned_module(module)
+        if planned is not None:
+            check_layers(options, world_size, planned, trainer)
+    stage = None if trainer is None else trainer.state.fn
+    if stage is not None and stage != TrainerFn.PREDICTING and isinstance(data, PretrainDataModule):
+        data.check_files(stage)
+    if stage == TrainerFn.FITTING:
+        replicas = options.layout.data_parallel_size(world_size)
+        check_batches(options.schedule, options.micro_batch_size, replicas, data)
+    if trainer is not None:
+        _check_trained_by(options, world_size, module, trainer)
+
+
+def check_layers(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
+    """Check all layers of the full module: on every rank alike, since none has taken its part yet.
+
+    Raises:
+        ConfigError: If they cannot run under the layout.
+    """
+    tensor_size = options.layout.tp if options.sharding_plan is None else 1
+    checks.check_layers(module, options.recompute, tensor_size=tensor_size)
+    if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        check_param_groups(module)
+        replicas, sharded = options.layout.data_parallel_size(world_size), options.data_parallel == "fsdp"
+        checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)
+
+
+def check_at_setup(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Check again what hooks may have changed, and say what the pipeline costs.
+
+    Raises:
+        ConfigError: If it cannot run under the layout.
+    """
+    _check_trained_by(options, world_size, module, trainer)
+    if options.layout.pp > 1 and options.micro_batch_size is None:
+        rank_zero_warn(advice_on_full_batches(options.layout.pp))
+    check_config(module, options.layout, world_size, getattr(trainer, "datamodule", None))
+
+
+def _check_trained_by(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Check the module and the callbacks of a Trainer."""
+    fitting, replicas = trainer.state.fn == TrainerFn.FITTING, options.layout.data_parallel_size(world_size)
+    check_module(module, options.layout, options.micro_batch_size, fitting=fitting)
+    overlapped = options.data.overlap_param_gather
+    check_callbacks(trainer, options.layout, options.data_parallel, replicas, overlapped=overlapped)
+    if options.data_parallel == "fsdp" and replicas > 1:
+        if not is_built_later(module):
+            checks.check_sharded_units(module)
+        if fitting:
+            check_one_backward(module, replicas)
+    if fitting:
+        check_accumulation(trainer.accumulate_grad_batches)
+
+
+def check_saving(
+    options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer, *, in_background: bool
+) -> None:
+    """Check that what checkpoint callbacks will do in this fit can be done with sharded directories.
+
+    Raises:
+        ConfigError: For links to what is not saved yet.
+        CheckpointError: For metrics whose states only one replica can have.
+    """
+    check_checkpoint_links(trainer, on_save_error=options.checkpoint.on_save_error, in_background=in_background)
+    if trainer.checkpoint_callbacks:
+        warn_of_uploads(trainer)
+    hands_weights_back = options.start_method != "popen" and options.layout.tp * options.layout.pp > 1  # in a checkpoint
+    if trainer.checkpoint_callbacks or hands_weights_back:
+        check_persistent_states(module, options.layout.data_parallel_size(world_size))

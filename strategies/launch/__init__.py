@@ -1,0 +1,1 @@
+"""How the ranks of a job are started, and what each does when it fails."""

@@ -1,0 +1,85 @@
+"""The arguments of ``fit``, ``validate``, ``test`` and ``predict``, which a launcher sees before Lightning reads them.
+
+``ckpt_path="last"``: Lightning looks for local files only, so the URL of a checkpoint in an object store replaces "last". A
+local path is checked before any process is started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
+from megatron_lightning.checkpoint.requeue import committed_requeue
+from megatron_lightning.checkpoint.storage import folder_of, is_remote, list_folders
+from megatron_lightning.errors import MissingCheckpointError
+from megatron_lightning.strategies.lightning_internals import checkpoint_folder
+
+
+def with_last_checkpoint(
+    trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with a URL instead of "last", if a callback's checkpoints are at one.
+
+    Args:
+        trainer: Has the callbacks.
+        args: Positional arguments.
+        kwargs: Named arguments.
+
+    Returns:
+        The arguments, unchanged if "last" is not among them, or there is no checkpoint to resume from.
+    """
+    given = (*args, *kwargs.values())
+    if trainer is None or not any(isinstance(value, str) and value == "last" for value in given):
+        return args, dict(kwargs)
+    found = dict(_found(trainer))
+    if not any(map(is_remote, found)):
+        return args, dict(kwargs)
+    newest = max(found, key=lambda path: found[path])
+
+    def replaced(value: Any) -> Any:
+        return newest if isinstance(value, str) and value == "last" else value
+
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+
+
+def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that the ``ckpt_path`` among the arguments exists; keywords such as "best" and object stores are left for later.
+
+    Raises:
+        MissingCheckpointError: If it does not.
+    """
+    given = kwargs.get("ckpt_path", next((value for value in args if isinstance(value, (str, PathLike))), None))
+    path = "" if given is None else str(given)
+    if path in ("", "best", "last", "hpc") or path.startswith("registry") or is_remote(path):
+        return
+    if not Path(committed_requeue(path)).exists():
+        raise MissingCheckpointError.at(path)
+
+
+def data_module_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> pl.LightningDataModule | None:
+    """Return the data module among the arguments; the Trainer knows it only after the launch."""
+    given = (*args, *kwargs.values())
+    return next((argument for argument in given if isinstance(argument, pl.LightningDataModule)), None)
+
+
+def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
+    """Yield (path or URL, when it was saved) of every committed checkpoint that a callback calls its last."""
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        directory = checkpoint_folder(callback, trainer)
+        try:
+            folders = list_folders(directory)
+        except FileNotFoundError:
+            continue
+        pattern = re.compile(rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-.*)?{re.escape(callback.FILE_EXTENSION)}")
+        for path in folders:
+            if pattern.fullmatch(PurePosixPath(path).name) and is_committed(path):
+                yield path, folder_of(path).modified(MANIFEST) or 0.0

@@ -1,0 +1,34 @@
+"""Which exceptions of Lightning's are failures of a rank, and which all ranks have agreed on."""
+
+from __future__ import annotations
+
+import signal
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
+
+_TERMINATED = 128 + signal.SIGTERM  # exit code, as shells have it
+
+
+class AgreedStop(SIGTERMException):
+    """All ranks end the run here and know it: none has failed, and none waits for another."""
+
+
+def report_failure(watch: FailureWatch | None, error: BaseException) -> bool:
+    """Report to the other ranks that this one fails, unless all ranks leave the run with the same exception.
+
+    Args:
+        watch: Of this rank; None: there are no others.
+        error: Why it fails.
+
+    Returns:
+        Whether it fails only because another rank has.
+    """
+    if watch is None or isinstance(error, AgreedStop | TunerExit):
+        return False
+    if isinstance(error, SIGTERMException):  # code None is success, with which an agent waits for the other nodes
+        error.code = _TERMINATED
+    follows = watch.report(error, explained=refuses_settings(error))
+    return follows and not isinstance(error, KeyboardInterrupt)

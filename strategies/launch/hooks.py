@@ -1,0 +1,25 @@
+"""What a launcher calls while it starts and ends a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.resilience.failure import FailureWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchHooks:
+    """Functions of the strategy that a launcher calls; they can be pickled with it."""
+
+    before_launch: Callable[[pl.Trainer | None, pl.LightningDataModule | None], None]
+    """Raises ConfigError for a module or data that cannot run, before any process is started."""
+    failure_watch: Callable[[], FailureWatch | None]
+    """Returns the watch of this rank; None outside a run and on one rank."""
+    write_logs: Callable[[], None]
+    """Writes what loggers hold, before a process ends against its will."""
+    full_module_state: Callable[[str], dict[str, Any] | None]
+    """Returns the state of the full module after ``fit``, on all ranks, given a folder for temporary files."""

@@ -1,0 +1,34 @@
+"""The choice of a launcher: who starts the ranks of this node."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import ParallelStrategy
+
+from megatron_lightning.config import StartMethod
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.launch.hooks import LaunchHooks
+from megatron_lightning.strategies.launch.script import ScriptLauncher
+from megatron_lightning.strategies.launch.workers import WorkerLauncher
+
+
+def make_launcher(
+    strategy: ParallelStrategy, start_method: StartMethod, hooks: LaunchHooks, *, num_processes: int, num_nodes: int
+) -> ScriptLauncher | WorkerLauncher:
+    """Return the launcher for ``start_method``; the processes of torchrun and Slurm are taken as they are.
+
+    Args:
+        strategy: Whose ranks are to be started.
+        start_method: How, if there are several and nobody has.
+        hooks: What the launcher calls.
+        num_processes: Ranks of this node.
+        num_nodes: Nodes of the job.
+
+    Raises:
+        ConfigError: If the strategy has no cluster environment.
+    """
+    environment = strategy.cluster_environment
+    if environment is None:
+        raise ConfigError("the strategy has no cluster environment. Give it to a Trainer before it is used.")
+    if start_method == "popen" or environment.creates_processes_externally or num_processes * num_nodes == 1:
+        return ScriptLauncher(environment, num_processes, num_nodes, hooks)
+    return WorkerLauncher(strategy, start_method, hooks)

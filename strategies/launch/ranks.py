@@ -1,0 +1,219 @@
+"""A process among the ranks of the job: process groups, collectives, and the watch for failures of others.
+
+Values that differ between ranks differ along the data-parallel axis only, so that is the default group; decisions are taken by
+the whole world.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_lightning import compat
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.strategies import lightning_internals as internals
+
+
+class Ranks:
+    """Groups of one process; they outlive a run, and are left out of a pickle.
+
+    Args:
+        layout: Sizes of the parallel axes.
+        backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        timeout: Limit of a collective.
+    """
+
+    def __init__(self, layout: ParallelLayout, *, backend: str | None, timeout: timedelta) -> None:
+        self._layout = layout
+        self._backend = backend
+        self._timeout = timeout
+        self._context: ParallelContext | None = None
+        self._device = torch.device("cpu")
+        self._separated = False  # replicas draw random numbers of their own
+        self._is_alone = False  # an exception took this rank out of step with the others
+        self.failure_watch: FailureWatch | None = None
+        """Ends this rank when another one fails; None outside a run and on one rank."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_unconnected, (self._layout, self._backend, self._timeout))
+
+    # ------------------------------------------------------------------------------------------------ connections
+
+    def connect(
+        self, environment: ClusterEnvironment | None, world_size: int, device: torch.device, write_logs: Callable[[], None]
+    ) -> bool:
+        """Create the process groups, unless an earlier run has, and watch for failures.
+
+        Args:
+            environment: Knows the ranks.
+            world_size: Ranks of the job.
+            device: Of this rank.
+            write_logs: Called before this process is ended because another one failed.
+
+        Returns:
+            Whether groups were created.
+
+        Raises:
+            ConfigError: If this process is a rank of a job of another size.
+        """
+        self._device = device
+        if world_size > 1 and environment is not None:
+            self._join_world(environment, world_size)
+            if self._context is not None and self._context.axis("world").is_broken:
+                self.forget_connections()
+            self.failure_watch = FailureWatch(write_logs=write_logs)
+            self.failure_watch.start()
+        if self._context is not None:
+            return False
+        # What users draw from here on is what one device would draw, however the ranks came to life.
+        is_alone = world_size == 1
+        states = internals.random_states(include_cuda=False)
+        internals.set_random_states(states if is_alone else _broadcast(states))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
+        self._context = ParallelContext(self._layout, device=device, seed=seed, timeout=self._timeout, alone=is_alone)
+        return True
+
+    def _join_world(self, environment: ClusterEnvironment, world_size: int) -> None:
+        """Create the default process group, unless an earlier Trainer has.
+
+        A program may catch an exception that all ranks met, and that broke their connections, and train again. The job's store
+        is still the same then, so each group has a number of its own.
+        """
+        if not dist.is_initialized():
+            rank, size = environment.global_rank(), environment.world_size()
+            url = f"tcp://{environment.main_address}:{environment.main_port}"
+            store, *_ = next(rendezvous(url, rank, size, timeout=self._timeout))
+            number = store.add(f"megatron_lightning/worlds/{rank}", 1)
+            store = compat.PrefixStore(f"megatron_lightning/world/{number}", store)
+            default = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+            internals.init_process_group(environment, self._backend or default, store=store, timeout=self._timeout)
+        if dist.get_world_size() != world_size:
+            raise ConfigError(
+                f"num_nodes x devices is {world_size}, and this process is already one of "
+                f"{dist.get_world_size()} ranks that an earlier Trainer started. Set devices as it did, or to 1, or use "
+                "another process."
+            )
+
+    def forget_connections(self) -> None:
+        """Drop the groups of a run that an exception on all ranks has ended."""
+        self._context = None
+        self._is_alone = False
+
+    def separate_replicas(self) -> None:
+        """Give each data-parallel replica random numbers of its own, once: when training begins."""
+        if not self._separated:
+            self._separated = True
+            ReplicaRng(self._device).separate_replicas(self.context.dp.rank)
+
+    def current_watch(self) -> FailureWatch | None:
+        """Return what ends this rank when another one fails; None outside a run and on one rank."""
+        return self.failure_watch
+
+    def stop_watching(self) -> None:
+        """End a run: failures of others no longer end this process."""
+        if self.failure_watch is not None:
+            self.failure_watch.stop()
+            self.failure_watch = None
+
+    @property
+    def are_connected(self) -> bool:
+        """Whether the groups exist."""
+        return self._context is not None
+
+    @property
+    def context(self) -> ParallelContext:
+        """Groups of this rank.
+
+        Raises:
+            ConfigError: Before the process groups exist.
+        """
+        if self._context is None:
+            raise ConfigError("the parallel context exists from the Trainer's setup on; use it in or after configure_model.")
+        return self._context
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are other ranks to talk to; a Trainer of one device talks to none that an earlier one started."""
+        return self._context is not None and self._context.world_size > 1 and dist.is_initialized()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.are_several and not self._is_alone:
+            dist.barrier(device_ids=[self._device.index] if self._device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object on every rank."""
+        return _broadcast(obj, src) if self.are_several else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value).
+
+        The mean of whole numbers is not a whole number: rounded, it would shift what is logged with a ``batch_size``.
+        """
+        group = group or self.data_group
+        if not isinstance(tensor, Tensor) or group is None:
+            return tensor
+        if reduce_op in ("mean", "avg", dist.ReduceOp.AVG) and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.float()
+        return internals.all_reduce(tensor, group, reduce_op)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks; None before the groups exist, and for one."""
+        return None if self._context is None else self._context.dp.process_group
+
+    def agree(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the world: control flow must be the same on every rank."""
+        if not self.are_several:
+            return decision
+        votes = torch.tensor(int(decision), device=self._device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+
+    def all_interrupted(self, state: str, within_s: float = 3.0) -> bool:
+        """Return whether every rank calls this with the same ``state`` within ``within_s`` seconds.
+
+        No collective, so that none can hang. An exception on one rank leaves it alone with what callbacks do about exceptions,
+        and the others end seconds after its report; Ctrl-C reaches all ranks. From a negative answer on :meth:`barrier` does
+        not wait.
+        """
+        arrived = 0
+        if not dist.is_initialized():  # a run that failed has taken the connections down
+            self._is_alone = True
+            return False
+        with suppress(dist.DistError):  # rank 0, which keeps the store, has ended
+            store = compat.default_store()
+            attempt = store.add(f"megatron_lightning/interrupted/{self.context.rank}", 1)
+            key = f"megatron_lightning/interrupted/attempt/{attempt}/{state}"
+            arrived, deadline = store.add(key, 1), time.monotonic() + within_s
+            while arrived < self.context.world_size and time.monotonic() < deadline:
+                time.sleep(0.1)
+                arrived = store.add(key, 0)
+        self._is_alone = arrived < self.context.world_size
+        return not self._is_alone
+
+
+def _broadcast(obj: Any, src: int = 0) -> Any:
+    box = [obj]
+    dist.broadcast_object_list(box, src)
+    return box[0]
+
+
+def _unconnected(layout: ParallelLayout, backend: str | None, timeout: timedelta) -> Ranks:
+    return Ranks(layout, backend=backend, timeout=timeout)

@@ -1,0 +1,157 @@
+"""Start the other ranks of this node by running the command again: ``python train.py``, ``python -m package`` or a script.
+
+The main process is rank 0 of its node. Under torchrun and Slurm every process exists already and nothing is started.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+
+from megatron_lightning import compat
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.resilience.failure import PeerFailure, end_process
+from megatron_lightning.resilience.processes import (
+    GRACE_S,
+    LINGER_S,
+    Child,
+    ChildWatch,
+    ParentWatch,
+    kill,
+    print_failure,
+    wait_for,
+)
+from megatron_lightning.strategies.launch.arguments import check_checkpoint_path, data_module_of, with_last_checkpoint
+from megatron_lightning.strategies.launch.failures import report_failure
+from megatron_lightning.strategies.launch.hooks import LaunchHooks
+from megatron_lightning.strategies.lightning_internals import SubprocessScriptLauncher, share_threads
+
+_STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
+_JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
+
+
+class ScriptLauncher(SubprocessScriptLauncher):
+    """Runs the current command once more for every other rank of this node.
+
+    Args:
+        environment: Knows the ranks and whether their processes exist.
+        num_processes: Ranks of this node.
+        num_nodes: Nodes of the job.
+        hooks: What it calls.
+    """
+
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, hooks: LaunchHooks) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._hooks = hooks
+        self._watch: ChildWatch | None = None
+        self._failed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"procs": [], "_watch": None}
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook may use it: only if there is nothing to start."""
+        return self.num_processes * self.num_nodes == 1
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other ranks if nobody has, then call ``function`` in this one.
+
+        Raises:
+            ConfigError: If the module or the command cannot be run this way; before any process is started.
+        """
+        args, kwargs = with_last_checkpoint(trainer, args, kwargs)
+        check_checkpoint_path(args, kwargs)
+        self._hooks.before_launch(trainer, data_module_of(args, kwargs))
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        starter = os.environ.pop(_STARTER_VARIABLE, None)
+        if starter is not None:
+            ParentWatch(int(starter), self._starter_ended, self._hooks.write_logs).start()
+        elif self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
+            self._start()
+        if self.num_processes > 1:
+            share_threads(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Report this failure to the other ranks, before callbacks and loggers take their time over it.
+
+        Raises:
+            PeerFailure: If it fails because another rank has.
+        """
+        watch = self._hooks.failure_watch()
+        follows = report_failure(watch, error)
+        self._failed = True
+        if watch is not None:
+            compat.at_end_of_main_thread(gc.freeze)  # taking torch apart takes a second, for which the others would wait
+        if self._watch is not None:
+            self._watch.stop()  # this process has a way out of its own; at its end the others are ended
+        if follows:
+            if self.cluster_environment.creates_processes_externally:
+                time.sleep(LINGER_S)
+            raise PeerFailure(1) from None
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the other ranks of this node; those are no failures that would end this process."""
+        if self._watch is not None:
+            self._watch.stop()
+        if signum == signal.SIGKILL:  # they are on their way out since this one told them why
+            wait_for(self._children(), GRACE_S)
+        super().kill(signum)
+
+    def _start(self) -> None:
+        self._check_command()
+        os.environ[_STARTER_VARIABLE] = str(os.getpid())
+        try:
+            self._call_children_scripts()
+        finally:
+            del os.environ[_STARTER_VARIABLE]
+        end = partial(end_process, self._hooks.write_logs)
+        self._watch = ChildWatch(self._children, self._child_failed, end=end)
+        self._watch.start()
+        compat.at_end_of_main_thread(partial(self._join, self._watch))
+
+    def _check_command(self) -> None:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if self.num_processes > 1 and spec is None and not os.path.isfile(sys.argv[0]):
+            raise ConfigError(
+                f"start_method='popen' runs the command again for each of the {self.num_processes} local ranks, and "
+                f"{sys.argv[0]!r} is not a script file. Set start_method to 'fork' or 'spawn', or start with torchrun."
+            )
+
+    def _children(self) -> list[Child]:
+        first = self.cluster_environment.node_rank() * self.num_processes
+        return [Child(first + local_rank, process.pid, process.poll) for local_rank, process in enumerate(self.procs, 1)]
+
+    def _starter_ended(self, how: str) -> None:
+        self._child_failed(self.cluster_environment.node_rank() * self.num_processes, how)
+
+    def _child_failed(self, rank: int, how: str) -> None:
+        """Tell the user and all ranks, unless a rank has reported why before it ended."""
+        watch = self._hooks.failure_watch()
+        if watch is not None:
+            watch.report_child(rank, how)
+        elif not self._failed:
+            print_failure(rank, how)
+
+    def _join(self, watch: ChildWatch) -> None:
+        """Wait until the other ranks finish the script; they would be ended as soon as this process is gone."""
+        children, failed = self._children(), self._failed
+        wait_for(children, GRACE_S if failed else _JOIN_S)
+        child_failed = watch.announce()
+        kill(children)
+        if child_failed and not failed:
+            end_process(self._hooks.write_logs)  # with an exit code that says so

@@ -1,0 +1,85 @@
+"""Run every rank of this node as a worker process, spawned or forked from this one, which is none of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from megatron_lightning import compat
+from megatron_lightning.resilience.failure import PeerFailure
+from megatron_lightning.resilience.processes import LINGER_S
+from megatron_lightning.resilience.workers import watched_workers, worker_process
+from megatron_lightning.strategies.launch.arguments import check_checkpoint_path, data_module_of, with_last_checkpoint
+from megatron_lightning.strategies.launch.failures import report_failure
+from megatron_lightning.strategies.launch.hooks import LaunchHooks
+from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher
+
+
+class WorkerLauncher(MultiProcessingLauncher):
+    """Runs every rank of this node as a worker process, which also works in a notebook (``fork``) and under pytest.
+
+    Args:
+        strategy: Lightning's base class reads its sizes, and reads and writes the module's weights through it.
+        start_method: ``"spawn"`` or ``"fork"``.
+        hooks: What it calls.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork"], hooks: LaunchHooks) -> None:
+        super().__init__(strategy, start_method)
+        self._hooks = hooks
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the workers, wait for them, and return what rank 0 returned.
+
+        Raises:
+            ConfigError: If the module cannot be run this way; before any process is started.
+            torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
+            torch.multiprocessing.ProcessExitedException: For a worker that was killed.
+            KeyboardInterrupt: If this process or a worker was interrupted.
+        """
+        args, kwargs = with_last_checkpoint(trainer, args, kwargs)
+        check_checkpoint_path(args, kwargs)
+        self._hooks.before_launch(trainer, data_module_of(args, kwargs))
+        self.procs = []
+        with watched_workers(lambda: self.procs):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        """Send the weights of all ranks to the process that started them, not those of its first worker alone."""
+        output = super()._collect_rank_zero_results(trainer, results)
+        if trainer.state.fn == TrainerFn.FITTING:
+            full = self._hooks.full_module_state(str(trainer.default_root_dir))
+            if full is not None and output is not None and output.weights_path is not None:
+                self._strategy.checkpoint_io.save_checkpoint(full, output.weights_path)
+        return output
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        with worker_process(self._hooks.write_logs):
+            try:
+                super()._wrapping_function(process_idx, *args, **kwargs)
+            except BaseException as error:  # the Trainer's own handling of it stays in the process that started this one
+                self._leave(error)
+                raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Report this failure to the other ranks, and break the connections that they wait on.
+
+        Raises:
+            PeerFailure: If it fails because another rank has.
+        """
+        watch = self._hooks.failure_watch()
+        if watch is None:
+            return
+        follows = report_failure(watch, error)
+        self._hooks.write_logs()
+        compat.abort_process_groups()
+        compat.at_end_of_main_thread(gc.freeze)  # as in ScriptLauncher
+        if follows:
+            time.sleep(LINGER_S)
+            raise PeerFailure(1) from None

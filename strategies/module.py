@@ -1,0 +1,126 @@
+"""The LightningModule under a strategy: reduced to this rank's part when it is built, and placed on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.assembly.assemble import assemble, can_be_partitioned, is_assembled, is_full, reattach
+from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.replicas import check_replicas
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.strategies.checks.preflight import check_layers
+from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.strategies.step.overrides import override
+
+
+def wrap_configure_model(module: pl.LightningModule, assemble_it: Callable[[], None], undo: ExitStack) -> None:
+    """Call ``assemble_it`` when the module has its layers: now, or each time that ``configure_model`` returns.
+
+    Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so the module must be this
+    rank's part when that call returns.
+    """
+    if not is_overridden("configure_model", module):
+        if can_be_partitioned(module):  # else it is built in a setup hook
+            assemble_it()
+        return
+
+    def configure_model(original: Callable[[], None]) -> None:
+        original()
+        assemble_it()
+
+    override(module, "configure_model", configure_model, undo)
+
+
+def assemble_module(
+    module: pl.LightningModule,
+    before: Part | None,
+    context: ParallelContext,
+    options: StrategyOptions,
+    layer_sync: LayerSync | None,
+) -> Part:
+    """Reduce the module to this rank's part, unless an earlier run has, and return its description.
+
+    Args:
+        module: The LightningModule with all layers, or this rank's part of it.
+        before: Description of an earlier run.
+        context: Groups of this rank.
+        options: The strategy's.
+        layer_sync: Lightning's plugin for BatchNorm over the replicas.
+    """
+    placement = options.schedule.placement
+    if not is_assembled(module):
+        check_layers(options, context.world_size, module, module.trainer)
+    if layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        _synchronize_batch_norm(module, layer_sync, context.dp)
+    if is_full(module, context):
+        allocates = options.data_parallel != "fsdp" or context.dp_cp.size == 1
+        part = assemble(module, context, options.sharding_plan, placement, options.pipeline, allocates=allocates)
+    else:
+        part = reattach(module, context, placement, options.pipeline)
+    apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
+    return part if before is None else replace(part, units=before.units)
+
+
+def place_module(
+    module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions, precision: Precision
+) -> Part:
+    """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
+    if part.units is not None:
+        part.units.reshard()
+    if part.units is None or not is_sharded(module):
+        check_unsharded(module)
+        if precision.convert_module(module) is not module:
+            raise ConfigError(
+                f"{type(precision).__name__} replaces the LightningModule by another module, and the strategy divides the one "
+                "that it was given. Use a precision plugin that converts the module in place."
+            )
+        part = replace(part, units=None)
+    device: Any = context.device
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    built = {n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
+    check_replicas(built, part.specs, context)
+    if options.data_parallel == "fsdp" and part.units is None and context.dp_cp.size > 1:
+        units = shard_units(module, part, context, options.data, micro_batches=not options.is_native)
+        part = replace(part, units=units)
+    module.to(device)
+    return part
+
+
+def describe_share(module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions) -> None:
+    """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""
+    if context.world_size > 1:
+        layout = options.layout
+        shards = "" if part.units is None else f" {part.units.describe()}"
+        rank_zero_info(
+            f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data {context.dp.size}, sequence parallel "
+            f"{'on' if layout.sp else 'off'}, {options.data_parallel}, schedule {options.schedule}. The model has "
+            f"{part.num_parameters:,} parameters; this rank holds {local_size(module):,} of them, which is what summaries show."
+            f"{shards}"
+        )
+
+
+def _synchronize_batch_norm(module: pl.LightningModule, layer_sync: LayerSync, replicas: AxisGroup) -> None:
+    """Let BatchNorm layers see the samples of all data-parallel replicas, in place (``Trainer(sync_batchnorm=True)``).
+
+    Lightning's own plugin would take all ranks for replicas.
+    """
+    if replicas.size > 1:
+        if type(layer_sync) is TorchSyncBatchNorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module, replicas.process_group)  # type: ignore[no-untyped-call]
+        else:
+            layer_sync.apply(module)

@@ -1,0 +1,54 @@
+"""Everything that a user sets on :class:`MegatronStrategy`, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from megatron_lightning.config import (
+    CheckpointOptions,
+    DataParallel,
+    DataParallelOptions,
+    NonFinite,
+    PipelineOptions,
+    RecomputeOptions,
+    StartMethod,
+)
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.pipeline.schedules import ScheduleChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The arguments of :class:`MegatronStrategy`, checked and with their defaults resolved."""
+
+    layout: ParallelLayout
+    """Sizes of the parallel axes."""
+    schedule: ScheduleChoice
+    """Order of work in the pipeline."""
+    micro_batch_size: int | None
+    """Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch."""
+    pipeline: PipelineOptions
+    """How the model is partitioned into stages and how micro-batches visit them."""
+    data_parallel: DataParallel
+    """What the data-parallel ranks share of gradients, optimizer state and parameters."""
+    data: DataParallelOptions
+    """Buckets, communication and optimizer state of the data-parallel ranks."""
+    recompute: RecomputeOptions
+    """What the forward pass does not keep for the backward pass."""
+    non_finite: NonFinite
+    """What is done about infinite or NaN losses and gradients."""
+    checkpoint: CheckpointOptions
+    """How checkpoints are written."""
+    sharding_plan: ShardingPlan | None
+    """Tensor-parallel table of a model that has no ``sharding_plan()`` of its own."""
+    start_method: StartMethod
+    """How local ranks are started when no torchrun or Slurm did."""
+    timeout: timedelta
+    """Time after which a collective that waits for another rank fails."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether Lightning's own steps do the work: one stage, the whole batch; the same for every batch and rank."""
+        return self.layout.num_stages == 1 and self.micro_batch_size is None

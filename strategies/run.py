@@ -1,0 +1,274 @@
+"""What one run of the Trainer has: a fit, validate, test or predict.
+
+A run begins when the ranks are connected, is complete after the strategy's ``setup``, and stays readable after its teardown,
+because users save after ``fit``. Whatever it replaces on a foreign object it registers the undo of on :attr:`Run.undo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.checkpoint.saver import Saver
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.split_backward import join_backwards, split_backwards
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
+from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.lightning_internals import connector_of
+from megatron_lightning.strategies.module import assemble_module, describe_share, place_module, wrap_configure_model
+from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.strategies.progress import Progress
+from megatron_lightning.strategies.step.dataloaders import prepared_loader
+from megatron_lightning.strategies.step.native import NativeSteps
+from megatron_lightning.strategies.step.pipelined import PipelinedSteps
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.steps import Steps
+from megatron_lightning.strategies.step.training import Training
+from megatron_lightning.strategies.step.validation_clock import ValidationClock
+
+
+class Run:
+    """One run of a strategy.
+
+    Args:
+        module: The LightningModule.
+        ranks: Connected groups.
+        options: The strategy's.
+        progress: The strategy's counts.
+        ranks_per_node: Ranks of each node.
+        layer_sync: Lightning's plugin for BatchNorm over the replicas.
+        previous: The run before, whose part of the module and whose optimizers can still be used.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        ranks: Ranks,
+        options: StrategyOptions,
+        progress: Progress,
+        *,
+        ranks_per_node: int,
+        layer_sync: LayerSync | None,
+        previous: Run | None,
+    ) -> None:
+        self.module = module
+        self._ranks = ranks
+        self._options = options
+        self._progress = progress
+        self._layer_sync = layer_sync
+        self.undo = ExitStack()
+        """Restores what is replaced on foreign objects (module, Trainer, plugins, metrics) for this run."""
+        self._until_setup = self.undo.enter_context(ExitStack())
+        self._injects_samplers = True
+        self._part: Part | None = None
+        self._earlier_part: Part | None = None  # of the same module: FSDP2's units stay sharded
+        if previous is not None and previous.module is module:
+            self._earlier_part = previous._part
+        self._training: Training | None = None if previous is None else previous._training
+        self._steps: Steps | None = None
+        self._pipeline_executor: PipelineExecutor | None = None if previous is None else previous._pipeline_executor
+        saver: Saver = Saver(options.checkpoint, options.timeout) if previous is None else previous.checkpoints.saver
+        self.checkpoints: Checkpoints = Checkpoints(
+            module,
+            ranks,
+            options,
+            progress,
+            saver=saver,
+            ranks_per_node=ranks_per_node,
+            share_buffers=self.share_buffers,
+        )
+        """Saves and loads."""
+        self.clock = ValidationClock(ranks.broadcast)
+        """Decides for all ranks when a validation by time is due."""
+        wrap_configure_model(module, self._assemble_built, self._until_setup)
+
+    # ----------------------------------------------------------------------------------------------------- module
+
+    @property
+    def part(self) -> Part:
+        """What this rank holds of the module.
+
+        Raises:
+            ConfigError: Before the module is assembled.
+        """
+        if self._part is None:
+            raise ConfigError("the module has not been sharded yet; it is in or after configure_model.")
+        return self._part
+
+    def assemble(self) -> None:
+        """Reduce the module to this rank's part, unless it is, and hooks have not built layers since."""
+        if self._part is None or not self._part.describes(self.module):
+            self._assemble_built()
+
+    def _assemble_built(self) -> None:
+        before = self._part or self._earlier_part
+        self._part = assemble_module(self.module, before, self._ranks.context, self._options, self._layer_sync)
+
+    def forget_part(self) -> None:
+        """Describe the module again: its layers hold groups of an earlier run."""
+        self._part = None
+
+    def place(self, precision: Precision) -> None:
+        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
+        self._part = place_module(self.module, self.part, self._ranks.context, self._options, precision)
+
+    # ------------------------------------------------------------------------------------------------------ setup
+
+    def begin_setup(self, trainer: pl.Trainer) -> None:
+        """Complete the module, and take over what Lightning would do to it and to its DataLoaders."""
+        connector = connector_of(trainer)
+        self._until_setup.close()
+        self.assemble()
+        self._injects_samplers = connector.use_distributed_sampler  # process_dataloader does it, and keeps the user's order
+        self.undo.callback(setattr, connector, "use_distributed_sampler", connector.use_distributed_sampler)
+        connector.use_distributed_sampler = False
+        if self._layer_sync is not None:
+            self.undo.callback(self._layer_sync.revert, self.module)
+
+    def connect_pipeline(self, *, fitting: bool) -> None:
+        """Create the executor, and let linear layers defer their weight gradients if the schedule splits backward."""
+        schedule = self._options.schedule
+        if self._pipeline_executor is None or self._pipeline_executor.context is not self._ranks.context:
+            self._pipeline_executor = PipelineExecutor(self._ranks.context, schedule.placement)
+            self._pipeline_executor.transport.warm_up()
+        describe_share(self.module, self.part, self._ranks.context, self._options)
+        if self._options.layout.tp * self._options.layout.num_stages > 1 or self.part.units is not None:
+            self._hide_example()
+        if fitting and schedule.splits_backward:
+            split, others = split_backwards(self.module, self.executor.weight_gradients)
+            self.undo.callback(join_backwards, self.module)
+            rank_zero_info(
+                f"MegatronStrategy: schedule {schedule.name} defers the weight gradients of {len(split)} layers on "
+                f"this rank. {len(others)} others with matrices compute theirs with the input gradients"
+                f"{': ' if others else ''}{', '.join(others[:5])}{', …' if len(others) > 5 else ''}."
+            )
+
+    def _hide_example(self) -> None:
+        """Keep summaries and graphs from running this rank's part as if it were the full module, or without other ranks."""
+        if self.module.example_input_array is not None:
+            self.undo.callback(setattr, self.module, "example_input_array", self.module.example_input_array)
+            self.module.example_input_array = None
+
+    def begin_training(
+        self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig], precision: Precision
+    ) -> None:
+        """Reduce gradients for these optimizers from now on."""
+        self._training = Training(self._scope(precision), optimizers, schedulers)
+
+    def begin_steps(self, precision: Precision) -> None:
+        """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
+        scope = self._scope(precision)
+        if self._options.is_native:
+            self._steps = NativeSteps(scope, self._training)
+        else:
+            self._steps = PipelinedSteps(scope, self._training, self.executor)
+
+    def _scope(self, precision: Precision) -> Scope:
+        return Scope(
+            module=self.module,
+            part=self.part,
+            context=self._ranks.context,
+            options=self._options,
+            progress=self._progress,
+            precision=precision,
+            undo=self.undo,
+        )
+
+    def process_dataloader(self, loader: object) -> object:
+        """Give each data-parallel rank its share of the data; training continues where ``consumed_samples`` says."""
+        return prepared_loader(
+            loader,
+            self.module.trainer,
+            self._ranks.context.dp,
+            injects_samplers=self._injects_samplers,
+            consumed=self._progress.consumed_samples,
+            micro_batch_size=self._options.micro_batch_size,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ steps
+
+    @property
+    def steps(self) -> Steps:
+        """Runs batches.
+
+        Raises:
+            ConfigError: Before setup.
+        """
+        if self._steps is None:
+            raise ConfigError("steps can be run after the Trainer has set the strategy up.")
+        return self._steps
+
+    @property
+    def executor(self) -> PipelineExecutor:
+        """Runs the action tables of the pipeline.
+
+        Raises:
+            ConfigError: Before setup.
+        """
+        if self._pipeline_executor is None:
+            raise ConfigError("the pipeline exists after the Trainer has set the strategy up.")
+        return self._pipeline_executor
+
+    @property
+    def training(self) -> Training:
+        """Gradients and optimizer steps, of this run or of an earlier ``fit``.
+
+        Raises:
+            ConfigError: Before the Trainer fits.
+        """
+        if self._training is None:
+            raise ConfigError("gradients exist while the Trainer fits.")
+        return self._training
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether there are optimizers and gradients."""
+        return self._training is not None
+
+    def share_buffers(self) -> None:
+        """Make all buffers equal that have diverged between ranks which hold the same; a collective."""
+        if self._steps is not None:
+            self._steps.buffers.synchronize(compare=True)
+
+    def refuse_in_step(self, what: str) -> None:
+        """Refuse what all ranks would have to call together, in the middle of a pipelined step.
+
+        Raises:
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        if self._steps is not None:
+            self._steps.refuse_in_step(what)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the state dict of this rank's part, with the weights of the last step."""
+        if self._training is not None:
+            self._training.accumulation.gather.wait()
+        state = self.module.state_dict()
+        return state if self.part.units is None else self.part.units.as_used(state)
+
+    def full_module_state(self, folder: str, *, reads: bool) -> dict[str, Any] | None:
+        """Return the module's state as one device has it; all ranks call this after ``fit``.
+
+        Args:
+            folder: Where shards may lie during this call; all nodes see it.
+            reads: Whether this rank wants it; else it is empty.
+
+        Returns:
+            None if this rank's own module is full.
+        """
+        context = self._ranks.context
+        if context.tp.size * context.pp.size == 1 and self.part.units is None:
+            return None
+        return self.checkpoints.full_module_state(self.module_state(), folder, self.part, reads=reads)

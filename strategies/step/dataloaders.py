@@ -1,0 +1,187 @@
+"""DataLoaders like the user's that read one data-parallel rank's part of the samples, and resume after a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
+
+from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+from megatron_lightning.data.sampler import ResumableSampler, ShardedSampler
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.strategies.lightning_internals import training_loaders, unwrapped_batch_sampler, with_sampler
+
+
+def resumable(
+    loader: DataLoader[Any], group: AxisGroup, *, consumed: int = 0, micro_batch_size: int | None = None
+) -> DataLoader[Any]:
+    """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
+
+    A loader over an iterable dataset or with a DistributedSampler of the user's own is returned as it is: it shards and resumes
+    itself. One with a class of batch sampler of the user's own is split, and does not resume; with one data-parallel rank
+    it, too, is returned as it is, as is one with a sampler without length. Batches may be a :class:`ScheduledBatchSampler`.
+
+    Args:
+        loader: The user's.
+        group: The data-parallel ranks.
+        consumed: Samples of all ranks that training has consumed so far.
+        micro_batch_size: Samples of a micro-batch.
+
+    Raises:
+        ConfigError: If the samples cannot be split among several data-parallel ranks.
+    """
+    if type(loader.batch_sampler) is ScheduledBatchSampler:
+        return _scheduled(loader, loader.batch_sampler, group, consumed, micro_batch_size or 1)
+    custom_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    order = getattr(loader.batch_sampler, "sampler", loader.sampler) if custom_batches else _order(loader)
+    if isinstance(loader.dataset, IterableDataset) or isinstance(order, ResumableSampler | DistributedSampler):
+        return loader
+    if group.size > 1:
+        _check_length(order, group, RunningStage.TRAINING)
+    if custom_batches and group.size > 1:
+        return _with_sampler(loader, ShardedSampler(order, group, repeat=True))
+    if custom_batches or not hasattr(order, "__len__"):
+        return loader
+    given = _given_batches(loader)
+    batch_size, drop_last = (given.batch_size, given.drop_last) if given else (loader.batch_size or 1, bool(loader.drop_last))
+    constant = BatchSizeSchedule(global_batch_size=batch_size * group.size)
+    running = partial(constant.running_batch_size, unit=1)
+    sampler = ResumableSampler(_order(loader), group, batch_size=running, drop_last=drop_last, consumed=consumed)
+    return _with_sampler(loader, sampler)
+
+
+def _scheduled(
+    loader: DataLoader[Any], batches: ScheduledBatchSampler, group: AxisGroup, consumed: int, micro_batch_size: int
+) -> DataLoader[Any]:
+    schedule, unit = batches.schedule, micro_batch_size * group.size
+    sampler = ResumableSampler(
+        batches.sampler,
+        group,
+        batch_size=partial(schedule.running_batch_size, unit=unit),
+        drop_last=batches.drop_last,
+        consumed=consumed,
+    )
+    shared = ScheduledBatchSampler(
+        sampler, schedule, drop_last=batches.drop_last, num_replicas=group.size, micro_batch_size=micro_batch_size
+    )
+    return with_sampler(loader, sampler, batch_sampler=shared)
+
+
+def sampler_of(loader: object) -> ResumableSampler | None:
+    """Return the sampler that :func:`resumable` has put into a DataLoader, if it has."""
+    candidates = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return next((sampler for sampler in candidates if isinstance(sampler, ResumableSampler)), None)
+
+
+def _given_batches(loader: DataLoader[Any]) -> BatchSampler | None:
+    """Return the plain BatchSampler that the user made the DataLoader with; the loader itself then knows no batch size."""
+    batches = loader.batch_sampler
+    return batches if type(batches) is BatchSampler and loader.batch_size is None else None
+
+
+def _order(loader: DataLoader[Any]) -> Iterable[int]:
+    """Return the user's sampler; beside a given BatchSampler, torch puts a sequential one that nothing reads."""
+    given = _given_batches(loader)
+    return given.sampler if given else loader.sampler
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None) -> DataLoader[Any]:
+    """Return a DataLoader like ``loader`` that reads in another order."""
+    given = _given_batches(loader)
+    if given is None:
+        return with_sampler(loader, sampler, mode)
+    return with_sampler(loader, sampler, mode, batch_size=given.batch_size, drop_last=given.drop_last)
+
+
+def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: RunningStage) -> DataLoader[Any]:
+    """Return a validation, test or predict DataLoader of this data-parallel rank's share, as Lightning's DDP does.
+
+    For validation and test the first samples are repeated where the shares would be unequal; predictions never repeat.
+    """
+    if isinstance(loader.dataset, IterableDataset) or isinstance(_order(loader), DistributedSampler) or group.size == 1:
+        return loader
+    share: dict[str, Any] = {"num_replicas": group.size, "rank": group.rank, "shuffle": False}
+    _check_length(_order(loader), group, stage)
+    if stage == RunningStage.PREDICTING:
+        return _sharded_for_prediction(loader, group, share)
+    order = _order(loader)
+    if isinstance(order, SequentialSampler):
+        return _with_sampler(loader, DistributedSampler(loader.dataset, **share), stage)
+    return _with_sampler(loader, ShardedSampler(order, group, repeat=True), stage)
+
+
+def _check_length(order: Iterable[int], group: AxisGroup, stage: RunningStage) -> None:
+    if not hasattr(order, "__len__"):
+        raise ConfigError(
+            f"the {stage.value} DataLoader has a {type(order).__name__} without __len__, which cannot be split among "
+            f"{group.size} data-parallel ranks. Give it a length, or split the samples yourself and set "
+            "Trainer(use_distributed_sampler=False)."
+        )
+
+
+def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]) -> DataLoader[Any]:
+    """Put the share inside the batch sampler: Lightning has wrapped that already, to record the indices of every batch."""
+
+    def shared(order: Iterable[int]) -> Sampler[int]:
+        if isinstance(order, SequentialSampler):
+            return UnrepeatedDistributedSamplerWrapper(order, **share)
+        return ShardedSampler(order, group, repeat=False)
+
+    batches = unwrapped_batch_sampler(loader)
+    if batches is None:
+        return with_sampler(loader, shared(loader.sampler))
+    if isinstance(getattr(batches, "sampler", None), Sampler) and not isinstance(batches.sampler, DistributedSampler):
+        batches.sampler = shared(batches.sampler)
+    return loader
+
+
+def training_samplers(trainer: pl.Trainer) -> list[ResumableSampler]:
+    """Return the samplers of the training data that :func:`resumable` has made."""
+    samplers = [sampler_of(loader) for loader in training_loaders(trainer)]
+    return [sampler for sampler in samplers if sampler is not None]
+
+
+def prepared_loader(
+    loader: object,
+    trainer: pl.Trainer,
+    replicas: AxisGroup,
+    *,
+    injects_samplers: bool,
+    consumed: int,
+    micro_batch_size: int | None,
+) -> object:
+    """Return a loader of this data-parallel rank's share of the data, for what the Trainer does now.
+
+    Args:
+        loader: What the user's module or data module returned.
+        trainer: Who reads it.
+        replicas: The data-parallel ranks.
+        injects_samplers: Whether the Trainer may replace samplers (``use_distributed_sampler``).
+        consumed: Samples of all ranks that training has consumed so far.
+        micro_batch_size: Samples of a micro-batch.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    if injects_samplers and trainer.training:
+        loader = resumable(loader, replicas, consumed=consumed, micro_batch_size=micro_batch_size)
+    elif injects_samplers and trainer.state.stage is not None:
+        loader = sharded_for_evaluation(loader, replicas, trainer.state.stage)
+    if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+        # Lightning would seed workers by global rank; ranks of one replica must see the same random transforms.
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=replicas.rank)
+    return loader

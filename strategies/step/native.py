@@ -1,0 +1,57 @@
+"""Lightning's own step: one stage, the whole batch as one micro-batch, backward in Lightning's hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.pipeline.microbatches import batch_size_of
+from megatron_lightning.strategies.step.steps import Steps
+
+
+class NativeSteps(Steps):
+    """Run batches as Lightning does on one device; gradients are reduced in backward."""
+
+    _items: Tensor | None = None  # of the batch, where the module counts them and their sum matters
+
+    def training_step(self, batch: Any, *indices: Any) -> Any:
+        """See the base class."""
+        self._begin_training(batch, batch_size_of(batch) or 1)
+        # The buffers of the step before are shared now: a graph that awaits its backward may hold them.
+        self.buffers.synchronize(compare=self._batches_of_epoch() == 2)
+        with self._precision_context("training_step"), self._units_in_order("training_step"):
+            output = self._scope.module.training_step(batch, *indices)
+        self._items = self._num_items(output)
+        return output
+
+    def _num_items(self, output: Any) -> Tensor | None:
+        sums = self._scope.module.trainer.accumulate_grad_batches > 1 or self._scope.context.dp_cp.size > 1
+        if not (sums and self._scope.module.automatic_optimization and isinstance(output, Mapping) and "num_items" in output):
+            return None
+        return torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._scope.context.device).detach()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients; the loss is weighted by its items, where the module counts them."""
+        training, accumulation = self.training, self.training.accumulation
+        if training.watch is not None:
+            training.watch.loss(loss)
+        accumulation.begin_run(clear=False, keep_earlier=not self._scope.module.automatic_optimization)
+        with accumulation.completing():
+            if self._items is not None:
+                accumulation.add_items(self._items)
+                loss = loss * (self._items * self._scope.module.trainer.accumulate_grad_batches)
+            self._scope.precision.backward(loss, self._scope.module, *args, **kwargs)
+        training.end_backwards()
+
+    def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
+        """See the base class."""
+        self._check_first_batch(batch, hook, *indices[1:])  # the loader's index, if there are several
+        with self._precision_context(hook), self._units_in_order(hook):
+            return getattr(self._scope.module, hook)(batch, *indices)
+
+    def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Return ``fn(batch)``."""
+        return fn(batch)

@@ -1,0 +1,40 @@
+"""Methods of the user: replaced on the module during a run; hooks that are the user's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+def override(module: pl.LightningModule, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
+    """Let ``module.name(...)`` call ``replacement(original, ...)`` until ``undo`` is closed."""
+    original, attributes = getattr(module, name), vars(module)
+    before = attributes.get(name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    def restore() -> None:
+        attributes.pop(name, None)
+        if before is not None:
+            attributes[name] = before
+
+    attributes[name] = method
+    undo.callback(restore)
+
+
+def users_hooks(module: pl.LightningModule, name: str) -> list[str]:
+    """Return ``Class.name`` of every hook of this name that the module or a callback has from neither Lightning nor us."""
+    trainer: Any = module.trainer
+    found = [(owner, getattr(owner, name, None)) for owner in (module, *trainer.callbacks)]
+    libraries = ("lightning", "megatron_lightning")
+    return [
+        f"{type(owner).__name__}.{name}"
+        for owner, hook in found
+        if hook is not None and str(getattr(hook, "__module__", None)).partition(".")[0] not in libraries
+    ]

@@ -1,0 +1,249 @@
+"""One Lightning batch as one pipeline run: the user's step runs for every micro-batch on every stage.
+
+The action table says what runs when; :class:`UserProgram` says what a forward *is*. A run fills and drains the pipeline once,
+as in PipeDream-Flush (https://arxiv.org/abs/2006.09503).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.pipeline.actions import Schedule
+from megatron_lightning.pipeline.advice import advice_on_few_microbatches
+from megatron_lightning.pipeline.broadcast import StageBroadcast
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
+from megatron_lightning.pipeline.lists import ListSync
+from megatron_lightning.pipeline.microbatches import batch_size_of, merge_outputs, split_batch
+from megatron_lightning.pipeline.parallel_call import StageCrossing
+from megatron_lightning.strategies.lightning_internals import skips_backward
+from megatron_lightning.strategies.step.logs import replay
+from megatron_lightning.strategies.step.overrides import users_hooks
+from megatron_lightning.strategies.step.program import UserProgram
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.steps import Steps
+from megatron_lightning.strategies.step.training import Training
+
+
+class PipelinedSteps(Steps):
+    """Run batches as pipeline runs, also with one stage and several micro-batches.
+
+    Args:
+        scope: What the run works on.
+        training: Reduces gradients; None before the Trainer fits.
+        executor: Runs the action tables.
+    """
+
+    def __init__(self, scope: Scope, training: Training | None, executor: PipelineExecutor) -> None:
+        super().__init__(scope, training)
+        self._executor = executor
+        self._executor.forget_boundaries()
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._epoch = 0
+        self._rng = ReplicaRng(scope.context.device)
+        self._broadcast = StageBroadcast(scope.context.pp, scope.context.device)
+        self._lists = ListSync(scope.module, pl.LightningModule, scope.context.device)
+        self._explicit: ExplicitCalls | None = None
+
+    def training_step(self, batch: Any, *indices: Any) -> Any:
+        """See the base class; gradients are computed here."""
+        if self._scope.options.pipeline.explicit_steps:
+            self._begin_training(batch, batch_size_of(batch) or 1)
+            output = self._explicitly("training_step", batch, indices)
+        else:
+            microbatches = self._split(batch)
+            self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
+            output = self._run("training_step", self._scope.module.training_step, microbatches, indices)
+        self.buffers.synchronize(compare=self._batches_of_epoch() == 1)
+        return output
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Publish the gradients that the pipeline run has computed."""
+        self.training.accumulation.reducer.publish()
+
+    def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
+        """See the base class; every stage gets the full output of predictions."""
+        self._check_first_batch(batch, hook, *indices[1:])  # the loader's index, if there are several
+        if self._scope.options.pipeline.explicit_steps:
+            return self._explicitly(hook, batch, indices)
+        return self._run(hook, getattr(self._scope.module, hook), self._split(batch), indices)
+
+    def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """See the base class."""
+        if self._explicit is None:
+            raise not_in_a_step()
+        return self._run(self._explicit.begin(), fn, self._split(batch), ())
+
+    def _explicitly(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:
+        """Call a hook once with its batch; it says what is run on the micro-batches."""
+        self._explicit = ExplicitCalls(hook)
+        try:
+            return self._explicit.check(getattr(self._scope.module, hook)(batch, *indices))
+        finally:
+            self._explicit = None
+
+    def _split(self, batch: Any) -> list[Any]:
+        """Split a batch, with the ``split_batch`` of the module or data module if there is one."""
+        size = self._scope.options.micro_batch_size
+        for owner in (self._scope.module, getattr(self._scope.module.trainer, "datamodule", None)):
+            own: Callable[[Any, int], Sequence[Any]] | None = getattr(owner, "split_batch", None)
+            if size is not None and own is not None:
+                return list(own(batch, size))
+        return split_batch(batch, size)
+
+    def _run(self, hook: str, call: Callable[..., Any], microbatches: Sequence[Any], indices: tuple[Any, ...]) -> Any:
+        """Run ``call`` on every micro-batch and on every stage, forward and, in training, backward.
+
+        Raises:
+            PipelineError: If the step breaks the contract of a pipelined step.
+        """
+        trains = hook == "training_step" and not skips_backward(self._scope.module.trainer)
+        schedule = self._schedule(len(microbatches), trains)
+        crossing = self._crossing(hook)
+        program = UserProgram(
+            self._scope.module,
+            hook,
+            call,
+            microbatches,
+            indices,
+            crossing=crossing,
+            around=partial(self._around, hook),
+            begin_microbatch=self._begin_microbatch,
+            training=self.training if trains else None,
+            variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
+        )
+        self._forget_shapes()
+        self._rng.begin_step()
+        self._lists.begin()
+        if trains:
+            self.training.accumulation.begin_run()
+        with self._in_step(crossing, trains):
+            self._executor.run(schedule, program, backward=trains)
+        if trains:
+            self.training.end_backwards()  # before anything else is communicated
+        if self._scope.part.partition is not None:
+            self._rng.end_step()
+        output, num_items = self._share(program, hook)
+        if trains:
+            self._end_training(output, num_items)
+        return output
+
+    @contextmanager
+    def _in_step(self, crossing: StageCrossing | None, trains: bool) -> Iterator[None]:
+        """Around a pipeline run: the parallel module's call is this rank's stages, and other calls of all ranks are refused."""
+        with ExitStack() as during:
+            if crossing is not None:
+                during.enter_context(crossing.installed())
+            if self._call is not None:
+                during.enter_context(self._call.in_step())
+            if trains and self.training.watch is not None:
+                during.enter_context(self._executor.observed(self.training.watch))
+            self._metrics.in_step = True
+            try:
+                yield
+            finally:
+                self._metrics.in_step = False
+
+    def _end_training(self, output: Any, num_items: Tensor | None) -> None:
+        """Hide the gradients until ``backward``: Lightning calls ``zero_grad`` in between."""
+        accumulation = self.training.accumulation
+        accumulation.add_items(num_items)
+        accumulation.reducer.hide()
+        if output is None:  # Lightning skips the batch
+            accumulation.drop_run()
+
+    def _crossing(self, hook: str) -> StageCrossing | None:
+        """Return what runs this rank's stages where the step calls the pipelined module; None with one stage."""
+        partition, units = self._scope.part.partition, self._scope.part.units
+        if partition is None:
+            return None
+
+        def run_stage(stage: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if units is None:
+                return forward(*args, **kwargs)
+            with units.in_order(hook, stage):
+                return units.call(stage, forward, *args, **kwargs)
+
+        return StageCrossing(hook, partition, self._scope.context, run_stage=run_stage, reached=self._rng.at_call)
+
+    @contextmanager
+    def _around(self, hook: str) -> Iterator[None]:
+        """Around one forward."""
+        in_order = self._units_in_order(hook) if self._scope.part.partition is None else nullcontext()
+        with self._precision_context(hook), in_order:
+            yield
+
+    def _begin_microbatch(self, microbatch: int) -> None:
+        """Let the step draw on every stage what it draws on one device."""
+        if self._scope.part.partition is not None:
+            self._rng.begin_microbatch(microbatch)
+
+    def _forget_shapes(self) -> None:
+        """Let stages tell each other shapes again where they may have changed: callbacks freeze layers between epochs."""
+        epoch = self._scope.module.trainer.current_epoch
+        if self._scope.options.pipeline.variable_seq_lengths or epoch != self._epoch:
+            self._epoch = epoch
+            self._executor.forget_boundaries()
+
+    def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
+        """Return the action table, proven once for each number of micro-batches.
+
+        The first training step decides whether the schedule can run; a smaller batch later, at the end of the data, may not
+        end the run, nor may one with which a resumed run begins.
+        """
+        key, choice = (num_microbatches, backward), self._scope.options.schedule
+        if key not in self._schedules:
+            trainer = self._scope.module.trainer
+            resumed = trainer.ckpt_path is not None and trainer.global_step > 0
+            first = backward and not resumed and not any(trained for _, trained in self._schedules)
+            if first and (advice := advice_on_few_microbatches(choice, num_microbatches)):
+                rank_zero_warn(advice)
+            make = choice.table if first else choice.table_or_sweep
+            self._schedules[key] = made = make(num_microbatches) if backward else choice.forward_table(num_microbatches)
+            if backward and made.name == "sweep":
+                rank_zero_warn(
+                    f"pipeline_schedule {choice.name} has no order for the {num_microbatches} micro-batches of this "
+                    "batch: all forwards run, then all backwards, which holds more activations. Set drop_last on the "
+                    "DataLoader to avoid it."
+                )
+        return self._schedules[key]
+
+    def _share(self, program: UserProgram, hook: str) -> tuple[Any, Tensor | None]:
+        """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
+        shared: Any = None
+        appended = b""
+        pipeline = self._scope.context.pp
+        if pipeline.rank == 0:
+            weights = program.item_weights
+            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes)
+            appended = self._lists.appended() if self._scope.part.partition is not None else b""
+            shared = (output, program.num_items, program.recorder.entries(weights), self._metrics.counts(), bool(appended))
+        if self._scope.part.partition is not None:
+            predicting = hook == "predict_step"
+            shared = self._broadcast_objects(shared) if predicting else self._broadcast(shared, tensors=self._are_read(hook))
+        output, num_items, entries, counts, has_appended = shared
+        self._metrics.follow(counts)
+        if has_appended and pipeline.size > 1:
+            appended = self._broadcast_objects(appended)
+            if pipeline.rank > 0:
+                self._lists.append(appended)
+        replay(self._scope.module, entries)
+        return output, num_items
+
+    def _are_read(self, hook: str) -> bool:
+        """Whether the module or a callback, other than Lightning's own and ours, has the hook that is handed the outputs."""
+        name = f"on_{hook.removesuffix('_step').replace('training', 'train')}_batch_end"
+        return bool(users_hooks(self._scope.module, name))
+
+    def _broadcast_objects(self, value: Any) -> Any:
+        """Send all tensors: predictions, on the CPU."""
+        return self._scope.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))

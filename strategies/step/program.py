@@ -1,0 +1,136 @@
+"""The user's step as the pipeline's executor calls it: one forward for each stage and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from megatron_lightning.errors import PipelineError
+from megatron_lightning.pipeline.microbatches import batch_size_of, tensors_of
+from megatron_lightning.pipeline.parallel_call import StageCrossing, StageExit
+from megatron_lightning.strategies.step.logs import LogRecorder
+from megatron_lightning.strategies.step.training import Training
+
+
+class UserProgram:
+    """What the stages of this rank compute in one pipeline run; collects outputs, logs and item counts of the last stage.
+
+    Args:
+        module: The LightningModule.
+        hook: Name of the step, such as ``"training_step"``.
+        call: Called with a micro-batch and ``indices``: as a rule, the step.
+        microbatches: The parts of the batch.
+        indices: Further arguments of the step.
+        crossing: Runs the stages where the step calls the pipelined module; None with one stage.
+        around: Returns what is put around one forward.
+        begin_microbatch: Called with the micro-batch before its forward.
+        training: Where gradients go; None: there is no backward.
+        variable_shapes: Whether every message between stages says its shapes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        hook: str,
+        call: Callable[..., Any],
+        microbatches: Sequence[Any],
+        indices: tuple[Any, ...],
+        *,
+        crossing: StageCrossing | None,
+        around: Callable[[], AbstractContextManager[None]],
+        begin_microbatch: Callable[[int], None],
+        training: Training | None,
+        variable_shapes: bool,
+    ) -> None:
+        self._module = module
+        self._hook = hook
+        self._call = call
+        self._microbatches = microbatches
+        self._indices = indices
+        self._crossing = crossing
+        self._around = around
+        self._begin_microbatch = begin_microbatch
+        self._training = training
+        self._variable_shapes = variable_shapes
+        self.sizes = [batch_size_of(part) for part in microbatches]
+        known = [float(size) for size in self.sizes if size]
+        self._weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
+        self._items: dict[int, Tensor] = {}
+        self.recorder = LogRecorder(module, self.sizes)
+        self.outputs: dict[int, Any] = {}
+
+    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | Tensor | None:
+        """Run the user's step on ``microbatch`` as ``stage`` sees it."""
+        crossing = self._crossing
+        is_last = crossing is None or crossing.is_last(stage)
+        self.recorder.microbatch = microbatch
+        self._begin_microbatch(microbatch)
+        if crossing is not None:
+            crossing.enter(stage, microbatch, received)
+        try:
+            with self._around(), self.recorder.installed(keep=is_last):  # the last stage logs what others log before the call
+                output = self._call(self._microbatches[microbatch], *self._indices)
+        except StageExit as left:
+            return left.outputs
+        if crossing is not None and not crossing.crossed:
+            self._check_uncrossed(stage, received)
+            if not is_last:
+                return ()
+        return self._finish(microbatch, output)
+
+    def _check_uncrossed(self, stage: int, received: tuple[Tensor, ...] | None) -> None:
+        """Allow evaluation steps that do not call the module on any stage: these have nothing to hand on."""
+        if self._training is None and not received:
+            return
+        raise PipelineError(
+            f"{self._hook} returned on stage {stage} without calling the pipelined module. Call it exactly once in every "
+            "training step, and in other steps on every stage or on none."
+        )
+
+    def _finish(self, microbatch: int, output: Any) -> Tensor | None:
+        """Keep what a step returned; return the weighted loss if there is a backward."""
+        self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
+        counted = isinstance(output, Mapping) and "num_items" in output
+        if counted:
+            items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._module.device)
+            self._items[microbatch] = items.detach()
+        if self._training is None or output is None:
+            return None
+        if isinstance(output, Mapping) and "loss" not in output:
+            raise PipelineError(
+                f"{self._hook} returned a dict with {', '.join(map(repr, output)) or 'no entries'}; the loss is missing. "
+                'Return {"loss": loss, ...}, or the loss itself.'
+            )
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        weight: float | Tensor = self._weights[microbatch] / sum(self._weights) / self._module.trainer.accumulate_grad_batches
+        if counted:
+            weight = self._items[microbatch]
+        scale = self._training.loss_scale
+        return loss * weight if scale == 1.0 else loss.float() * (weight * scale)  # fp16 holds no more than 65504
+
+    @property
+    def num_items(self) -> Tensor | None:
+        """Sum of ``num_items`` over the micro-batches, if the module returns them."""
+        return torch.stack(list(self._items.values())).sum() if self._items else None
+
+    @property
+    def item_weights(self) -> list[float | Tensor]:
+        """What each micro-batch weighs in a mean over the batch: its items if the module counts them, else its samples."""
+        return [self._items.get(index, weight) for index, weight in enumerate(self._weights)]
+
+    def signature(self, microbatch: int) -> Any:
+        """Return shapes and dtypes of the micro-batch: equal ones give equal outputs of the stages."""
+        if self._variable_shapes:
+            return microbatch
+        shapes = tuple((tuple(x.shape), x.dtype) for x in tensors_of(self._microbatches[microbatch]))
+        return (self._hook, self._module.trainer.sanity_checking, shapes)  # steps may leave out a sanity check
+
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        """Let the reduction of the stage's gradients start."""
+        return nullcontext() if self._training is None else self._training.accumulation.completing([stage])

@@ -1,0 +1,121 @@
+"""What Lightning's two ways of running a batch have in common; chosen once a run.
+
+:class:`~megatron_lightning.strategies.step.native.NativeSteps` for one stage and one micro-batch, where Lightning's own step
+does the work, and :class:`~megatron_lightning.strategies.step.pipelined.PipelinedSteps`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.replicas import check_same_batch
+from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.pipeline.metrics import MetricSync
+from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
+from megatron_lightning.strategies.step.dataloaders import training_samplers
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.training import Training
+
+
+class Steps(ABC):
+    """Run the batches of one run.
+
+    Args:
+        scope: What the run works on.
+        training: Reduces gradients; None before the Trainer fits.
+    """
+
+    def __init__(self, scope: Scope, training: Training | None) -> None:
+        self._scope = scope
+        self._training = training
+        self._loaders_checked: set[tuple[Any, ...]] = set()
+        self.buffers = BufferSync(scope.module, scope.part, scope.context)
+        """Gives the same buffers to all ranks that hold them."""
+        self._metrics = MetricSync(scope.module, scope.context)
+        scope.undo.callback(self._metrics.release)
+        partition = scope.part.partition
+        parallel = find_parallel_module(scope.module) if partition is None else partition.module
+        self._call = None if parallel is None else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
+
+    @property
+    def training(self) -> Training:
+        """Gradients and optimizer steps.
+
+        Raises:
+            ConfigError: Outside of fitting.
+        """
+        if self._training is None:
+            raise ConfigError("gradients exist while the Trainer fits.")
+        return self._training
+
+    @abstractmethod
+    def training_step(self, batch: Any, *indices: Any) -> Any:
+        """Run a training batch; return the step's output."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Make the gradients of the batch the parameters' own, between Lightning's hooks around backward."""
+
+    @abstractmethod
+    def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
+        """Run a batch of validation, test or prediction; return the step's output."""
+
+    @abstractmethod
+    def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a part of a step on every micro-batch; see :func:`megatron_lightning.strategies.run_pipeline`."""
+
+    def refuse_in_step(self, what: str) -> None:
+        """Refuse what all ranks would have to call together, in the middle of a pipelined step.
+
+        Raises:
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        num_ranks = self._scope.context.pp.size
+        if self._metrics.in_step and num_ranks > 1:
+            raise PipelineError(
+                f"{what} was asked for in the middle of a step of {type(self._scope.module).__name__}, and the "
+                f"{num_ranks} pipeline ranks run their parts of it one after another, so that they would wait for "
+                "each other forever. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
+            )
+
+    def _begin_training(self, batch: Any, num_samples: int) -> None:
+        """Begin a training batch of ``num_samples`` samples on this rank."""
+        self.training.accumulation.gather.begin_step()
+        self._check_first_batch(batch, "training_step")
+        trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
+        if self._scope.progress.count(trainer.fit_loop.epoch_loop.batch_progress.total.ready, total):
+            for sampler in training_samplers(trainer):
+                sampler.advance()
+            self.training.count_samples(total)
+
+    def _check_first_batch(self, batch: Any, *loader: Any) -> None:
+        """Check the first batch of every loader, which all ranks of a replica have to read alike."""
+        if loader not in self._loaders_checked:
+            check_same_batch(batch, self._scope.context)
+            self._loaders_checked.add(loader)
+
+    def _batches_of_epoch(self) -> int:
+        ready: int = self._scope.module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return ready
+
+    def _precision_context(self, hook: str) -> AbstractContextManager[Any]:
+        """Return what the precision plugin puts around one call of a ``*_step`` hook."""
+        plugin = self._scope.precision
+        contexts = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+        return contexts[hook]()
+
+    def _units_in_order(self, hook: str) -> AbstractContextManager[None]:
+        """Around a step with one stage, which may call the module as it likes: data-parallel ranks call the same units."""
+        units = self._scope.part.units
+        return nullcontext() if units is None else units.in_order(hook)

@@ -1,0 +1,165 @@
+"""What a run has only while it fits: gradients, clipping, and which optimizer steps are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.optim.finite_watch import FiniteWatch
+from megatron_lightning.optim.norms import GradientNorms
+from megatron_lightning.optim.replicated_gradients import ReplicatedGradients
+from megatron_lightning.optim.schedules import ScheduledLR
+from megatron_lightning.strategies.lightning_internals import put_around_hooks
+from megatron_lightning.strategies.precision import MegatronMixedPrecision
+from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
+from megatron_lightning.strategies.step.overrides import users_hooks
+from megatron_lightning.strategies.step.schedulers import hold_schedulers
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.toggling import follow_toggling, unwrapped
+
+
+class Training:
+    """Reduce gradients and step optimizers during one ``fit``.
+
+    Args:
+        scope: What the run works on.
+        optimizers: The user's optimizers.
+        schedulers: The user's learning-rate schedulers.
+    """
+
+    def __init__(self, scope: Scope, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig]) -> None:
+        module, part, context, options, undo = scope.module, scope.part, scope.context, scope.options, scope.undo
+        self._scope = scope
+        self._scheduled = [config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)]
+        self.accumulation = GradientAccumulation(
+            module,
+            part.specs,
+            context,
+            optimizers,
+            sharded=options.data_parallel == "zero1",
+            options=options.data,
+            stage_of=part.stage_of,
+            units=part.units,
+        )
+        undo.callback(self.accumulation.detach)
+        self.norms = GradientNorms(self.accumulation, context)
+        self._parts = describe_parts(context, options.data_parallel)
+        is_sharded = options.data_parallel != "ddp" and context.dp_cp.size > 1
+        self.guard = GradientGuard(module, self.accumulation, self._parts)
+        """Compares gradients around hooks of the user's."""
+        self._has_clipped = not is_sharded  # or there is no need to warn
+        if context.world_size > 1 or self.accumulation.managed:
+            self._clip_globally()
+        precision = scope.precision
+        self.loss_scaling = precision if isinstance(precision, MegatronMixedPrecision) and precision.loss_scale else None
+        if self.loss_scaling is not None:
+            self.loss_scaling.ranks = context.axis("world")
+            self.loss_scaling.read_by = lambda optimizer: self.norms.gradients_of(optimizer)  # noqa: PLW0108 (shared by copies)
+            undo.callback(vars(precision).update, ranks=None, read_by=None)
+        if self.accumulation.managed and not module.automatic_optimization:
+            follow_toggling(module, self.accumulation, undo)
+        self.step_skipped = False
+        """Whether the last optimizer step was skipped."""
+        if self.loss_scaling is not None or options.non_finite == "skip":
+            hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
+        parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self.watch = self._watch(parameters)
+        """Looks for infinities and NaN; None where nobody wants to know."""
+        self._found = False  # something that is not finite, since the last optimizer step
+        self._judged = False  # by an optimizer step, since it was found
+        self._replicated = ReplicatedGradients(parameters, part.specs, context.tp)
+        undo.callback(self._replicated.detach)
+
+    def _watch(self, parameters: dict[str, Tensor]) -> FiniteWatch | None:
+        """Return what looks for infinities and NaN; in gradients unless a loss scale may let them overflow."""
+        policy = self._scope.options.non_finite
+        if policy == "ignore":
+            return None
+        scale = None if self.loss_scaling is None else self.loss_scaling.loss_scale
+        watch = FiniteWatch(self._scope.context, self._scope.options.layout.num_stages, policy=policy)
+        watch.attach(parameters, lambda: scale is None or scale.is_lowest)
+        self._scope.undo.callback(watch.detach)
+        return watch
+
+    def _clip_globally(self) -> None:
+        """Let the precision plugin, whatever its class, clip by the norm over all ranks."""
+        precision, undo = self._scope.precision, self._scope.undo
+        vars(precision).update(
+            clip_grad_by_norm=lambda *args: self._clip(
+                self.norms.clip_by_norm, *args
+            ),  # functions survive copies of the Trainer
+            clip_grad_by_value=lambda *args: self._clip(self.norms.clip_by_value, *args),
+        )
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            undo.callback(vars(precision).pop, name, None)
+        undo.callback(put_around_hooks(precision, self._before_step))
+
+    def _clip(self, clip: Callable[[Optimizer, float], None], optimizer: Optimizer, clip_val: float) -> None:
+        self._has_clipped = True
+        self.guard.check()
+        clip(unwrapped(optimizer), clip_val)
+        self.guard.record()
+
+    @contextmanager
+    def _before_step(self) -> Iterator[None]:
+        """Around the hooks before an optimizer step, clipping among them."""
+        with self.guard.around("on_before_optimizer_step", "configure_gradient_clipping"):
+            yield
+        if not self._has_clipped and users_hooks(self._scope.module, "configure_gradient_clipping"):
+            self._has_clipped = True  # warn once
+            rank_zero_warn(
+                "configure_gradient_clipping did not call clip_gradients, and there is nothing else to clip by: p.grad is None "
+                f"on every parameter ({self._parts}). Call self.clip_gradients(optimizer, gradient_clip_val=..., "
+                "gradient_clip_algorithm=...)."
+            )
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the losses, which the precision plugin takes out of the gradients again."""
+        return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
+
+    def count_samples(self, num_samples: int) -> None:
+        """Tell the schedulers that count samples."""
+        for scheduler in self._scheduled:
+            scheduler.count_samples(num_samples)
+
+    def end_backwards(self) -> None:
+        """Launch the reductions that are left and look at what the backward passes gave; all ranks call this together."""
+        self.accumulation.end_backwards()
+        self._replicated.compare()
+        if self.watch is not None:
+            self._found &= not self._judged
+            self._judged = False
+            self._found |= self.watch.check(self._scope.module.trainer.global_step)
+
+    def optimizer_step(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
+        """Call ``step(closure)`` unless something is not finite, and count the steps that were skipped."""
+
+        def gradients() -> Any:
+            result = closure()
+            self._scope.progress.begin_update(self._scope.module.trainer.global_step)
+            return result
+
+        if self.watch is None:
+            output = step(gradients)
+        else:
+            output = gradients()  # shows whether there will be a step
+            if not self._found:
+                output = step(lambda: output)
+        self.step_skipped = self._found or (self.loss_scaling is not None and self.loss_scaling.step_skipped)
+        # Optimizers that a module steps itself may share one backward pass, whose verdict holds for all of them.
+        self._judged = True
+        if self._scope.module.automatic_optimization:
+            self._found = False
+        if self.step_skipped:
+            self._scope.progress.skipped_steps += 1
+            for scheduler in self._scheduled:
+                scheduler.forget_samples()
+        return output

@@ -1,0 +1,62 @@
+"""Every recipe in configs/ is parsed, made into objects and checked against its layout; nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_lightning.cli import trainer_cli
+from megatron_lightning.data.tokenizers import train_sentencepiece
+from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.rules import check_model_layout
+from megatron_lightning.strategies import MegatronStrategy
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NUM_PARAMETERS = {"tiny_cpu": 1_311_872, "gpt2_small": 124_439_808, "llama3_8b": 8_030_261_248}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    train_sentencepiece(["def f(x):\n    return x\n"] * 20, 290, path)
+    return str(path)
+
+
+def instantiate(path: Path, tokenizer: str) -> Any:
+    """Make the objects on a machine without the recipe's devices and data."""
+    recipe = yaml.safe_load(path.read_text())
+    options = [f"--config={path}", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    if "tokenizer_model" in recipe["data"]["init_args"]:
+        options.append(f"--data.tokenizer_model={tokenizer}")
+    return trainer_cli(options, run=False)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_is_valid(path: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli = instantiate(path, tokenizer)
+    model, data, strategy = cli.model, cli.datamodule, cli.trainer.strategy
+    assert isinstance(model, GPTLightningModule)
+    assert isinstance(data, PretrainDataModule)
+    assert isinstance(strategy, MegatronStrategy)
+    world_size = cli.trainer.num_nodes * cli.trainer.num_devices
+    check_model_layout(model.config, strategy.layout, world_size, sequence_length=data.sequence_length)
+    assert data.batch_size % (strategy.options.micro_batch_size or data.batch_size) == 0
+    assert model.config.num_parameters == NUM_PARAMETERS[path.stem]
+    data_size = strategy.layout.data_parallel_size(world_size)
+    init_args = yaml.safe_load(path.read_text())["data"]["init_args"]
+    assert init_args["num_train_samples"] >= cli.trainer.max_steps * data.batch_size * data_size
+
+
+def test_the_demo_resumes_on_another_layout_with_the_same_global_batch() -> None:
+    recipe = yaml.safe_load((CONFIGS / "tiny_cpu.yaml").read_text())
+    strategy = recipe["trainer"]["strategy"]["init_args"]
+    sizes = {name: size for name, size in strategy.items() if name.endswith("parallel_size")}
+    assert ParallelLayout(**sizes).data_parallel_size(recipe["trainer"]["devices"]) == 1
+    resumed = (CONFIGS.parent / "examples" / "demo.sh").read_text()
+    assert "--trainer.devices=2" in resumed
+    assert f"--data.batch_size={recipe['data']['init_args']['batch_size'] // 2}" in resumed
