@@ -66,7 +66,7 @@ from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.precision import megatron_plugin
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.run import Run
-from megatron_lightning.strategies.step.toggling import unwrapped
+from megatron_lightning.strategies.step.manual import unwrapped
 
 
 class MegatronStrategy(ParallelStrategy):
@@ -90,14 +90,13 @@ class MegatronStrategy(ParallelStrategy):
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks; "fsdp": shard
             gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
-        recompute: What the forward pass does not keep for the backward pass, but computes again or keeps on the host; None: it
-            keeps everything.
-        non_finite: What is done about infinite or NaN losses and gradients: "raise" names the rank, the parameter and the
+        recompute: Activations that the backward pass computes again or reads from the host; None: all are kept on the device.
+        non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the parameter and the
             micro-batch; "skip" skips the optimizer step; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
             ``sharding_plan()`` of its own.
-        checkpoint_options: Whether checkpoints are written in the background, and what happens when one cannot be saved.
+        checkpoint_options: Saving in the background, and the response to a failed save; None: the defaults.
         process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
         timeout_s: Seconds after which a collective that waits for another rank fails.
 
@@ -291,7 +290,7 @@ class MegatronStrategy(ParallelStrategy):
             preflight.check_saving(self.options, world_size, self.module, trainer, in_background=in_background)
 
     def _write_logs(self) -> None:
-        """Let loggers write what they hold, before this process ends against its will."""
+        """Finalize the loggers before this process is ended from outside."""
         module = self.lightning_module
         trainer = None if module is None else internals.attached_trainer(module)
         for logger in [] if trainer is None else trainer.loggers:
@@ -324,7 +323,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def part(self) -> Part:
-        """What this rank holds of the module; exists from ``configure_model`` on."""
+        """Part of the module on this rank; exists from ``configure_model`` on."""
         return self._running.part
 
     @property
@@ -359,7 +358,7 @@ class MegatronStrategy(ParallelStrategy):
         )
 
     def _set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero utilities which rank this is."""
+        """Set the rank in the cluster environment and in Lightning's rank-zero utilities."""
         if self.cluster_environment is not None and self._planned_world_size > 1:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self._planned_world_size)
@@ -379,14 +378,16 @@ class MegatronStrategy(ParallelStrategy):
         run.connect_pipeline(fitting=fitting)
         self.barrier()
         if fitting:
-            self._setup_training(trainer)
+            self._setup_optimizers(trainer)
+        self.setup_precision_plugin()  # hands out the optimizers in new wrappers
+        if fitting:
+            run.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
         run.begin_steps(self.precision_plugin)
-        self.setup_precision_plugin()
         if fitting and not self.options.data.optimizer_cpu_offload:
             internals.optimizers_to_device(self.optimizers, self.root_device)
 
-    def _setup_training(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and what reduces gradients for them."""
+    def _setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Create the optimizers, and check that they can step what the ranks hold."""
         self.progress.begin()
         self.ranks.separate_replicas()
         self._reset_optimizers_and_schedulers()
@@ -395,7 +396,6 @@ class MegatronStrategy(ParallelStrategy):
         sharded = self.options.data_parallel != "ddp" and self.context.dp_cp.size > 1
         size, world_size = self.options.micro_batch_size, self.context.world_size
         check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
-        self._running.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
 
     @override
     def model_to_device(self) -> None:
@@ -404,7 +404,7 @@ class MegatronStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        """What decides the dtypes: Lightning's plugin, exchanged for its counterpart that is right on several ranks."""
+        """Lightning's precision plugin, or its counterpart that is right on several ranks."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
     @precision_plugin.setter
@@ -537,7 +537,7 @@ class MegatronStrategy(ParallelStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes plain files: a plugin of the user's own, or ours."""
+        """Plugin that reads and writes plain files: the user's own, or ours."""
         self._checkpoint_io = complete_io(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -557,7 +557,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def last_save(self) -> SaveReport | None:
-        """What the last checkpoint cost this rank: seconds that training waited, seconds until it was committed, bytes."""
+        """Cost of the last checkpoint on this rank: seconds that training waited, seconds until it was committed, bytes."""
         return None if self.run is None else self.run.checkpoints.saver.last
 
     @property

@@ -10,7 +10,7 @@ Checkpoints see the state through the base class, ``state.OptimizerState``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,6 +95,25 @@ class DistributedOptimizer(OptimizerState):
     def carriers_of_groups(self) -> list[set[int]]:
         """Return, for each parameter group, the ids of the tensors that carry its reduced gradients on this rank."""
         return [{id(entry.shard.target) for entry in entries if entry.shard is not None} for entries in self._entries]
+
+    def follow_zero_grad(self, handle: Any) -> Callable[[], object]:
+        """Clear the reduced gradients as well when ``handle.zero_grad`` is called; return a function that undoes this.
+
+        Parameters that are stepped as copies (in host memory, as full matrices) have their gradients elsewhere.
+
+        Args:
+            handle: The optimizer, or a wrapper of it.
+        """
+        original = handle.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none)
+            for entry in self._all_entries():
+                if entry.shard is not None and all(target.tensor is not entry.shard.target for target in entry.targets):
+                    entry.shard.target.grad = None
+
+        vars(handle)["zero_grad"] = zero_grad
+        return lambda: vars(handle).pop("zero_grad", None)
 
     def _targets(self) -> Iterator[nn.Parameter]:
         return (target.tensor for entry in self._all_entries() for target in entry.targets)

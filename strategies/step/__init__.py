@@ -1,1 +1,1 @@
-"""How a batch is run."""
+"""Running a batch."""

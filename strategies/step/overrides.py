@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 
 def override(module: pl.LightningModule, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
-    """Let ``module.name(...)`` call ``replacement(original, ...)`` until ``undo`` is closed."""
+    """Replace ``module.name(...)`` by ``replacement(original, ...)`` until ``undo`` is closed."""
     original, attributes = getattr(module, name), vars(module)
     before = attributes.get(name)
 

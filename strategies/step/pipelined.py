@@ -183,12 +183,12 @@ class PipelinedSteps(Steps):
             yield
 
     def _begin_microbatch(self, microbatch: int) -> None:
-        """Let the step draw on every stage what it draws on one device."""
+        """Set the random state so that every stage draws what one device draws."""
         if self._scope.part.partition is not None:
             self._rng.begin_microbatch(microbatch)
 
     def _forget_shapes(self) -> None:
-        """Let stages tell each other shapes again where they may have changed: callbacks freeze layers between epochs."""
+        """Exchange shapes between stages again where they may have changed: callbacks freeze layers between epochs."""
         epoch = self._scope.module.trainer.current_epoch
         if self._scope.options.pipeline.variable_seq_lengths or epoch != self._epoch:
             self._epoch = epoch

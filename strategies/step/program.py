@@ -19,7 +19,7 @@ from megatron_lightning.strategies.step.training import Training
 
 
 class UserProgram:
-    """What the stages of this rank compute in one pipeline run; collects outputs, logs and item counts of the last stage.
+    """Compute the stages of this rank in one pipeline run; collect outputs, logs and item counts of the last stage.
 
     Args:
         module: The LightningModule.
@@ -121,7 +121,7 @@ class UserProgram:
 
     @property
     def item_weights(self) -> list[float | Tensor]:
-        """What each micro-batch weighs in a mean over the batch: its items if the module counts them, else its samples."""
+        """Weight of each micro-batch in a mean over the batch: its items if the module counts them, else its samples."""
         return [self._items.get(index, weight) for index, weight in enumerate(self._weights)]
 
     def signature(self, microbatch: int) -> Any:
@@ -132,5 +132,5 @@ class UserProgram:
         return (self._hook, self._module.trainer.sanity_checking, shapes)  # steps may leave out a sanity check
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
-        """Let the reduction of the stage's gradients start."""
+        """Mark the stage's gradients as complete at exit; their reduction starts."""
         return nullcontext() if self._training is None else self._training.accumulation.completing([stage])

@@ -1,4 +1,4 @@
-"""What the parts of a run work on."""
+"""The module, groups, options and plugins that the parts of a run share."""
 
 from __future__ import annotations
 

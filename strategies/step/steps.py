@@ -1,4 +1,4 @@
-"""What Lightning's two ways of running a batch have in common; chosen once a run.
+"""Interface of the two ways to run a batch; one is chosen once a run.
 
 :class:`~megatron_lightning.strategies.step.native.NativeSteps` for one stage and one micro-batch, where Lightning's own step
 does the work, and :class:`~megatron_lightning.strategies.step.pipelined.PipelinedSteps`.

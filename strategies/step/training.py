@@ -1,4 +1,4 @@
-"""What a run has only while it fits: gradients, clipping, and which optimizer steps are skipped."""
+"""Gradients, clipping and skipped optimizer steps of a run that fits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
+from megatron_lightning.strategies.step.manual import follow_toggling, follow_zero_grad, unwrapped
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.schedulers import hold_schedulers
 from megatron_lightning.strategies.step.scope import Scope
-from megatron_lightning.strategies.step.toggling import follow_toggling, unwrapped
 
 
 class Training:
@@ -65,6 +65,7 @@ class Training:
             undo.callback(vars(precision).update, ranks=None, read_by=None)
         if self.accumulation.managed and not module.automatic_optimization:
             follow_toggling(module, self.accumulation, undo)
+            follow_zero_grad(module, optimizers, self.accumulation, undo)
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
         if self.loss_scaling is not None or options.non_finite == "skip":
@@ -89,12 +90,11 @@ class Training:
         return watch
 
     def _clip_globally(self) -> None:
-        """Let the precision plugin, whatever its class, clip by the norm over all ranks."""
+        """Replace the precision plugin's clipping by clipping over all ranks, whatever the plugin's class."""
         precision, undo = self._scope.precision, self._scope.undo
+        # Functions, since bound methods would be copied with the Trainer.
         vars(precision).update(
-            clip_grad_by_norm=lambda *args: self._clip(
-                self.norms.clip_by_norm, *args
-            ),  # functions survive copies of the Trainer
+            clip_grad_by_norm=lambda *args: self._clip(self.norms.clip_by_norm, *args),
             clip_grad_by_value=lambda *args: self._clip(self.norms.clip_by_value, *args),
         )
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
@@ -126,7 +126,7 @@ class Training:
         return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
 
     def count_samples(self, num_samples: int) -> None:
-        """Tell the schedulers that count samples."""
+        """Advance the schedulers that count samples."""
         for scheduler in self._scheduled:
             scheduler.count_samples(num_samples)
 

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import LossScaleOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, LossScaleOptions, TransformerConfig
+from megatron_lightning.layers.styles import ColumnParallel, RowParallel
 from megatron_lightning.models import GPTModel
+from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import VOCABULARY, ToyData
@@ -28,11 +30,13 @@ from tests.lightning.support import (
     Layout,
     assert_close,
     layouts,
+    make_layout,
     mean_over_ranks,
     metrics_of,
     run,
     single,
 )
+from tests.lightning.vectors import loader
 
 Toggle = Literal["toggled", "unsynchronised", "never"]
 
@@ -201,8 +205,54 @@ def _language(layout: Layout, folder: str) -> dict[str, float]:
     return metrics_of(fitted)
 
 
-@layouts(TP2, slow=[TP2_DP2])
+DP2_OFFLOAD = make_layout("dp2-offload", 2, 2, data_parallel_options=DataParallelOptions(optimizer_cpu_offload=True))
+
+
+@layouts(TP2, DP2_OFFLOAD, slow=[TP2_DP2])
 def test_split_layers(layout: Layout, tmp_path: Path) -> None:
     expected = single(_language)
     for rank in run(layout, _language, tmp_path):
         assert_close(rank, expected)
+
+
+class _Matrices(pl.LightningModule):
+    """Matrices that Muon steps in full, on a rank that may hold a shard of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon(self.parameters(), lr=1e-2)
+
+
+def _with_muon(layout: Layout, folder: str) -> dict[str, float]:
+    fitted = layout.trainer(folder, max_epochs=2)
+    fitted.fit(_Matrices(), loader(layout))
+    return metrics_of(fitted)
+
+
+MATRICES_TP2 = make_layout(
+    "tp2-matrices",
+    2,
+    1,
+    tensor_model_parallel_size=2,
+    sequence_parallel=False,
+    sharding_plan=ShardingPlan(modules={"net.0": ColumnParallel(), "net.2": RowParallel()}),
+)
+
+
+@layouts(MATRICES_TP2, slow=[DP2])
+def test_matrices_are_stepped_by_their_own_gradients(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _with_muon, tmp_path):
+        assert_close(rank, single(_with_muon))

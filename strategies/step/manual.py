@@ -1,0 +1,60 @@
+"""Manual optimization with optimizers that step shards or copies of the module's parameters.
+
+``toggle_optimizer``: Lightning switches off ``requires_grad`` of the tensors in the other optimizers' groups. Where those are
+shards, autograd would compute and the ranks would reduce gradients that nobody wants; and a parameter of which a rank has no
+shard would stay on. So the parameters themselves follow.
+
+``zero_grad``: torch clears the gradients of the tensors in the optimizer's groups. Where those are copies (in host memory, or
+full matrices), they have gradients only during a step, and the reduced gradients are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.strategies.step.overrides import override
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the user's optimizer, which Lightning hands out in a wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def follow_toggling(module: pl.LightningModule, accumulation: GradientAccumulation, undo: ExitStack) -> None:
+    """Toggle the parameters that the optimizers were made for as well, until ``undo`` is closed."""
+    off: list[nn.Parameter] = []
+
+    def toggle(original: Callable[..., None], optimizer: Any) -> None:
+        original(optimizer)
+        parameters = dict(module.named_parameters())
+        for name in accumulation.stepped_by_others(unwrapped(optimizer)):
+            if name in parameters and parameters[name].requires_grad:
+                parameters[name].requires_grad = False
+                off.append(parameters[name])
+
+    def untoggle(original: Callable[..., None], optimizer: Any) -> None:
+        for parameter in off:
+            parameter.requires_grad = True
+        off.clear()
+        original(optimizer)
+
+    override(module, "toggle_optimizer", toggle, undo)
+    override(module, "untoggle_optimizer", untoggle, undo)
+
+
+def follow_zero_grad(
+    module: pl.LightningModule, optimizers: Iterable[Any], accumulation: GradientAccumulation, undo: ExitStack
+) -> None:
+    """Clear the reduced gradients as well when the user clears those of an optimizer, until ``undo`` is closed."""
+    handed_out: Any = module.optimizers()  # Lightning's wrappers; one alone is in no list
+    for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
+        if isinstance(unwrapped(optimizer), Optimizer):
+            undo.callback(accumulation.view(unwrapped(optimizer)).follow_zero_grad(optimizer))
