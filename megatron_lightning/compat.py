@@ -199,7 +199,7 @@ class GradientHooks:
         self._accumulated: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
 
     def move(self, leaf: Tensor, *others: Tensor) -> None:
-        """Give ``leaf`` the parameter's hooks, and those that are registered on any of the tensors later."""
+        """Share the parameter's hooks with ``leaf``, and those that are registered on any of the tensors later."""
         hooks = OrderedDict() if self._hooks is None and others else self._hooks
         if hooks is not None:
             for tensor in (leaf, *others):

@@ -88,7 +88,7 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
-    """Let ``module.device_mesh`` be ``mesh``; only Lightning's own ModelParallelStrategy sets it."""
+    """Set ``module.device_mesh``, which only Lightning's own ModelParallelStrategy does."""
     module._device_mesh = mesh
 
 
@@ -146,7 +146,7 @@ def validated_at(trainer: pl.Trainer) -> float:
 
 
 def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
-    """Let Lightning count from another time."""
+    """Set the monotonic time from which Lightning counts to the next validation."""
     vars(trainer)["_last_val_time"] = seconds
 
 

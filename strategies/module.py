@@ -102,7 +102,7 @@ def place_module(
 
 
 def describe_share(module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions) -> None:
-    """Say on rank 0 what Lightning's model summary, which sees one rank's part, cannot."""
+    """Print layout and parameter counts on rank 0; Lightning's model summary sees one rank's part."""
     if context.world_size > 1:
         layout = options.layout
         shards = "" if part.units is None else f" {part.units.describe()}"
@@ -115,7 +115,7 @@ def describe_share(module: pl.LightningModule, part: Part, context: ParallelCont
 
 
 def _synchronize_batch_norm(module: pl.LightningModule, layer_sync: LayerSync, replicas: AxisGroup) -> None:
-    """Let BatchNorm layers see the samples of all data-parallel replicas, in place (``Trainer(sync_batchnorm=True)``).
+    """Convert BatchNorm layers in place to use the samples of all data-parallel replicas (``Trainer(sync_batchnorm=True)``).
 
     Lightning's own plugin would take all ranks for replicas.
     """

@@ -32,13 +32,13 @@ class StrategyOptions:
     pipeline: PipelineOptions
     """How the model is partitioned into stages and how micro-batches visit them."""
     data_parallel: DataParallel
-    """What the data-parallel ranks share of gradients, optimizer state and parameters."""
+    """Sharding of gradients, optimizer state and parameters over the data-parallel ranks."""
     data: DataParallelOptions
     """Buckets, communication and optimizer state of the data-parallel ranks."""
     recompute: RecomputeOptions
-    """What the forward pass does not keep for the backward pass."""
+    """Activations that the backward pass computes again."""
     non_finite: NonFinite
-    """What is done about infinite or NaN losses and gradients."""
+    """Response to infinite or NaN losses and gradients."""
     checkpoint: CheckpointOptions
     """How checkpoints are written."""
     sharding_plan: ShardingPlan | None

@@ -61,7 +61,7 @@ class MegatronMixedPrecision(MixedPrecision):
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by."""
+        """Factor of the losses."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]

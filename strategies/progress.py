@@ -1,4 +1,4 @@
-"""What a strategy has counted: samples and steps. What data a run has seen follows from it, also after a checkpoint."""
+"""Counts of samples and steps, from which the position in the data follows, also after a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one run of the Trainer has: a fit, validate, test or predict.
+"""One run of the Trainer: a fit, validate, test or predict, and the objects that live as long.
 
 A run begins when the ranks are connected, is complete after the strategy's ``setup``, and stays readable after its teardown,
-because users save after ``fit``. Whatever it replaces on a foreign object it registers the undo of on :attr:`Run.undo`.
+because users save after ``fit``. For everything that it replaces on a foreign object it registers the undo on :attr:`Run.undo`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def part(self) -> Part:
-        """What this rank holds of the module.
+        """Part of the module on this rank.
 
         Raises:
             ConfigError: Before the module is assembled.
@@ -129,7 +129,7 @@ class Run:
         connector = connector_of(trainer)
         self._until_setup.close()
         self.assemble()
-        self._injects_samplers = connector.use_distributed_sampler  # process_dataloader does it, and keeps the user's order
+        self._injects_samplers = connector.use_distributed_sampler  # process_dataloader does it, in the user's order
         self.undo.callback(setattr, connector, "use_distributed_sampler", connector.use_distributed_sampler)
         connector.use_distributed_sampler = False
         if self._layer_sync is not None:
@@ -259,14 +259,9 @@ class Run:
         return state if self.part.units is None else self.part.units.as_used(state)
 
     def full_module_state(self, folder: str, *, reads: bool) -> dict[str, Any] | None:
-        """Return the module's state as one device has it; all ranks call this after ``fit``.
+        """Return the module's state as one device has it; see the strategy's method.
 
-        Args:
-            folder: Where shards may lie during this call; all nodes see it.
-            reads: Whether this rank wants it; else it is empty.
-
-        Returns:
-            None if this rank's own module is full.
+        ``reads``: whether this rank wants it; else it is empty.
         """
         context = self._ranks.context
         if context.tp.size * context.pp.size == 1 and self.part.units is None:

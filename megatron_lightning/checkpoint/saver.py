@@ -40,7 +40,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class Save:
-    """How to make one save."""
+    """Plan of one save."""
 
     path: str
     """Name of the save."""

@@ -112,9 +112,9 @@ class Bucket:
     views: list[Tensor] = field(init=False)
     """The gradient of each parameter, in its shape."""
     touched: list[bool] = field(init=False)
-    """Which parameters received a gradient in this step; the views of the others are stale."""
+    """Parameters that received a gradient in this step; the views of the others are stale."""
     ready: set[int] = field(init=False, default_factory=set)
-    """Which parameters have received their last gradient of this step."""
+    """Parameters that have received their last gradient of this step."""
     launched: bool = field(init=False, default=False)
     gathering: Messages | dist.Work | None = field(init=False, default=None)
     """The gather of the parameters in progress; until it ends, other ranks' shards are stale."""

@@ -124,7 +124,7 @@ class ShardedUnits:
         self._reshard = not micro_batches if options.reshard_after_forward is None else options.reshard_after_forward
         instances = options.num_distributed_optimizer_instances
         self.groups = DataGroups.of(context.dp_cp, context, sharded=True, num_instances=instances)
-        """Who shares the shards, and who keeps the same ones."""
+        """Groups whose ranks hold different shards, and whose ranks hold the same ones."""
         if self.groups.shard.process_group is None:
             raise ShardingError(
                 f"units are sharded over data-parallel ranks, and with {self.groups.all.size} in groups of one each rank would "
@@ -294,7 +294,7 @@ def _managed(unit: nn.Module, manageable: Set[int]) -> list[nn.Parameter]:
 
 
 def _allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
-    """Give the parameters that were sharded on ``meta`` memory, which is not filled; return their names."""
+    """Allocate the parameters that were sharded on ``meta``, without filling them; return their names."""
     shards = {name: p for name, p in unit.named_parameters() if isinstance(p, DTensor) and p.is_meta}
     memory = {name: torch.empty_like(shard, device=device) for name, shard in shards.items()}
     unit.load_state_dict(memory, strict=False, assign=True)  # FSDP2 looks at its shards again after this

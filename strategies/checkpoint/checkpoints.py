@@ -77,7 +77,7 @@ class Checkpoints:
         self.saver = saver
         """Writes the checkpoints."""
         self.state = RunState(ranks.context, progress)
-        """What checkpoints hold of the run."""
+        """Samples consumed, data positions and random states, as checkpoints hold them."""
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -172,7 +172,7 @@ class Checkpoints:
 
     @property
     def _sharding(self) -> dict[str, Any]:
-        """What decides which rank holds what."""
+        """Settings that determine which rank holds which shard."""
         return {**asdict(self._context.layout), "data_parallel": self._options.data_parallel}
 
     def _divide(self, checkpoint: Mapping[str, Any], part: Part) -> tuple[list[TensorShards], dict[str, Any]]:

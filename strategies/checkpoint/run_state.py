@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run beside module and optimizers: samples consumed, positions in the data, random states.
+"""State of a run beside module and optimizers: samples consumed, positions in the data, random states.
 
 It stands under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and states of data loaders is the same
 on every rank.
@@ -73,7 +73,7 @@ class RunState:
         return {**checkpoint, OWN: state}
 
     def read_from(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
-        """Take what is ours out of a checkpoint, and resume from there if this run trains.
+        """Remove our entry from a checkpoint, and resume from it if this run trains.
 
         Raises:
             CheckpointError: If loaders have states of their own, and there are not as many replicas as saved them; if metrics

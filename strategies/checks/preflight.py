@@ -1,4 +1,4 @@
-"""Which checks run when: with the Trainer's construction, before the launch, when the module has its layers, and at setup."""
+"""Order of the checks: with the Trainer's construction, before the launch, when the module has its layers, and at setup."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How the ranks of a job are started, and what each does when it fails."""
+"""Starting the ranks of a job, and their end after a failure."""

@@ -19,22 +19,28 @@ from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.storage import folder_of, is_remote, list_folders
 from megatron_lightning.errors import MissingCheckpointError
+from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.lightning_internals import checkpoint_folder
+
+
+def checked_arguments(
+    trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], hooks: LaunchHooks
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Check what can be checked before a process is started; return the arguments, with "last" resolved.
+
+    Raises:
+        ConfigError, MissingCheckpointError: If module, data or checkpoint cannot be used.
+    """
+    args, kwargs = with_last_checkpoint(trainer, args, kwargs)
+    check_checkpoint_path(args, kwargs)
+    hooks.before_launch(trainer, data_module_of(args, kwargs))
+    return args, kwargs
 
 
 def with_last_checkpoint(
     trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with a URL instead of "last", if a callback's checkpoints are at one.
-
-    Args:
-        trainer: Has the callbacks.
-        args: Positional arguments.
-        kwargs: Named arguments.
-
-    Returns:
-        The arguments, unchanged if "last" is not among them, or there is no checkpoint to resume from.
-    """
+    """Return the arguments with the newest URL instead of "last", if one of the Trainer's callbacks has saved to one."""
     given = (*args, *kwargs.values())
     if trainer is None or not any(isinstance(value, str) and value == "last" for value in given):
         return args, dict(kwargs)
@@ -50,11 +56,7 @@ def with_last_checkpoint(
 
 
 def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check that the ``ckpt_path`` among the arguments exists; keywords such as "best" and object stores are left for later.
-
-    Raises:
-        MissingCheckpointError: If it does not.
-    """
+    """Check that the ``ckpt_path`` among the arguments exists; keywords such as "best" and object stores are left for later."""
     given = kwargs.get("ckpt_path", next((value for value in args if isinstance(value, (str, PathLike))), None))
     path = "" if given is None else str(given)
     if path in ("", "best", "last", "hpc") or path.startswith("registry") or is_remote(path):

@@ -1,4 +1,4 @@
-"""Which exceptions of Lightning's are failures of a rank, and which all ranks have agreed on."""
+"""Classification of Lightning's exceptions: failures of one rank, or stops that all ranks have agreed on."""
 
 from __future__ import annotations
 

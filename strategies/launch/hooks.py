@@ -1,4 +1,4 @@
-"""What a launcher calls while it starts and ends a rank."""
+"""Functions of the strategy that a launcher calls while it starts and ends a rank."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Ranks:
         self._is_alone = False
 
     def separate_replicas(self) -> None:
-        """Give each data-parallel replica random numbers of its own, once: when training begins."""
+        """Seed each data-parallel replica differently, once: when training begins."""
         if not self._separated:
             self._separated = True
             ReplicaRng(self._device).separate_replicas(self.context.dp.rank)

@@ -30,7 +30,7 @@ from megatron_lightning.resilience.processes import (
     print_failure,
     wait_for,
 )
-from megatron_lightning.strategies.launch.arguments import check_checkpoint_path, data_module_of, with_last_checkpoint
+from megatron_lightning.strategies.launch.arguments import checked_arguments
 from megatron_lightning.strategies.launch.failures import report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.lightning_internals import SubprocessScriptLauncher, share_threads
@@ -69,9 +69,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         Raises:
             ConfigError: If the module or the command cannot be run this way; before any process is started.
         """
-        args, kwargs = with_last_checkpoint(trainer, args, kwargs)
-        check_checkpoint_path(args, kwargs)
-        self._hooks.before_launch(trainer, data_module_of(args, kwargs))
+        args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
@@ -140,7 +138,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._child_failed(self.cluster_environment.node_rank() * self.num_processes, how)
 
     def _child_failed(self, rank: int, how: str) -> None:
-        """Tell the user and all ranks, unless a rank has reported why before it ended."""
+        """Report a failed process to the user and all ranks, unless a rank has reported why before it ended."""
         watch = self._hooks.failure_watch()
         if watch is not None:
             watch.report_child(rank, how)

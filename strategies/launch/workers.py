@@ -15,7 +15,7 @@ from megatron_lightning import compat
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.resilience.processes import LINGER_S
 from megatron_lightning.resilience.workers import watched_workers, worker_process
-from megatron_lightning.strategies.launch.arguments import check_checkpoint_path, data_module_of, with_last_checkpoint
+from megatron_lightning.strategies.launch.arguments import checked_arguments
 from megatron_lightning.strategies.launch.failures import report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher
@@ -43,9 +43,7 @@ class WorkerLauncher(MultiProcessingLauncher):
             torch.multiprocessing.ProcessExitedException: For a worker that was killed.
             KeyboardInterrupt: If this process or a worker was interrupted.
         """
-        args, kwargs = with_last_checkpoint(trainer, args, kwargs)
-        check_checkpoint_path(args, kwargs)
-        self._hooks.before_launch(trainer, data_module_of(args, kwargs))
+        args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
         self.procs = []
         with watched_workers(lambda: self.procs):
             return super().launch(function, *args, trainer=trainer, **kwargs)

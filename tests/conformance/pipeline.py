@@ -62,7 +62,7 @@ def give_units(module: pl.LightningModule) -> None:
 
 
 def _chain(module: pl.LightningModule) -> None:
-    """Let the suite's classification and regression models, which call their layers by name, do without absent ones."""
+    """Allow the suite's classification and regression models, which call their layers by name, to run without absent ones."""
     kind = type(module)
     whole = kind.forward
 

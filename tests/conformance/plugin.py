@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_directories() -> None:
-    """Let ``torch.load`` and ``load_from_checkpoint`` read checkpoint directories, and the tests take them for files."""
+    """Make ``torch.load`` and ``load_from_checkpoint`` read checkpoint directories, which the tests take for files."""
     import torch
     from lightning.fabric.plugins.io import torch_io
     from lightning.fabric.utilities import cloud_io
@@ -65,7 +65,7 @@ def read_directories() -> None:
 
 
 def save_through_mocks() -> None:
-    """Let a mock of ``torch.save`` that counts calls save as well: what a checkpoint holds is read back before it is kept."""
+    """Make a mock of ``torch.save`` that counts calls save as well: what a checkpoint holds is read back before it is kept."""
     import torch
 
     patch = mock.patch

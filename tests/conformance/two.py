@@ -30,14 +30,14 @@ def names_several_devices(test: pytest.Item) -> bool:
 
 class _OfSeveral:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        # What the names of strategies stand for, which test_accelerator_connector.py asks, is what this mode changes.
+        # What the names of strategies mean, which test_accelerator_connector.py asks, is what this mode changes.
         several = [test for test in items if names_several_devices(test) and "test_accelerator_connector" not in test.nodeid]
         config.hook.pytest_deselected(items=[test for test in items if test not in several])
         items[:] = several
 
 
 def install(config: pytest.Config) -> None:
-    """Change what the names of Lightning's DDP stand for, with ``_find_unused_parameters_…`` and without."""
+    """Change what the names of Lightning's DDP mean, with ``_find_unused_parameters_…`` and without."""
     config.pluginmanager.register(_OfSeveral(), "megatron-several")
     reasons = testing._runif_reasons
     testing._runif_reasons = lambda *, standalone=False, min_cuda_gpus=0, bf16_cuda=False, **kwargs: reasons(**kwargs)

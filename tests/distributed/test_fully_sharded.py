@@ -1,4 +1,4 @@
-"""What ``data_parallel="fsdp"`` communicates in a step and holds when it begins: counted and measured, not estimated."""
+"""Communication and memory of a step with ``data_parallel="fsdp"``: counted and measured, not estimated."""
 
 from __future__ import annotations
 

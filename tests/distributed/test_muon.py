@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None, int, tuple[int, ...]]] = {
 
 
 def parts_of(name: str, whole: Tensor) -> list[Tensor]:
-    """The matrices that a whole weight stands for, by index rather than by view."""
+    """The matrices that a full weight represents, by index rather than by view."""
     if name == "qkv":
         rows = [[r + 8 * g for g in range(2) for r in part] for part in (range(4), range(4, 6), range(6, 8))]
         return [whole[part] for part in rows]
@@ -103,7 +103,7 @@ def name_and_key(state: TensorShards) -> tuple[str, str]:
 
 
 def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions) -> dict[str, Any]:
-    """Train, save after the first step, and train the rest again from there with everything made anew."""
+    """Train, save after the first step, and train the rest again from there with everything created again."""
     _, parameters, reducer, view = build(tp, dtype, sharded, options)
     owned = sum(p.numel() for group in view.optimizer.param_groups for p in group["params"])
     for number in range(STEPS):

@@ -243,7 +243,7 @@ class _Ordered(Program):
 
 
 def test_a_chunks_gradients_are_complete_with_its_last_action() -> None:
-    """What data-parallel ranks wait for: each chunk is told apart, at its last weight gradient and not at the step's end."""
+    """Data-parallel ranks reduce each chunk at its last weight gradient, not at the step's end."""
     table = _schedule("zbv/2", 2, 4)
     for rank, completed in enumerate(run_ranks(2, _reduction_order)):
         row = table.actions[rank]

@@ -1,4 +1,4 @@
-"""What the executor keeps: tensors until they have served, process groups for channels in use."""
+"""Memory of the executor: tensors until their last use, process groups for channels in use."""
 
 from typing import Any
 

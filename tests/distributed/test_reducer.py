@@ -42,7 +42,7 @@ def parameters_and_specs(context: ParallelContext) -> tuple[dict[str, nn.Paramet
 
 
 def local_gradient(name: str, context: ParallelContext, whole: bool = False) -> Tensor:
-    """What one rank computes: a formula of the global index, its data rank and, for partial ones, its tp rank."""
+    """Gradient of one rank: a formula of the global index, its data rank and, for partial ones, its tp rank."""
     local_name = name.rpartition(".")[2]
     shape = {"sharded": (6, 5), "replicated": (7,), "partial": (3, 3), "table": (4, 3), "head": (4, 3)}[local_name]
     base = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) - 3

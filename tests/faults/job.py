@@ -1,6 +1,6 @@
 """A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES [NODES [FOLDER]]]``.
 
-With a folder it saves and logs there, and goes on from the last checkpoint.
+With a folder it saves and logs there, and resumes from the last checkpoint.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Ended(NamedTuple):
     code: int
     """Its exit code."""
     output: str
-    """What its processes wrote."""
+    """Output of its processes."""
     elapsed_s: float
     """Seconds from the fault to the end of its last process, as :func:`since_fault` counts them."""
 

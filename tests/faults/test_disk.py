@@ -173,7 +173,7 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
 
 
 def _jobs(folder: str, seconds: float) -> tuple[list[int], list[int]]:
-    """Let three jobs save under one name and one of their own each, while a fourth reads; return ends and versions read."""
+    """Run three jobs that save under one name and one of their own each, and a fourth that reads; return ends and versions."""
     path, until, over = f"{folder}/a.ckpt", time.monotonic() + seconds, Path(f"{folder}.over")
 
     def saver(version: int) -> Callable[[], None]:

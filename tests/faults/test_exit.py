@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.processes import run_to_the_end
 
-pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
+pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

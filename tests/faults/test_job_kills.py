@@ -1,7 +1,7 @@
 """kill -9 in a whole training job: at any change of the disk while checkpoints are written, replaced and deleted.
 
 The job keeps two checkpoints and ``last``, so that a step writes two and deletes one. Afterwards nothing hangs, every
-checkpoint there is whole, and ``ckpt_path="last"`` goes on bit-equal: the losses and the last checkpoint are those of a job
+checkpoint there is complete, and ``ckpt_path="last"`` resumes bit-equal: the losses and the last checkpoint are those of a job
 that was never killed.
 """
 
@@ -75,7 +75,7 @@ def _sound_steps(run: Path) -> dict[str, int]:
     return found
 
 
-def _kill_and_go_on(folder: Path, job: Job, saving: str, points: Points, reference: Path) -> tuple[int, bool]:
+def _kill_and_resume(folder: Path, job: Job, saving: str, points: Points, reference: Path) -> tuple[int, bool]:
     """Kill a job and start it again; return the step that it went on from, and whether it was killed at all."""
     folder.mkdir()
     ends = job(folder, saving, points)
@@ -92,7 +92,7 @@ def _kill_and_go_on(folder: Path, job: Job, saving: str, points: Points, referen
     assert first >= begun - (1 if saving == "sync" else 2), (first, begun)
     assert _content(folder / "run" / "last.ckpt") == _content(reference / "run" / "last.ckpt")
     left = _sound_steps(folder / "run")
-    assert sorted(os.listdir(folder / "run")) == sorted(left), "the job that goes on cleans up"
+    assert sorted(os.listdir(folder / "run")) == sorted(left), "the job that resumes cleans up"
     assert {"last.ckpt": STEPS} | {f"step={STEPS}.ckpt": STEPS} == {
         name: left[name] for name in ("last.ckpt", f"step={STEPS}.ckpt")
     }
@@ -126,14 +126,14 @@ def _kill_forked(folder: str, saving: str, kind: str, num_points: int) -> list[i
     changes = [_ended(reference, rank)[1] for rank in range(2)]
     chosen = _named_points(changes) if kind == "named" else _random_points(changes, 30)
     outcomes = [
-        _kill_and_go_on(Path(folder, str(number)), _forked, saving, points, reference)
+        _kill_and_resume(Path(folder, str(number)), _forked, saving, points, reference)
         for number, points in zip(range(num_points), chosen, strict=False)
     ]
     assert sum(killed for _, killed in outcomes) >= 0.9 * num_points  # one that aims at the very end may miss
     return [first for first, _ in outcomes]
 
 
-def test_a_job_killed_while_it_deletes_goes_on(tmp_path: Path) -> None:
+def test_a_job_killed_while_it_deletes_resumes(tmp_path: Path) -> None:
     ((first,),) = run_ranks(1, _kill_forked, str(tmp_path), "async", "named", 1, timeout_s=110)
     assert 0 < first < STEPS
 
@@ -144,7 +144,7 @@ def test_a_job_killed_while_it_deletes_goes_on(tmp_path: Path) -> None:
     ("saving", "kind", "num_points"),
     [("async", "named", 5), ("sync", "named", 5), ("async", "random", 60), ("sync", "random", 40)],
 )
-def test_killed_jobs_go_on(saving: str, kind: str, num_points: int, tmp_path: Path) -> None:
+def test_killed_jobs_resume(saving: str, kind: str, num_points: int, tmp_path: Path) -> None:
     (steps,) = run_ranks(1, _kill_forked, str(tmp_path), saving, kind, num_points, timeout_s=3500)
     assert len(steps) == num_points
     if kind == "random":
@@ -155,7 +155,7 @@ def test_killed_jobs_go_on(saving: str, kind: str, num_points: int, tmp_path: Pa
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("launcher", ["popen", "torchrun"])
-def test_killed_programs_go_on(launcher: str, part: int, tmp_path: Path) -> None:
+def test_killed_programs_resume(launcher: str, part: int, tmp_path: Path) -> None:
     """As users start them: our launcher and torchrun notice the dead process and end the others."""
 
     def job(folder: Path, saving: str, points: Points) -> list[int]:
@@ -166,5 +166,5 @@ def test_killed_programs_go_on(launcher: str, part: int, tmp_path: Path) -> None
     assert job(reference, "async", {}) == [0]
     changes = [_ended(reference, rank)[1] for rank in range(2)]
     points = [*_named_points(changes), *islice(_random_points(changes, 31), 5)][part::5]
-    outcomes = [_kill_and_go_on(tmp_path / str(i), job, "async", point, reference) for i, point in enumerate(points)]
+    outcomes = [_kill_and_resume(tmp_path / str(i), job, "async", point, reference) for i, point in enumerate(points)]
     assert outcomes[0][1] and len(outcomes) == 2  # the named point is hit; one that aims at the very end may miss

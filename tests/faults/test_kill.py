@@ -23,7 +23,7 @@ from tests.helpers.slurm import two_tasks
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 
-pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
+pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning
 RAISE_S, KILL_S = 5.0, 10.0  # from the fault to the end of the job's last process, as users are promised
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LAUNCHERS = ("popen", "spawn", "fork", "torchrun", "agents")
@@ -99,7 +99,7 @@ def test_a_killed_rank_ends_the_job_whose_last_checkpoint_resumes(launcher: str,
 
 
 def steps_gone_on(checkpoint: str) -> list[int]:
-    """Go on from a checkpoint; return the steps that are trained."""
+    """Resume from a checkpoint; return the steps that are trained."""
     steps: list[int] = []
     record = pl.callbacks.LambdaCallback(on_train_batch_end=lambda trainer, *_: steps.append(trainer.global_step))
     fit = trainer(MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2), max_epochs=2, callbacks=[record])

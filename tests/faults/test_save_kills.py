@@ -1,4 +1,4 @@
-"""kill -9 at random points in and around a save of two ranks: the last committed state is there, whole, and saving goes on."""
+"""kill -9 at random points in and around a save of two ranks: the last commit is there, complete, and saving continues."""
 
 from __future__ import annotations
 

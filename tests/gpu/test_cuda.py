@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped where there is none."""
+"""Tests that need a GPU; skipped where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm tells its tasks: two nodes on this machine, one rank on each, which nobody started and nobody watches."""
+"""Slurm's environment variables for two nodes on this machine, one rank on each, which nobody started or watches."""
 
 from __future__ import annotations
 

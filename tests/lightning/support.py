@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and how MegatronStrategy uses them; ``options`` None stands for Lightning's own strategy."""
+    """How many ranks, and how MegatronStrategy uses them; ``options`` None represents Lightning's own strategy."""
 
     name: str
     ranks: int
@@ -146,7 +146,7 @@ def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
 
 
 class Lines(pl.loggers.Logger):
-    """What a logger is given, in order."""
+    """Values that a logger receives, in order."""
 
     def __init__(self) -> None:
         super().__init__()

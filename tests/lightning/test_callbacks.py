@@ -54,7 +54,7 @@ def _averaging(kind: str) -> pl.Callback:
 
 
 def _averaged(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
-    """Train with averaged weights, save in the middle, resume from there with everything made anew."""
+    """Train with averaged weights, save in the middle, resume from there with everything created again."""
     data = layout.data_module()
     options: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
     whole_module = ToyModule()
@@ -296,7 +296,7 @@ def _rescued(layout: Layout, folder: str) -> tuple[list[float], int]:
 
 @layouts(PP2, slow=[DP2, MICRO])
 def test_exception_on_every_rank_leaves_a_checkpoint(layout: Layout, tmp_path: Path) -> None:
-    """An error that all ranks meet at the same place: the callback saves, and training goes on from there."""
+    """An error that all ranks meet at the same place: the callback saves, and training resumes from there."""
     assert run(layout, _interrupted, tmp_path) == [["ValueError('boom')"]] * layout.ranks
     norms, steps = single(_rescued)  # never interrupted
     for rank in run(layout, _rescued, tmp_path):

@@ -1,4 +1,4 @@
-"""What the options of data parallelism refuse, and how the buckets are laid out."""
+"""Refusals of the data-parallel options, and the layout of the buckets."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_the_cause_is_named_among_several_ends(codes: tuple[int, ...], named: in
 
 
 def test_a_process_has_time_to_meet_the_error_that_ended_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong for all ranks is found by one first, and its own exit code and words are to be the job's."""
+    """An error of all ranks is found by one first, whose exit code and message become the job's."""
     children = [_child(1, "raise SystemExit(2)")]
     ends: list[str] = []
     watch = ChildWatch(lambda: children, lambda rank, how: None, end=lambda: ends.append("soon"))

@@ -223,7 +223,7 @@ class _Skips(ToyModule):
 
 
 class _Outputs(pl.Callback):
-    """What callbacks are handed after a batch, and whether the module is in training mode."""
+    """Record what callbacks get after a batch, and whether the module is in training mode."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

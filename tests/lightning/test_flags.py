@@ -235,7 +235,7 @@ def _time_to_validate(layout: Layout, folder: str, rank: int) -> list[tuple[int,
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [(1, 4, False)]), (1, [])])
 def test_time_to_validate_is_rank_0s(rank: int, expected: list[tuple[int, int, bool]], tmp_path: Path) -> None:
-    """One validation after the first step, which sets the clock anew; or none."""
+    """One validation after the first step, which sets the clock again; or none."""
     assert run(PP2, _time_to_validate, tmp_path, rank) == [expected] * 2
 
 

@@ -25,7 +25,7 @@ class _ClipsInHook(ToyModule):
 
 
 class _ClipsByOptimizer(ToyModule):
-    """What the optimizer steps under zero1 and fsdp: shards."""
+    """Change the shards that the optimizer steps under zero1 and fsdp."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)

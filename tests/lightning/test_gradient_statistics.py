@@ -38,7 +38,7 @@ class _Groups(ToyModule):
 
 
 class _Record(pl.Callback):
-    """What was logged for each step."""
+    """Values logged for each step."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []

@@ -26,7 +26,7 @@ from tests.helpers.slurm import free_port, two_tasks
 from tests.helpers.toy import ToyData, ToyModule
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning anew
+pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch and lightning
 JOB = ["-m", "tests.faults.job"]
 
 
@@ -84,7 +84,7 @@ def test_one_rank_of_spawn_stays_in_this_process() -> None:
 
 
 def test_workers_end_with_what_waits_for_them() -> None:
-    """Whatever ends the wait, such as a handler of SIGALRM; else this process would wait for its workers at its own end."""
+    """Interrupt the wait, as a handler of SIGALRM does; else this process would wait for its workers at its own end."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError
@@ -126,7 +126,7 @@ def test_slurm_variables() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_workers_train(start_method: str, tmp_path: Path) -> None:
-    """The process that started them goes on with what they return; the Trainer's counters stay theirs, as in Lightning."""
+    """The process that started them continues with what they return; the Trainer's counters stay theirs, as in Lightning."""
     output = _run_all([[*JOB, start_method, "none", "0", "2", "1", str(tmp_path)]], [{}])
     assert re.search("DONE 0 0", output), output
     assert open_checkpoint(tmp_path / "last.ckpt").state()["global_step"] == 16

@@ -48,7 +48,7 @@ def _lose(*paths: str) -> None:
 
 
 def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
-    """Train on two nodes of one rank each; go on after either's disk is lost, and after both copies of a part are."""
+    """Train on two nodes of one rank each; resume after either's disk is lost, and after both copies of a part are."""
     os.environ["LOCAL_RANK"] = "0"
     nodes: dict[str, Any] = {"num_nodes": 2, "devices": 1}
     disk = f"{folder}/disk-{{node_rank}}"
@@ -109,7 +109,9 @@ def _resumed(layout: Layout, folder: str) -> list[float]:
         pytest.param(PP2_DP2, PP2, id="pp2-dp2-to-pp2", marks=pytest.mark.slow),
     ],
 )
-def test_another_layout_goes_on_from_copies_that_are_whole_on_its_node(before: Layout, after: Layout, tmp_path: Path) -> None:
+def test_another_layout_resumes_from_copies_that_are_complete_on_its_node(
+    before: Layout, after: Layout, tmp_path: Path
+) -> None:
     """Losses are those of the other layout from the same step on."""
     run(before, _copied, tmp_path)
     straight = run(after, _straight, tmp_path)
@@ -161,7 +163,7 @@ def _beside_training(layout: Layout, folder: str) -> int:
     return watch.beside
 
 
-def test_training_goes_on_beside_the_writing(tmp_path: Path) -> None:
+def test_training_continues_during_the_save(tmp_path: Path) -> None:
     assert all(count > 0 for count in run(DP2, _beside_training, tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""What cannot work is refused with the values found, why, and what to set; nobody hangs."""
+"""Settings that cannot work are refused with the values found, why, and what to set; nobody hangs."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_slurms_requeue_signal_saves_where_lightning_looks(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
-    """torchrun gives its workers half a minute between SIGTERM and SIGKILL; the next run goes on."""
+    """torchrun gives its workers half a minute between SIGTERM and SIGKILL; the next run resumes."""
 
     def command(steps: int) -> list[str]:
         standalone = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

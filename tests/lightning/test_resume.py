@@ -158,7 +158,7 @@ def _global(ranks: list[list[list[int]]]) -> list[set[int]]:
         pytest.param(DDP2, DP4, False, id="ddp-to-zero1", marks=pytest.mark.slow),
     ],
 )
-def test_another_number_of_replicas_goes_on_with_the_same_samples(
+def test_another_number_of_replicas_resumes_with_the_same_samples(
     before: Layout, after: Layout, shuffle: bool, tmp_path: Path
 ) -> None:
     """No sample twice, none lost; the optimizer's state moves to the other layout as well (gradient norms agree)."""
@@ -281,7 +281,7 @@ def _plain_second(layout: Layout, folder: str) -> Any:
 
 
 @layouts(PP2, slow=[DP2, PP2_DP2])
-def test_a_plain_lightning_checkpoint_goes_on(layout: Layout, tmp_path: Path) -> None:
+def test_a_plain_lightning_checkpoint_resumes(layout: Layout, tmp_path: Path) -> None:
     """Weights, optimizer and progress."""
     run(SINGLE, _plain_first, tmp_path)
     assert (tmp_path / "plain.ckpt").is_file()

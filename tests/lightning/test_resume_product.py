@@ -1,4 +1,4 @@
-"""Stop and go on: every optimizer with every precision, schedule and way of saving, and with all kinds of data parallelism.
+"""Stop and resume: every optimizer with every precision, schedule and way of saving, and with all kinds of data parallelism.
 
 Training goes through four steps in one go, saving after the second and the fourth; then from the second's checkpoint on. Losses
 and gradient norms of the last two steps, and every bit of the fourth step's two checkpoints (weights, moments, masters, random
@@ -171,7 +171,7 @@ def _different(whole: Any, resumed: Any, place: str = "") -> Iterator[str]:
         yield f"{place}: {str(whole)[:80]} and {str(resumed)[:80]}"
 
 
-def _stop_and_go_on(case: Case, folder: Path) -> list[str]:
+def _stop_and_resume(case: Case, folder: Path) -> list[str]:
     """Return what differs between training in one go and from a checkpoint on, on this rank."""
     whole = _fit(case, folder / "whole")
     resumed = _fit(case, folder / "resumed", str(folder / "whole" / f"step={STOP}.ckpt"))
@@ -189,7 +189,7 @@ def _stop_and_go_on(case: Case, folder: Path) -> list[str]:
 
 
 def _run(cases: Sequence[Case], folder: str) -> list[str]:
-    return [text for case in cases for text in _stop_and_go_on(case, Path(folder, str(case)))]
+    return [text for case in cases for text in _stop_and_resume(case, Path(folder, str(case)))]
 
 
 def _parts(case: Case, size: int) -> set[tuple[Any, ...]]:

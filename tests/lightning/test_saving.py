@@ -1,4 +1,4 @@
-"""Saves in the background and saves that fail: training goes on, and there is always a committed checkpoint to go back to."""
+"""Saves in the background and saves that fail: training continues, and there is always a committed checkpoint to go back to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _committed(folder: str) -> set[str]:
 
 
 class _Watch(pl.Callback):
-    """What is committed at the beginning of every batch, on rank 0."""
+    """Record the committed checkpoints at the beginning of every batch, on rank 0."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.seen = folder, []

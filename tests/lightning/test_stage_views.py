@@ -1,4 +1,4 @@
-"""What ordinary modules do around a cut model: choose layers by index, read a step's outputs, weight samples by fractions."""
+"""Ordinary code around a partitioned model: choose layers by index, read a step's outputs, weight samples by fractions."""
 
 from __future__ import annotations
 

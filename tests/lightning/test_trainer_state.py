@@ -347,7 +347,7 @@ class _StopsAt(pl.Callback):
 
 
 def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> None:
-    """Of a run that fails in the middle of an epoch on all ranks, and of one that goes on from its checkpoint."""
+    """Of a run that fails in the middle of an epoch on all ranks, and of one that resumes from its checkpoint."""
     for resuming in (False, True):
         expected = run(SINGLE, _observed, tmp_path / "single", resuming)[0]
         assert len(expected["lines"]) > 5

@@ -1,4 +1,4 @@
-"""What ordinary modules also have: weights used twice, buffers that training changes, steps of more than one part."""
+"""Less usual features of modules: weights used twice, buffers that training changes, steps of more than one part."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class _Normalised(VectorModule):
 
 
 def _share(num: int, seed: int) -> DataLoader[Any]:
-    """Lightning's DDP would shuffle what it shares out itself."""
+    """Lightning's DDP would shuffle what it splits itself."""
     data = vectors(num, seed)
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
 
@@ -139,7 +139,7 @@ def _statistics(layout: Layout, folder: str, strategy: str | None = None) -> dic
         chosen.save_checkpoint(path := f"{folder}/statistics.ckpt")
         saved = read_full(path)["state_dict"]
         for name, buffer in module.named_buffers():
-            assert torch.equal(saved[name], buffer), "every rank goes on with what was saved"
+            assert torch.equal(saved[name], buffer), "every rank continues with what was saved"
     return {"buffers": dict(module.named_buffers()), "metrics": validated}
 
 

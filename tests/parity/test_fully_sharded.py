@@ -169,7 +169,7 @@ def test_gradients_travel_in_bf16_on_request(names: list[str]) -> None:
 
 
 def _resumed(case: Case, precision: str, folder: str, resume: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Train five batches, with evaluation and prediction in between; stop after the third, or go on from there."""
+    """Train five batches, with evaluation and prediction in between; stop after the third, or resume from there."""
     record, world = Losses(), 4
     replicas = world // (case[2].get(TP, 1) * case[2].get(PP, 1))
     fit = trainer(

@@ -59,7 +59,7 @@ def _train(table: str | None) -> tuple[list[float], list[float]]:
 
 
 def _resume(table: str, checkpoint: str) -> bool:
-    """Stop before the smaller batch and go on with it: is that bit-equal to never having stopped?"""
+    """Stop before the smaller batch and resume with it: is that bit-equal to never having stopped?"""
     whole, _, expected = _fit(table, max_epochs=2, callbacks=[_SavedAtStepTwo(checkpoint)])
     rest, _, found = _fit(table, max_epochs=2, ckpt_path=checkpoint)
     weights = zip(expected.state_dict().values(), found.state_dict().values(), strict=True)

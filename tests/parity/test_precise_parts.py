@@ -1,4 +1,4 @@
-"""What may stay in fp32 in a bf16 model: the residual stream, attention, logits; on one device and on stages."""
+"""Parts of a bf16 model that may stay in fp32: the residual stream, attention, logits; on one device and on stages."""
 
 from __future__ import annotations
 

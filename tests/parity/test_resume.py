@@ -1,4 +1,4 @@
-"""Checkpoints of the GPT across layouts: stop anywhere, go on in any other layout, on plain Lightning or from plain Lightning.
+"""Checkpoints of the GPT across layouts: stop anywhere, resume in any other layout, on plain Lightning or from plain Lightning.
 
 Every tensor is exact: what the new layout has loaded is saved again, and both checkpoints hold the same bits. So the losses
 after the change differ from the uninterrupted run only by the layouts' order of summation: 1e-5 relative, as in test_layouts.
@@ -153,7 +153,7 @@ def _means(ranks: list[Run]) -> list[float]:
 
 
 def _check(pairs: Sequence[tuple[str, str]], folder: Path, precision: str = "32-true") -> None:
-    """Save once under each layout and go on under the others; ranks are started once for layouts of the same size."""
+    """Save once under each layout and resume under the others; ranks are started once for layouts of the same size."""
     sources = list(dict.fromkeys(saved for saved, _ in pairs))
     whole: dict[str, list[Run]] = {}
     for world, names in _by_world(sources, key=str).items():
@@ -178,7 +178,7 @@ def _assert_continued(rest: list[Run], whole: list[Run]) -> None:
 
 
 def _restarted(folder: Path, tied: bool) -> list[Run]:
-    """Go on as plain Lightning does, which does not know the position in the data: from the beginning of the epoch."""
+    """Resume as plain Lightning does, which does not know the position in the data: from the beginning of the epoch."""
     run_ranks(1, _save, "plain", tied, f"{folder}/tied={tied}")
     return run_ranks(1, _load, "plain", tied, f"{folder}/tied={tied}/step={STOP}.ckpt", "again")
 
@@ -224,7 +224,7 @@ def _spread() -> list[tuple[str, str]]:
 
 
 @pytest.mark.timeout(300)
-def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
     pairs = _spread()
     assert len(pairs) >= 30 and {a for a, _ in pairs} == {b for _, b in pairs} == {*LAYOUTS}
     _check(pairs, tmp_path)
@@ -256,7 +256,7 @@ def test_masters_and_the_loss_scale_are_exact_in_another_layout(precision: str, 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("saved", LAYOUTS)
-def test_training_goes_on_in_every_layout(saved: str, tmp_path: Path) -> None:
+def test_training_resumes_in_every_layout(saved: str, tmp_path: Path) -> None:
     _check([(saved, loaded) for loaded in LAYOUTS], tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What the design demands of the files themselves."""
+"""Rules for the files of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and the docs show is run, or at least parsed by the program that would run it."""
+"""Run the examples of the README and the docs, or at least parse them by the program that would run them."""
 
 from __future__ import annotations
 

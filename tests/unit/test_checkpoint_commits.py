@@ -1,4 +1,4 @@
-"""What stands under a name before, during and after a save."""
+"""State of a checkpoint's name before, during and after a save."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_where_names_cannot_be_swapped_a_failed_save_puts_the_old_one_back(
 
 
 def test_directories_of_other_files_are_not_deleted(tmp_path: Path) -> None:
-    """Callbacks delete by names from the checkpoint that they go on from, which may come from anywhere."""
+    """Callbacks delete by names from the checkpoint that they resume from, which may come from anywhere."""
     (tmp_path / "home" / "thesis").mkdir(parents=True)
     with pytest.warns(UserWarning, match="is not deleted: it is a directory with other files"):
         remove_checkpoint(tmp_path / "home")

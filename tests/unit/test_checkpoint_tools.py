@@ -288,7 +288,7 @@ def test_only_what_no_rule_keeps_is_pruned(tmp_path: Path) -> None:
     by_step = find_prunable(tmp_path, keep_every=30)
     assert {Path(entry.path).name for entry in by_step} == {"step=40.ckpt", "step=50.ckpt"}
     (whole,) = tmp_path.glob("step=40.ckpt/state.*")
-    aside = whole.rename(tmp_path / "aside")  # without it nobody can go on from 40
+    aside = whole.rename(tmp_path / "aside")  # without it nobody can resume from 40
     by_count = find_prunable(tmp_path, keep_last=2)
     assert {Path(entry.path).name for entry in by_count} == set()  # 50 and 30
     aside.rename(whole)

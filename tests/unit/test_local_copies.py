@@ -29,7 +29,7 @@ class _Run:
         return sorted(int(name.split("-")[1]) for name in os.listdir(self.folder))
 
     def newest(self) -> int | None:
-        """Return the step that the run would go on from."""
+        """Return the step that the run would resume from."""
         pointer = Pointer.read(self._pointer)
         assert pointer is not None
         found = self._copies.open(pointer.copies, 1, same_layout=True)
@@ -46,7 +46,7 @@ def test_a_run_that_goes_back_replaces_the_copies_of_later_steps(tmp_path: Path)
     assert run.newest() == 2
 
 
-def test_a_run_goes_on_from_its_own_copies_alone(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_own_copies_alone(tmp_path: Path) -> None:
     """Two runs were given one folder: the other one's copies are of later steps."""
     run, other = (_Run(tmp_path / "node", tmp_path / name) for name in ("local.ckpt", "other.ckpt"))
     run.save(1)

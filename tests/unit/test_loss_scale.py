@@ -29,7 +29,7 @@ def test_scale_follows_megatrons_rule() -> None:
 
 
 @pytest.mark.parametrize("stop", range(len(SCRIPT)))
-def test_scale_goes_on_where_it_stopped(stop: int) -> None:
+def test_scale_resumes_where_it_stopped(stop: int) -> None:
     options = LossScaleOptions(initial_scale=64, growth_interval=3)
     first, second = DynamicLossScale(options), DynamicLossScale(options)
     _run(first, SCRIPT[:stop])

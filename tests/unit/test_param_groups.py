@@ -101,5 +101,5 @@ def test_contradictions_are_refused(make: Any, message: str) -> None:
     ],
 )
 def test_patterns(pattern: str, names: list[str]) -> None:
-    """Two stars stand for any number of segments, none included."""
+    """Two stars match any number of segments, none included."""
     assert [name for name in ("", "norm", "prenorm", "a.norm", "a.b.norm") if compile_pattern(pattern).fullmatch(name)] == names

@@ -1,4 +1,4 @@
-"""What a schedule costs on paper: against the papers' formulas, by hand, and as the command line shows it."""
+"""Simulated cost of schedules: against the papers' formulas, by hand, and as the command line shows it."""
 
 import json
 import random

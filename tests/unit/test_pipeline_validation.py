@@ -91,7 +91,7 @@ def test_a_broken_table_is_caught(name: str, num_ranks: int, num_microbatches: i
 
 
 def _runs(schedule: Schedule) -> bool:
-    """Say whether ranks that do a table's actions in order, with a queue for each channel between two of them, come to its end.
+    """Return whether ranks that do a table's actions in order, with a queue for each channel, come to its end.
 
     Written apart from the validator: queues that are filled and emptied, where that one compares orders.
     """
@@ -100,7 +100,7 @@ def _runs(schedule: Schedule) -> bool:
     left = [deque(row) for row in schedule.actions]
 
     def can_run(action: Action) -> bool:
-        """Take what ``action`` needs, if it is there."""
+        """Consume the inputs of ``action``, if they are there."""
         stage, kind, microbatch = action
         if kind is Kind.WEIGHT_GRADIENT:
             return Action(stage, Kind.INPUT_GRADIENT, microbatch) in done

@@ -91,7 +91,7 @@ def test_halves_equal_the_whole(recompute: str, autocast: bool, dtype: torch.dty
 
 
 class _Plain(nn.Module):
-    """What torch.compile takes as one graph."""
+    """Function that torch.compile takes as one graph."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
