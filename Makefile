@@ -9,6 +9,8 @@ export OMP_NUM_THREADS ?= 1
 CASE ?=
 MODE ?= one
 PARTS ?=
+# Ranks often wait for one another and for imports, so two files run at a time; the order stays, so that no long file is last.
+TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,14 +42,13 @@ check: $(INSTALLED)  ## lint beside the tests of one process, on two cores: for 
 	@$(MAKE) --no-print-directory -j2 lint some-tests SOME=tests/unit
 
 test: $(INSTALLED)  ## lint, and every test but the slow and the GPU ones
-	@$(MAKE) --no-print-directory -j2 lint some-tests SOME="tests/unit tests/project"
-	$(BIN)/python -m pytest -q --ignore=tests/unit --ignore=tests/project
+	@$(MAKE) --no-print-directory -j2 lint some-tests SOME="$(TWO_AT_ONCE) tests"
 
 some-tests: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SOME)
 
 test-all: lint  ## lint, then every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q $(TWO_AT_ONCE) -m "not gpu"
 
 conformance: $(INSTALLED)  ## Lightning's own tests: make conformance LIGHTNING=/path/to/checkout MODE=one|two|pipeline PARTS="core loops"
 	$(BIN)/python -m tests.conformance.run "$(LIGHTNING)" --mode $(MODE) $(PARTS)

@@ -1,4 +1,4 @@
-"""The only file that knows what Lightning keeps to itself: one public name here for each private one there.
+"""The only file that knows Lightning's private API: one public name here for each private one there.
 
 Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on themselves keeps its name;
 ``tests/project/test_house.py`` lists it, and finds private names of Lightning's in other files.
@@ -44,7 +44,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
 
-# How the learning rate finder leaves ``fit`` on purpose: nobody's failure.
+# How the learning rate finder leaves ``fit`` on purpose: not a failure.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
@@ -61,8 +61,8 @@ __all__ = [  # besides the functions below
     "share_threads",
 ]
 
-# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere these are as well errors of somebody's
-# code, which are looked for with a traceback.
+# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere they may be bugs, which need
+# a traceback.
 _READS_SETTINGS = re.compile(
     r"lightning\.pytorch\.(trainer\.trainer|callbacks\..*|loggers\..*)\.__init__"
     r"|lightning\.pytorch\.trainer\.connectors\.(accelerator_connector\..*|checkpoint_connector\._parse_ckpt_path)"
@@ -120,7 +120,7 @@ def skips_backward(trainer: pl.Trainer) -> bool:
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders that ``fit`` reads, after :meth:`process_dataloader`; the public property returns their nest."""
+    """Return the loaders that ``fit`` reads, after :meth:`process_dataloader`; the public property returns them nested."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
@@ -153,7 +153,7 @@ def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
 def note_sigterm(trainer: pl.Trainer) -> None:
     """Make the handler of SIGTERM only record it and tell the processes that the launcher has started.
 
-    Lightning's broadcasts as well, which in the middle of a step waits forever for ranks that wait for this one. Its loops
+    Lightning's handler also broadcasts, which in the middle of a step waits forever for ranks that wait for this one. Its loops
     share the record before every batch.
     """
     vars(trainer._signal_connector)["_sigterm_notifier_fn"] = partial(_note_sigterm, trainer)  # can be pickled with it

@@ -9,7 +9,7 @@ The strategy has parts, by lifetime; Lightning's hooks are forwarded to them.
 | ``ranks`` | the process groups | groups, collectives, failure watch (``launch/ranks.py``) |
 | ``run`` | one fit, validate, test or predict | part of the module, steps, gradients, checkpoints, undo (``run.py``) |
 
-No loop, connector, fetcher or callback of Lightning is patched.
+No loop, fetcher or callback of Lightning is patched; ``docs/architecture.md`` lists what is replaced on other objects.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class MegatronStrategy(ParallelStrategy):
     def _planned_world_size(self) -> int:
         return self.num_nodes * max(1, self.num_processes)
 
-    # A world of one asks no cluster environment: it may have been given by hand, outside of the job it describes.
+    # With one rank the cluster environment is ignored: the user may have passed one outside of the job it describes.
 
     @property
     @override
@@ -294,7 +294,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self.lightning_module
         trainer = None if module is None else internals.attached_trainer(module)
         for logger in [] if trainer is None else trainer.loggers:
-            with suppress(Exception):  # what ends the process is the news
+            with suppress(Exception):  # the error that ends the process matters more
                 logger.finalize("failed")
 
     def full_module_state(self, folder: str) -> dict[str, Any] | None:
@@ -379,7 +379,7 @@ class MegatronStrategy(ParallelStrategy):
         self.barrier()
         if fitting:
             self._setup_optimizers(trainer)
-        self.setup_precision_plugin()  # hands out the optimizers in new wrappers
+        self.setup_precision_plugin()  # replaces Lightning's wrappers of the optimizers
         if fitting:
             run.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
         run.begin_steps(self.precision_plugin)
@@ -507,7 +507,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def last_grad_norm(self) -> Tensor | None:
-        """Global gradient norm before clipping, of the last step that clipped by norm; None on one process."""
+        """Global gradient norm before clipping, of the last step that clipped by norm; None where Lightning clips by itself."""
         return self.run.training.norms.last_norm if self.run is not None and self.run.has_trained else None
 
     def gradients(self) -> dict[str, Tensor]:
@@ -651,7 +651,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Break this rank's connections, so that nobody waits for it; the launcher has told the others why."""
+        """Break this rank's connections, so that no rank waits for it; the launcher has told the others why."""
         if self.run is not None:
             self.run.checkpoints.saver.finish_quietly()  # the other ranks' threads write their shards of it
         if self.ranks.failure_watch is not None and not isinstance(exception, AgreedStop):

@@ -101,7 +101,7 @@ def place_module(
     return part
 
 
-def describe_share(module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions) -> None:
+def print_layout(module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions) -> None:
     """Print layout and parameter counts on rank 0; Lightning's model summary sees one rank's part."""
     if context.world_size > 1:
         layout = options.layout

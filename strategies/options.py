@@ -1,4 +1,4 @@
-"""Everything that a user sets on :class:`MegatronStrategy`, as one frozen value."""
+"""All that a user sets on :class:`MegatronStrategy`, as one frozen value."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class StrategyOptions:
     """How local ranks are started when no torchrun or Slurm did."""
     timeout: timedelta
     """Time after which a collective that waits for another rank fails."""
+
+    @property
+    def has_explicit_stages(self) -> bool:
+        """Whether the user lists the layers of every stage, of which some may have none."""
+        return self.pipeline.pipeline_model_parallel_layout is not None
 
     @property
     def is_native(self) -> bool:

@@ -1,7 +1,7 @@
 """One run of the Trainer: a fit, validate, test or predict, and the objects that live as long.
 
 A run begins when the ranks are connected, is complete after the strategy's ``setup``, and stays readable after its teardown,
-because users save after ``fit``. For everything that it replaces on a foreign object it registers the undo on :attr:`Run.undo`.
+because users save after ``fit``. What is replaced on a foreign object for the run registers its undo on :attr:`Run.undo`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of
-from megatron_lightning.strategies.module import assemble_module, describe_share, place_module, wrap_configure_model
+from megatron_lightning.strategies.module import assemble_module, place_module, print_layout, wrap_configure_model
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.dataloaders import prepared_loader
@@ -141,7 +141,7 @@ class Run:
         if self._pipeline_executor is None or self._pipeline_executor.context is not self._ranks.context:
             self._pipeline_executor = PipelineExecutor(self._ranks.context, schedule.placement)
             self._pipeline_executor.transport.warm_up()
-        describe_share(self.module, self.part, self._ranks.context, self._options)
+        print_layout(self.module, self.part, self._ranks.context, self._options)
         if self._options.layout.tp * self._options.layout.num_stages > 1 or self.part.units is not None:
             self._hide_example()
         if fitting and schedule.splits_backward:
@@ -261,7 +261,7 @@ class Run:
     def full_module_state(self, folder: str, *, reads: bool) -> dict[str, Any] | None:
         """Return the module's state as one device has it; see the strategy's method.
 
-        ``reads``: whether this rank wants it; else it is empty.
+        ``reads``: whether this rank reads the state; otherwise it is empty.
         """
         context = self._ranks.context
         if context.tp.size * context.pp.size == 1 and self.part.units is None:

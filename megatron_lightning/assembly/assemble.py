@@ -95,7 +95,7 @@ def reattach(module: nn.Module, context: ParallelContext, placement: Placement, 
     partition = None
     if record.path is not None:
         own = placement.stages_of(context.pp.rank)
-        partition = StagePartition(module.get_submodule(record.path), record.stages, own, whole=False)
+        partition = StagePartition(module.get_submodule(record.path), record.stages, own, has_all_units=False)
     return describe_part(module, record.names, record.num_parameters, record.path, partition)
 
 

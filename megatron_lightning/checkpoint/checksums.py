@@ -1,7 +1,8 @@
 """CRC-32 of blocks, by ISA-L's carry-less multiplication, or zlib where ``isal`` has no build.
 
 CRC-32 detects every change of up to 32 neighboring bits, and misses any other damage of a block once in 2^32. Both libraries
-give the same numbers and work without the interpreter's lock, beside the disk; zlib takes about four times the processor time.
+give the same numbers and release the interpreter's lock, so that they overlap disk I/O; zlib takes about four times the
+processor time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Atomic saves: a checkpoint is written beside the one that has its name and becomes visible in one step.
+"""Atomic saves: a checkpoint is written next to an existing one of its name and becomes visible in one step.
 
 On a file system (:class:`_LocalSave`):
 
@@ -259,13 +259,13 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     if local.is_symlink() or local.is_file():
         local.unlink(missing_ok=True)
     elif local.is_dir():
-        doomed = beside(local, f".tmp-{new_identifier()}")
+        to_delete = beside(local, f".tmp-{new_identifier()}")
         with suppress(FileNotFoundError):
             if not _TEMPORARY.fullmatch(local.name) and _is_foreign(os.listdir(local)):
                 warnings.warn(f"{local} is not deleted: it is a directory with other files, and no checkpoint.", stacklevel=2)
                 return
-            os.rename(local, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(local, to_delete)
+        shutil.rmtree(to_delete, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:

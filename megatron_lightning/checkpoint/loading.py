@@ -130,7 +130,7 @@ def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool, pr
     texts = [f"{len(names)} tensors {what}:\n{_listed(names)}" for what, names in problems if names]
     if texts:
         hint = "" if misfits else " strict=False loads the others."
-        if prefix.startswith("optimizer_states."):  # no optimizer state may silently be reset or lost
+        if prefix.startswith("optimizer_states."):  # an error: an optimizer's state is never reset silently
             hint = " To resume with other parameters, load the weights alone."
         raise CheckpointError("\n".join(texts) + f"\nLoad it into the model it was saved from.{hint}")
 

@@ -39,7 +39,7 @@ def open_copy(
     layout: Mapping[str, Any],
     exchange_group: Callable[[], AxisGroup],
 ) -> CheckpointSource | None:
-    """Open the newest copy that serves this layout, else the newest checkpoint beside the pointer; None without a pointer.
+    """Open the newest copy that serves this layout, else the newest checkpoint in the pointer's folder; None without a pointer.
 
     Args:
         path: The pointer, or any other path.

@@ -64,7 +64,7 @@ class Saver:
         self._rank = 0
         self._lock = threading.Lock()  # guards the state that the main thread and the job share on the first rank:
         self._writing = self._failed = False
-        self._doomed: list[str] = []
+        self._to_delete: list[str] = []
         self.last: SaveReport | None = None
         """The last save; its ``written_s`` is known when the next one begins, or training ends."""
 
@@ -82,7 +82,7 @@ class Saver:
         self.finish()
         with self._lock:
             self._writing = self._writing or plan.replaces
-            self._doomed = [doomed for doomed in self._doomed if doomed != plan.path]
+            self._to_delete = [path for path in self._to_delete if path != plan.path]
         try:
             snapshot = live = plan.take(context.axis("world"))
             if background:  # a host may run out of memory
@@ -114,8 +114,8 @@ class Saver:
             return
         with self._lock:
             self._writing, self._failed = False, not committed
-            doomed, self._doomed = (self._doomed, []) if committed else ([], self._doomed)
-        for path in doomed:
+            to_delete, self._to_delete = (self._to_delete, []) if committed else ([], self._to_delete)
+        for path in to_delete:
             remove_checkpoint(path)
 
     def group(self, context: ParallelContext) -> AxisGroup:
@@ -159,6 +159,6 @@ class Saver:
         """Delete a checkpoint as soon as a newer one is committed; called on the first rank."""
         with self._lock:
             if self._writing or self._failed:
-                self._doomed.append(path)
+                self._to_delete.append(path)
                 return
         remove_checkpoint(path)

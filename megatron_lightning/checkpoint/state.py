@@ -44,7 +44,7 @@ _CLASS_ENTRIES = ("hparams_type", "datamodule_hparams_type")  # Lightning's, for
 
 
 def dump_state(state: Mapping[str, Any]) -> bytes:
-    """Serialise a nested dict so that ``torch.load(..., weights_only=True)`` reads it.
+    """Serialize a nested dict so that ``torch.load(..., weights_only=True)`` reads it.
 
     Hyper-parameters without a plain form are left out with a warning, as Lightning leaves out what cannot be pickled.
 
@@ -116,7 +116,7 @@ def plain(value: Any, path: str = "") -> Any:
     if kind in _SAFE:
         return value
     if kind in _TENSORS:
-        # Clone: torch.save would write the whole storage behind a view.
+        # Clone: torch.save would write the full storage of a view.
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Enum):
         return plain(value.value, path)

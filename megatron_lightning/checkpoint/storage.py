@@ -274,9 +274,9 @@ class RemoteFolder:
     def remove(self, names: Iterable[str]) -> None:
         """See :class:`Folder`."""
         present = self.sizes().keys()
-        doomed = [f"{self.root}/{name}" for name in names if name in present]
-        if doomed:
-            self.files.rm(doomed)
+        to_delete = [f"{self.root}/{name}" for name in names if name in present]
+        if to_delete:
+            self.files.rm(to_delete)
 
     def modified(self, name: str) -> float | None:
         """See :class:`Folder`."""

@@ -1,6 +1,6 @@
 """Check that an optimizer is element-wise, so that it may step flat shards of a matrix.
 
-An optimizer that looks at a parameter as a full (a matrix factorisation, an orthogonalisation, a trust ratio) computes
+An optimizer that looks at a parameter as a whole (a matrix factorization, an orthogonalization, a trust ratio) computes
 something else on a shard; those that are known to (``matrices``) get full matrices. The optimizers of torch that are
 element-wise are listed; any other is tried on a small matrix.
 """
@@ -22,7 +22,7 @@ _PROBE_SHAPE, _PROBE_SPLIT, _PROBE_STEPS = (6, 4), 11, 3
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Check that ``optimizer`` gives the same result on the flat shards of a matrix as on the full."""
+    """Check that ``optimizer`` gives the same result on the flat shards of a matrix as on the full matrix."""
     if type(optimizer) in ELEMENTWISE:
         return
     name = type(optimizer).__name__
@@ -37,18 +37,18 @@ def require_elementwise(optimizer: Optimizer) -> None:
             ) from error
         if not full.any():
             raise ConfigError(
-                f"{name} did not move a small matrix that stood in its param_groups, where sharding puts shards of the "
+                f"{name} did not move a small matrix in its param_groups, where sharding puts shards of the "
                 f"parameters: it steps something else, such as the groups of an optimizer inside it. {advice}"
             )
         if not torch.allclose(full, shards, rtol=1e-4, atol=1e-4 * float(full.abs().max())):
             raise ConfigError(
-                f"{name} does not treat every element by itself: a matrix stepped full and as two flat shards differ by "
+                f"{name} does not treat every element by itself: a matrix stepped in full and as two flat shards differs by "
                 f'{float((full - shards).abs().max()):.2g}. "zero1" and "fsdp" shard parameters into flat shards. {advice}'
             )
 
 
 def probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Step a matrix full and in two flat shards with the hyper-parameters of ``group``; return both 1-D updates."""
+    """Step a matrix in full and as two flat shards with the hyper-parameters of ``group``; return both 1-D updates."""
     device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + _PROBE_STEPS, *_PROBE_SHAPE, generator=generator).to(device)

@@ -100,7 +100,7 @@ class ShardedUnits:
         specs: Name -> spec of every parameter of ``module``.
         context: The groups of this rank.
         options: How much is kept full, and over which ranks.
-        micro_batches: Whether a step runs several; parameters are then gathered once a step unless the options say else.
+        micro_batches: Whether a step runs several; parameters are then gathered once a step unless the options say otherwise.
         compute_dtype: Dtype in which parameters are gathered and used; None: their own.
         excluded: Names of parameters that are not sharded, such as those with a copy on another pipeline rank.
     """
@@ -248,7 +248,9 @@ class ShardedUnits:
         self.unfilled = tuple(other for other in self.unfilled if other != name)
 
     def as_used(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict with the sharded parameters in the dtype in which they are used; main params are saved apart."""
+        """Return a state dict with the sharded parameters in the dtype in which they are used; main params are saved
+        separately.
+        """
         low = self.compute_dtype
         return {name: value.to(low) if low and isinstance(value, DTensor) else value for name, value in state.items()}
 

@@ -167,7 +167,7 @@ def require_undivided(entry: OptimizerEntry, shard: ParameterShard, context: Par
     if axes or tuple(shard.value.shape) != entry.spec.local_shape:
         raise ConfigError(
             f"{entry.name} is sharded over {', '.join(axes) or 'flat ranges'}, and an optimizer of full matrices cannot step "
-            "a part. Step it with an element-wise optimizer beside this one: ChainedOptimizer(Muon(...), AdamW(...))."
+            "a part. Step it with an element-wise optimizer alongside: ChainedOptimizer(Muon(...), AdamW(...))."
         )
 
 

@@ -26,7 +26,8 @@ class ParamGroup:
     name: str
     """Name of the group, as LearningRateMonitor logs it."""
     params: Sequence[str] = ("**",)
-    """Patterns of parameter names; ``*`` represents one segment of a dotted name or a part of it, ``**`` for any number."""
+    """Patterns of parameter names; ``*`` represents one segment of a dotted name or a part of it, ``**`` any number of
+    segments."""
     max_dims: int | None = None
     """Match only parameters of at most that many dims; 1: norms and biases."""
     lr: float | None = None
@@ -101,7 +102,7 @@ def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
         raise ConfigError(
             f"parameter group {row.name!r} takes no parameter of {type(module).__name__}: params={list(row.params)} match "
             f"none, or only what rows before it have taken. Parameters are called {' or '.join(map(repr, fitting[:2]))}; "
-            "give such names, in which * represents a part of a segment and ** for any number of segments, or remove the row."
+            "give such names, in which * represents a part of a segment and ** any number of segments, or remove the row."
         )
 
 

@@ -2,7 +2,7 @@
 
     not sharded                 all-reduce
     sharded                     reduce-scatter
-    sharded, with replicas      reduce-scatter inside the group of neighbors, then all-reduce of the shard over the replicas
+    sharded, with replicas      reduce-scatter inside the shard group, then all-reduce of the shard over the replicas
 
 The second phase begins when the next bucket's reduction does, so that it overlaps the backward pass as well; the order of the
 collectives is the same on every rank.

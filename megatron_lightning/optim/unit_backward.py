@@ -11,7 +11,7 @@ called in this order, a backward pass that gathers parameters is, on every rank:
     backward ends         reduce 0
 
 Autograd runs in reverse order: when it has reached a unit, the gradients of later units are complete. A unit that it did not
-reach is gathered and reduced nevertheless, between the units around it.
+reach is gathered and reduced anyway, between the units around it.
 """
 
 from __future__ import annotations

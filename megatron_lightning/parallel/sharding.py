@@ -112,7 +112,7 @@ class Style(Protocol):
 class ShardingPlan:
     """How a plain model is split over the tensor-parallel ranks, as a table.
 
-    Patterns are dotted module paths in which ``*`` matches one path segment, ``**`` for any number; the first pattern
+    Patterns are dotted module paths in which ``*`` matches one path segment and ``**`` any number of them; the first pattern
     that matches wins.
     """
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, a proof on paper, and one executor that runs them."""
+"""Pipeline parallelism: schedules as data, a validator, and one executor that runs them."""

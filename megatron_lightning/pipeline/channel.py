@@ -25,7 +25,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.plan import Message
 
-_NUM_AHEAD = 2  # messages received ahead on a channel: one in use by the wire, one ready for the next action
+_NUM_AHEAD = 2  # messages received ahead on a channel: one in transfer, one ready for the next action
 _HEADER_NUMBERS = 256  # 2 KiB: 40 tensors of three dims
 _DTYPES = (
     torch.float32,
@@ -263,7 +263,7 @@ class Outbox:
 
 
 def _drop_delivered(queue: deque[_Sent], position: int, ahead: int) -> None:
-    """Drop messages delivered to a receiver that has come to ``position``; wait for the oldest beyond ``ahead`` messages."""
+    """Drop messages delivered to a receiver that has reached ``position``; wait for the oldest beyond ``ahead`` messages."""
     while queue and (len(queue) > ahead or queue[0].position < position or queue[0].works[-1].is_completed()):
         for work in queue.popleft().works:
             work.wait()

@@ -28,7 +28,7 @@ class MetricSync:
                 metric.dist_sync_fn = self.gather
 
     def __deepcopy__(self, memo: object) -> MetricSync:
-        return self  # a copied metric synchronises over the same ranks
+        return self  # a copied metric synchronizes over the same ranks
 
     def release(self) -> None:
         """Restore the metrics' own synchronization."""
@@ -39,7 +39,7 @@ class MetricSync:
     def gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Return the states of all data-parallel ranks (torchmetrics' ``dist_sync_fn``).
 
-        Tensor-parallel ranks hold equal states and count once. A ``group`` of the user's is taken as it is.
+        Tensor-parallel ranks hold equal states and count once. A ``group`` passed by the user is used unchanged.
         """
         if group is not None and group is not dist.group.WORLD:
             return gather_all_tensors(state, group)

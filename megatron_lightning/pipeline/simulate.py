@@ -84,7 +84,7 @@ def validate(schedule: Schedule) -> None:
 
     Raises:
         ConfigError: If an action is missing, repeated, out of range or on the wrong pp rank; if a channel's messages
-            are received in another order than sent; if a pp rank waits forever (the message says at what, for what).
+            are received in another order than sent; if a pp rank waits forever (the message names both actions).
     """
     _check_complete(schedule)
     _execute(schedule, Costs())

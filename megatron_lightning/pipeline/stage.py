@@ -52,17 +52,19 @@ class StagePartition:
         module: A module with ``pipeline_units()``.
         stages: Unit paths of every stage of the pipeline, in stage order.
         own: Stages of this rank.
-        whole: Whether ``module`` has all its units; False: it was reduced to the ``own`` stages before.
+        has_all_units: Whether ``module`` has all its units; False: it was reduced to the ``own`` stages before.
 
     Raises:
         ConfigError: If a unit does not exist or contains another, or a parameter belongs to no unit.
     """
 
-    def __init__(self, module: nn.Module, stages: Sequence[Sequence[str]], own: Sequence[int], *, whole: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, stages: Sequence[Sequence[str]], own: Sequence[int], *, has_all_units: bool = True
+    ) -> None:
         self.module = module
         self.stages = tuple(map(tuple, stages))
         self.own = tuple(own)
-        if not whole:
+        if not has_all_units:
             return
         units = [unit for stage in self.stages for unit in stage]
         check_units(module, units)

@@ -99,7 +99,7 @@ class Checkpoints:
             background: Whether to return when the state is copied; after the run nobody would wait for the rest.
 
         Raises:
-            CheckpointError: On every rank, if one of them failed; what stood under ``path`` before is intact.
+            CheckpointError: On every rank, if one of them failed; an existing checkpoint at ``path`` is intact.
         """
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
             if not self._interrupted_together():
@@ -205,9 +205,9 @@ class Checkpoints:
 
         Args:
             state: State dict of this rank's part.
-            folder: Where the checkpoint stands during this call; all nodes see it.
+            folder: Where the checkpoint is written during this call; all nodes see it.
             part: What this rank holds of the module.
-            reads: Whether this rank wants the state; else it is empty.
+            reads: Whether this rank reads the state; otherwise it is empty.
         """
         path = self._ranks.broadcast(f"{folder}/.weights-{uuid.uuid4().hex}.ckpt")
         self.save({"state_dict": state}, path, part, background=False)

@@ -1,7 +1,7 @@
 """State of a run beside module and optimizers: samples consumed, positions in the data, random states.
 
-It stands under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and states of data loaders is the same
-on every rank.
+It is stored under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and states of data loaders is the
+same on every rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the Trainer's callbacks against the layout, and of loggers, before any process group exists."""
+"""Checks of the Trainer's callbacks against the layout, and of loggers: before any process group exists, and again at setup."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_backgr
 
 
 def warn_of_uploads(trainer: pl.Trainer) -> None:
-    """Warn of loggers that upload files alone, and so no checkpoint."""
+    """Warn of loggers that cannot upload checkpoint directories."""
     for logger in trainer.loggers:
         if uploads_checkpoints(logger):
             rank_zero_warn(
-                f"{type(logger).__name__} has log_model set and uploads files alone; a checkpoint is a directory, and it will "
+                f"{type(logger).__name__} has log_model set and uploads only files; a checkpoint is a directory, and it will "
                 "upload none. Make a file of one with `megatron-lightning checkpoint consolidate` and upload that."
             )
 
@@ -108,5 +108,5 @@ def _check_readers(callbacks: list[pl.Callback]) -> None:
     if reader is not None:
         raise ConfigError(
             f"{type(reader).__name__} reads the weights between a step and the next forward, when overlap_param_gather=True "
-            "has them on their way. Set overlap_param_gather=False, or remove the callback."
+            "is still gathering them. Set overlap_param_gather=False, or remove the callback."
         )

@@ -49,7 +49,7 @@ def check_layer_sync(layer_sync: LayerSync | None, device: torch.device, data_pa
     if isinstance(layer_sync, TorchSyncBatchNorm) and data_parallel_size > 1 and device.type == "cpu":
         raise ConfigError(
             "sync_batchnorm=True replaces BatchNorm by torch's SyncBatchNorm, which has no CPU kernels, and "
-            f"{data_parallel_size} data-parallel ranks train on CPUs. Set sync_batchnorm=False: every rank then normalises by "
+            f"{data_parallel_size} data-parallel ranks train on CPUs. Set sync_batchnorm=False: every rank then normalizes by "
             "its own samples, and keeps the first rank's running statistics."
         )
 

@@ -60,8 +60,7 @@ def check_before_launch(
     Raises:
         ConfigError: If they cannot run under the layout.
     """
-    explicit = options.pipeline.pipeline_model_parallel_layout is not None
-    check_config(module, options.layout, world_size, data, explicit_stages=explicit)
+    check_config(module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages)
     if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
         is_built = not is_built_later(module)
         checks.check_partition(module, options.schedule.placement, options.pipeline, is_built=is_built)
@@ -101,7 +100,8 @@ def check_at_setup(options: StrategyOptions, world_size: int, module: pl.Lightni
     _check_trained_by(options, world_size, module, trainer)
     if options.layout.pp > 1 and options.micro_batch_size is None:
         rank_zero_warn(advice_on_full_batches(options.layout.pp))
-    check_config(module, options.layout, world_size, getattr(trainer, "datamodule", None))
+    data = getattr(trainer, "datamodule", None)
+    check_config(module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages)
 
 
 def _check_trained_by(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer) -> None:

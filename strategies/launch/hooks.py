@@ -20,6 +20,6 @@ class LaunchHooks:
     failure_watch: Callable[[], FailureWatch | None]
     """Returns the watch of this rank; None outside a run and on one rank."""
     write_logs: Callable[[], None]
-    """Writes what loggers hold, before a process ends against its will."""
+    """Writes what loggers hold, before a process is killed."""
     full_module_state: Callable[[str], dict[str, Any] | None]
     """Returns the state of the full module after ``fit``, on all ranks, given a folder for temporary files."""

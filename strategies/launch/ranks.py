@@ -74,12 +74,13 @@ class Ranks:
         if world_size > 1 and environment is not None:
             self._join_world(environment, world_size)
             if self._context is not None and self._context.axis("world").is_broken:
-                self.forget_connections()
+                self._context = None  # of a run that an exception on all ranks has ended
+                self._is_alone = False
             self.failure_watch = FailureWatch(write_logs=write_logs)
             self.failure_watch.start()
         if self._context is not None:
             return False
-        # What users draw from here on is what one device would draw, however the ranks came to life.
+        # What users draw from here on is what one device would draw, whatever the start method.
         is_alone = world_size == 1
         states = internals.random_states(include_cuda=False)
         internals.set_random_states(states if is_alone else _broadcast(states))
@@ -107,11 +108,6 @@ class Ranks:
                 f"{dist.get_world_size()} ranks that an earlier Trainer started. Set devices as it did, or to 1, or use "
                 "another process."
             )
-
-    def forget_connections(self) -> None:
-        """Drop the groups of a run that an exception on all ranks has ended."""
-        self._context = None
-        self._is_alone = False
 
     def separate_replicas(self) -> None:
         """Seed each data-parallel replica differently, once: when training begins."""
@@ -149,7 +145,7 @@ class Ranks:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are other ranks to talk to; a Trainer of one device talks to none that an earlier one started."""
+        """Whether to communicate with other ranks; a Trainer of one device ignores those that an earlier one started."""
         return self._context is not None and self._context.world_size > 1 and dist.is_initialized()
 
     def barrier(self) -> None:
@@ -164,7 +160,7 @@ class Ranks:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value).
 
-        The mean of whole numbers is not a whole number: rounded, it would shift what is logged with a ``batch_size``.
+        The mean of integers is not an integer: rounded, it would shift what is logged with a ``batch_size``.
         """
         group = group or self.data_group
         if not isinstance(tensor, Tensor) or group is None:

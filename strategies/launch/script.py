@@ -94,9 +94,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         follows = report_failure(watch, error)
         self._failed = True
         if watch is not None:
-            compat.at_end_of_main_thread(gc.freeze)  # taking torch apart takes a second, for which the others would wait
+            compat.at_end_of_main_thread(gc.freeze)  # collecting torch's objects takes a second; others would wait
         if self._watch is not None:
-            self._watch.stop()  # this process has a way out of its own; at its end the others are ended
+            self._watch.stop()  # this process exits by itself, and then ends the others
         if follows:
             if self.cluster_environment.creates_processes_externally:
                 time.sleep(LINGER_S)
@@ -106,7 +106,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """Send a signal to the other ranks of this node; those are no failures that would end this process."""
         if self._watch is not None:
             self._watch.stop()
-        if signum == signal.SIGKILL:  # they are on their way out since this one told them why
+        if signum == signal.SIGKILL:  # they are exiting already, since this one reported its failure
             wait_for(self._children(), GRACE_S)
         super().kill(signum)
 

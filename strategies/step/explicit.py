@@ -1,4 +1,4 @@
-"""Steps that say themselves what the pipeline runs: the way out for those that are not a function of one micro-batch.
+"""Steps that call the pipeline themselves, for those that are not a function of one micro-batch.
 
 With ``PipelineOptions(explicit_steps=True)`` a step gets its whole batch, once, on every rank.
 ``run_pipeline(self, fn, batch)`` runs ``fn`` on every micro-batch on every stage, as a step is run otherwise, and returns on
@@ -27,7 +27,7 @@ def run_pipeline(module: pl.LightningModule, fn: Callable[[Any], Any], batch: An
 
     Returns:
         The outputs of ``fn`` put together as those of a step are: scalars are means, and in training they are detached, since
-        their backward has run. Tensors with dims are on the last stage only, save in ``predict_step``.
+        their backward has run. Tensors with dims are on the last stage only, except in ``predict_step``.
 
     Raises:
         ConfigError: Outside of a step, or without ``explicit_steps``.

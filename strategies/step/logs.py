@@ -149,7 +149,7 @@ def _reduction_of(metric: Metric) -> str:
 
 
 def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """Return the name of a reduction, which other stages can be told; Lightning knows no others."""
+    """Return the name of a reduction, which can be sent to other stages; Lightning knows no others."""
     name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower()) if isinstance(reduce_fx, str) else _NAMES.get(reduce_fx)
     if name is None or name not in _REDUCTIONS:
         raise ConfigError(

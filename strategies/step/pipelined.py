@@ -132,7 +132,7 @@ class PipelinedSteps(Steps):
             self.training.end_backwards()  # before anything else is communicated
         if self._scope.part.partition is not None:
             self._rng.end_step()
-        output, num_items = self._share(program, hook)
+        output, num_items = self._reduce_and_broadcast(program, hook)
         if trains:
             self._end_training(output, num_items)
         return output
@@ -217,7 +217,7 @@ class PipelinedSteps(Steps):
                 )
         return self._schedules[key]
 
-    def _share(self, program: UserProgram, hook: str) -> tuple[Any, Tensor | None]:
+    def _reduce_and_broadcast(self, program: UserProgram, hook: str) -> tuple[Any, Tensor | None]:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
         shared: Any = None
         appended = b""

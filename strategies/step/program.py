@@ -31,7 +31,7 @@ class UserProgram:
         around: Returns what is put around one forward.
         begin_microbatch: Called with the micro-batch before its forward.
         training: Where gradients go; None: there is no backward.
-        variable_shapes: Whether every message between stages says its shapes.
+        variable_shapes: Whether every message between stages carries its shapes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class UserProgram:
         return self._finish(microbatch, output)
 
     def _check_uncrossed(self, stage: int, received: tuple[Tensor, ...] | None) -> None:
-        """Allow evaluation steps that do not call the module on any stage: these have nothing to hand on."""
+        """Allow evaluation steps that do not call the module on any stage: these have nothing to send."""
         if self._training is None and not received:
             return
         raise PipelineError(

@@ -48,7 +48,7 @@ class Steps(ABC):
         """Gradients and optimizer steps.
 
         Raises:
-            ConfigError: Outside of fitting.
+            ConfigError: Before the Trainer fits.
         """
         if self._training is None:
             raise ConfigError("gradients exist while the Trainer fits.")
@@ -95,7 +95,7 @@ class Steps(ABC):
             self.training.count_samples(total)
 
     def _check_first_batch(self, batch: Any, *loader: Any) -> None:
-        """Check the first batch of every loader, which all ranks of a replica have to read alike."""
+        """Check the first batch of every loader, which must be identical on all ranks of a replica."""
         if loader not in self._loaders_checked:
             check_same_batch(batch, self._scope.context)
             self._loaders_checked.add(loader)

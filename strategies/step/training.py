@@ -72,7 +72,7 @@ class Training:
             hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
         parameters: dict[str, Tensor] = dict(module.named_parameters())
         self.watch = self._watch(parameters)
-        """Looks for infinities and NaN; None where nobody wants to know."""
+        """Looks for infinities and NaN; None with ``non_finite="ignore"``."""
         self._found = False  # something that is not finite, since the last optimizer step
         self._judged = False  # by an optimizer step, since it was found
         self._replicated = ReplicatedGradients(parameters, part.specs, context.tp)

@@ -107,8 +107,8 @@ def steps_gone_on(checkpoint: str) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("fault", ["interrupt", pytest.param("ctrl-c", marks=pytest.mark.slow)])
-@on_all_launchers(("popen", 1))
+@pytest.mark.parametrize("fault", ["interrupt", "ctrl-c"])
+@on_all_launchers()
 def test_an_interrupted_job_ends_and_says_so(launcher: str, rank: int, fault: str, tmp_path: Path) -> None:
     """SIGINT for one rank alone, or for all processes as a terminal sends it: Lightning's exit code, no traceback of ours."""
     ended = run_job(launcher, fault, rank, tmp_path)
@@ -119,7 +119,7 @@ def test_an_interrupted_job_ends_and_says_so(launcher: str, rank: int, fault: st
         assert "Traceback" not in ended.output, ended.output
 
 
-@on_all_launchers(("popen", 1))
+@on_all_launchers()
 def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: Path) -> None:
     """Lightning's handler would broadcast in the middle of the step."""
     ended = run_job(launcher, "terminate", rank, tmp_path)
@@ -127,7 +127,8 @@ def test_a_terminated_rank_waits_for_nobody(launcher: str, rank: int, tmp_path: 
     assert "Received SIGTERM" in ended.output and "SIGTERMException" in ended.output, ended.output
 
 
-@pytest.mark.parametrize("launcher", ["popen", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_no_exception_reaches_is_ended_and_loses_nothing(launcher: str, tmp_path: Path) -> None:
     """The main thread of rank 0, which logs, hangs."""
     ended = run_job(launcher, "hang", 1, tmp_path)

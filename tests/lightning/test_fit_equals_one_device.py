@@ -161,7 +161,8 @@ def _relative(value: Any, folder: str) -> Any:
     return os.path.relpath(value, folder) if isinstance(value, str) and value.startswith("/") else value
 
 
-@layouts(PP2, slow=[DP2, MICRO])
+@pytest.mark.slow
+@layouts(PP2, DP2, MICRO)
 def test_what_model_checkpoints_keep(layout: Layout, tmp_path: Path) -> None:
     expected = single(_checkpoints)
     assert len(expected["keeps"]["time"]["files"]) > 5

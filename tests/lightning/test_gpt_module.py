@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim.schedules import LRSchedule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
 from tests.unit.test_model import CONFIG, tokens
 
 
@@ -91,3 +95,25 @@ def _rates(gpt: GPTLightningModule, steps: int) -> list[float]:
         configured["optimizer"].step()
         configured["lr_scheduler"]["scheduler"].step()
     return rates
+
+
+def _losses(stages: str | None) -> list[float]:
+    strategy: Any = "auto"
+    if stages is not None:
+        options = PipelineOptions(pipeline_model_parallel_layout=stages)
+        strategy = MegatronStrategy(
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+            micro_batch_size=2,
+            pipeline_options=options,
+        )
+    record = Losses()
+    trainer(strategy, max_steps=3, callbacks=[record]).fit(module(), loader())
+    return record.losses
+
+
+def test_stages_without_layers_train_as_one_device() -> None:
+    """Two layers on four stages; losses differ by the order in which fp32 sums are taken."""
+    expected = run_ranks(1, _losses, None)[0]
+    assert len(expected) == 3
+    assert run_ranks(2, _losses, "E|t|t|L") == [pytest.approx(expected, rel=1e-5)] * 2

@@ -111,6 +111,7 @@ def test_popen_refuses_what_is_no_script(monkeypatch: pytest.MonkeyPatch) -> Non
         launcher.launch(os.getpid)
 
 
+@pytest.mark.slow  # two agents and two ranks import torch
 def test_torchrun_with_two_agents_as_two_nodes() -> None:
     rendezvous = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d", "--rdzv-id=job"]
     command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]

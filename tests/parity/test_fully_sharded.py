@@ -111,7 +111,7 @@ LONGER = ("hybrid", "pp2-offload")
 
 @pytest.mark.parametrize(
     ("world", "longer"),
-    [(2, False), (4, False), pytest.param(4, True, marks=pytest.mark.slow), pytest.param(8, False, marks=pytest.mark.slow)],
+    [(2, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, False), (4, True), (8, False)))],
 )
 def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
     """And as itself, to the bit, when it trains again."""

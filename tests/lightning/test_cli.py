@@ -254,6 +254,7 @@ def test_a_part_without_documents_is_told_before_a_process_starts(
     assert "six: the valid part of split='95,5,0' gets 0 of 6 documents and no token; give it a larger weight" in reason
 
 
+@pytest.mark.slow  # two processes import torch
 def test_a_setting_that_ranks_find_wrong_is_one_line(config: str) -> None:
     """The length of the data is known to the ranks only."""
     options = ["--trainer.devices=2", "--trainer.val_check_interval=5000"]
