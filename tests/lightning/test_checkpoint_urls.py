@@ -123,10 +123,8 @@ def test_leftovers_of_killed_saves_are_found_when_they_are_old(store: Any, monke
 def test_last_is_the_newest_committed_of_all_callbacks(store: Any, tmp_path: Path) -> None:
     fit = trainer(callbacks=[ModelCheckpoint(RUN), RescueCheckpoint(RUN)], enable_checkpointing=True)
     arguments: tuple[Any, ...] = ("module", None, None, None, "last", None)
-    assert with_last_checkpoint(fit, arguments, {}) == (
-        arguments,
-        {},
-    )  # nothing yet: Lightning says so and starts from the beginning
+    # Nothing yet: Lightning says so and starts from the beginning.
+    assert with_last_checkpoint(fit, arguments, {}) == (arguments, {})
     _save("last.ckpt", 2)
     _save("rescue.ckpt", 4)
     store.pipe_file("/tools-run/last-v1.ckpt/tensors.0123456789ab.00000.000.safetensors", b"never committed")
