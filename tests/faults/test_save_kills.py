@@ -97,8 +97,15 @@ def _check(outcomes: list[Outcome], before: int | None, num_points: int, *, both
 KINDS = [("disk", save), ("disk", save_in_background), ("store", save), ("store", save_in_background)]
 
 
-@pytest.mark.parametrize(("place", "method"), KINDS[:2])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("place", "method", "overwrite"),
+    [
+        (*KINDS[0], True),
+        (*KINDS[1], False),
+        pytest.param(*KINDS[0], False, marks=pytest.mark.slow),
+        pytest.param(*KINDS[1], True, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_random_points(tmp_path: Path, place: Place, method: Save, overwrite: bool) -> None:
     (outcomes,) = run_ranks(1, _kill_at_random, str(tmp_path), place, method, overwrite, NUM_POINTS, FIRST_SEED, timeout_s=300)
     _check(outcomes, 1 if overwrite else None, NUM_POINTS)

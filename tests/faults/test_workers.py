@@ -41,7 +41,8 @@ def started(folder: str | Path) -> list[int]:
     raise TimeoutError("the workers have not started")
 
 
-@pytest.mark.parametrize("fault", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the end of the process that started them is the harder case
+@pytest.mark.parametrize("fault", ["kill", "raise"])
 def test_workers_end_with_one_that_fails(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = {"kill": (ProcessExitedException, "SIGKILL"), "raise": (ProcessRaisedException, "the injected fault")}[fault]
     with pytest.raises(expected[0], match=expected[1]):

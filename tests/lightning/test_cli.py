@@ -74,6 +74,11 @@ def _made(args: list[str]) -> LightningCLI:
     return trainer_cli(args, run=False)
 
 
+def _slow(*cases: tuple[str, ...]) -> list[Any]:
+    """Return further cases of the same kind; each parses the options of a whole job, which takes seconds."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def test_help_lists_the_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "megatron_lightning", "--help"], capture_output=True, text=True, check=True)
     for command in ("fit", "validate", "test", "predict", "preprocess", "generate", "checkpoint", "schedule"):
@@ -199,18 +204,20 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
     ("option", "message"),
     [
         ("--trainer.strategy.pipeline_model_parallel_size=3", "cannot be divided into model replicas of 3"),
-        ("--trainer.strategy.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
         ("--trainer.strategy.tensor_paralel=2", "tensor_paralel"),
-        ("--trainer.max_steps=many", "many"),
-        ("--trainer.accelerator=tpu", "torch_xla"),
-        ("--trainer.precision=transformer-engine", "transformer_engine"),
-        ("--trainer.max_time=soon", "soon"),
         ("--trainer.num_nodes=0", "`num_nodes` must be a positive integer, but got 0."),
-        ("--trainer.devices=-1", "`devices` selected with `CPUAccelerator` should be an int > 0."),
-        ("--trainer.val_check_interval=5000", "`val_check_interval` (5000) must be less than or equal to the number of"),
-        ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches is 0; it must be a positive"),
-        ("--trainer.callbacks=NoSuch", 'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch'),
         ("--trainer.callbacks+=EarlyStopping", "EarlyStopping': the following arguments are required: monitor"),
+        *_slow(
+            ("--trainer.strategy.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
+            ("--trainer.max_steps=many", "many"),
+            ("--trainer.accelerator=tpu", "torch_xla"),
+            ("--trainer.precision=transformer-engine", "transformer_engine"),
+            ("--trainer.max_time=soon", "soon"),
+            ("--trainer.devices=-1", "`devices` selected with `CPUAccelerator` should be an int > 0."),
+            ("--trainer.val_check_interval=5000", "`val_check_interval` (5000) must be less than or equal to the number of"),
+            ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches is 0; it must be a positive"),
+            ("--trainer.callbacks=NoSuch", 'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch'),
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +273,7 @@ def test_a_setting_that_ranks_find_wrong_is_one_line(config: str) -> None:
     assert len(said) == 1 and "`val_check_interval` (5000) must be less than or equal to the number of" in said[0]
 
 
-@pytest.mark.parametrize("error", [ValueError, TypeError])
+@pytest.mark.parametrize("error", [TypeError, pytest.param(ValueError, marks=pytest.mark.slow)])
 def test_an_error_in_a_step_keeps_its_traceback(config: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise error("in a step")
@@ -368,11 +375,13 @@ FIRST_STAGE = "num_layers_in_first_pipeline_stage"
     [
         (f"{STRATEGY}.tensor_model_paralel_size=2", "tensor_model_parallel_size"),
         (f"{STRATEGY}.pipeline_options.{FIRST_STAGE[:-3]}ge=2", FIRST_STAGE),
-        ("--trainer.max_stepps=2", "trainer.max_steps"),
-        ("--trainr.max_stepps=2", "trainer.max_steps"),
         ("--ckpt_pth=x", "ckpt_path"),
         ("--model.num_layrs=2", "num_layers"),
-        ("--trainer.callbacks.monitr=loss", "monitor"),
+        *_slow(
+            ("--trainer.max_stepps=2", "trainer.max_steps"),
+            ("--trainr.max_stepps=2", "trainer.max_steps"),
+            ("--trainer.callbacks.monitr=loss", "monitor"),
+        ),
     ],
 )
 def test_a_wrong_option_names_the_nearest(config: str, wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,10 +393,12 @@ def test_a_wrong_option_names_the_nearest(config: str, wrong: str, nearest: str,
     ("valid", "wrong", "nearest"),
     [
         ("micro_batch_size: 2", "pipline_options: {variable_seq_lengths: true}", "pipeline_options.variable_seq_lengths"),
-        ("micro_batch_size", "micro_bach_size", "micro_batch_size"),
-        ("enable_checkpointing", "enabel_checkpointing", "trainer.enable_checkpointing"),
-        ("trainer", "trainr", "trainer.strategy.init_args.micro_batch_size"),
-        ("micro_batch_size: 2", f"pipeline_options: {{{FIRST_STAGE[1:]}: 2}}", FIRST_STAGE),
+        *_slow(
+            ("micro_batch_size", "micro_bach_size", "micro_batch_size"),
+            ("enable_checkpointing", "enabel_checkpointing", "trainer.enable_checkpointing"),
+            ("trainer", "trainr", "trainer.strategy.init_args.micro_batch_size"),
+            ("micro_batch_size: 2", f"pipeline_options: {{{FIRST_STAGE[1:]}: 2}}", FIRST_STAGE),
+        ),
     ],
 )
 def test_a_wrong_key_of_a_file_names_the_nearest(

@@ -192,7 +192,7 @@ def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, 
     return {"error": error, "warning": "".join(texts), "step": pointer.step if pointer else None}
 
 
-@pytest.mark.parametrize("where", ["write_snapshot", "write_file"])
+@pytest.mark.parametrize("where", ["write_snapshot", pytest.param("write_file", marks=pytest.mark.slow)])
 def test_a_failure_on_one_rank_is_every_ranks(where: str, tmp_path: Path) -> None:
     for rank in run(DP2, _failing, tmp_path / "raise", where, "raise"):
         assert "No space left" in rank["error"] and "rank 1" in rank["error"] and rank["step"] == 2

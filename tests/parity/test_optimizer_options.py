@@ -79,7 +79,10 @@ def _fit(layout: str, folder: str, checkpoint: str | None = None) -> tuple[list[
     return rates.rates, record.norms
 
 
-@pytest.mark.parametrize(("first", "second"), [("pp2-dp2", "tp2-dp2"), ("tp2-dp2", "pp2-ddp2")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("pp2-dp2", "tp2-dp2"), pytest.param("tp2-dp2", "pp2-ddp2", marks=pytest.mark.slow)],
+)
 def test_layouts_follow_one_schedule_and_one_table(first: str, second: str, tmp_path: Path) -> None:
     rates, norms = run_ranks(1, _fit, "plain", str(tmp_path / "plain"))[0]
     assert set(rates[0]) == {

@@ -45,11 +45,6 @@ def _compare(layout: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "pp2-vpp2-dp2": (
-        4,
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2},
-        ["uniform", "block"],
-    ),
     "tp2-pp2-zb-h1": (
         4,
         {
@@ -63,6 +58,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "fsdp2": (2, {"data_parallel": "fsdp"}, ["uniform", "selective"]),
 }
 SLOW: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "pp2-vpp2-dp2": (
+        4,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+        ["uniform", "block"],
+    ),
     "tp2-sp-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}, []),
     "tp2-dp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, ["uniform", "selective"]),
     "pp2-gpipe": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "gpipe"}, []),

@@ -65,6 +65,7 @@ def test_a_quick_run_compares_layouts_and_keeps_every_step(tmp_path):
     assert kept.with_suffix(".md").read_text() == page
 
 
+@pytest.mark.slow
 def test_a_quick_checkpoint_run_measures_everything_and_cleans_up(tmp_path):
     page = run_checkpoints(4 << 20, 2, tmp_path / "disk", tmp_path / "results", num_ranks=128)
     assert "save, speed relative to DCP" in page and "manifest of 128 ranks" in page
