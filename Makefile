@@ -1,15 +1,18 @@
-# Every command runs in .venv, which is made on first use from any Python of at least 3.10 and follows constraints.txt.
+# Every command runs in .venv, which is made on first use from any Python of at least 3.10 and
+# follows constraints.txt.
 .DEFAULT_GOAL := help
 .PHONY: help install lint format check test test-all conformance demo gpu gpu-bench clean some-tests
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# One thread a rank: the tests start up to eight processes, and more threads only take the cores from one another.
+# One thread a rank: the tests start up to eight processes, and more threads only take the cores
+# from one another.
 export OMP_NUM_THREADS ?= 1
 CASE ?=
 MODE ?= one
 PARTS ?=
-# Ranks often wait for one another and for imports, so two files run at a time; the order stays, so that no long file is last.
+# Ranks often wait for one another and for imports, so two files run at a time; the order stays, so
+# that no long file is last.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## show this list

@@ -1,1 +1,3 @@
-"""Benchmark programs; the newest pages of results, with machine, date and versions, are in ``results``."""
+"""Benchmark programs; the newest pages of results, with machine, date and versions, are in
+``results``.
+"""

@@ -1,13 +1,15 @@
-"""Time of saving and loading a checkpoint, compared with plain ``torch.distributed.checkpoint`` and ``dd`` on the same disk.
+"""Time of saving and loading a checkpoint, compared with plain ``torch.distributed.checkpoint`` and
+``dd`` on the same disk.
 
     python -m benchmarks.bench_checkpoint            # 1 GiB, 18 rounds; writes benchmarks/results
     python -m benchmarks.bench_checkpoint --quick    # seconds: 16 MiB, to see that everything runs
 
-Every round does everything once, in alternating order and after a pause, so that other load on the disk affects all alike.
-Files are flushed to the disk when they are written (``conv=fsync``) and dropped from the page cache before they are read.
-Checksums are on, as always. Memory that an operation needs, page cache included, is claimed before it: see ``claim_memory``.
-The stall of an asynchronous save is the time until training continues, compared with a plain copy of the same bytes. Memory is
-the peak of this process above its size before the operation, as Linux counts it.
+Every round does everything once, in alternating order and after a pause, so that other load on the
+disk affects all alike. Files are flushed to the disk when they are written (``conv=fsync``) and
+dropped from the page cache before they are read. Checksums are on, as always. Memory that an
+operation needs, page cache included, is claimed before it: see ``claim_memory``. The stall of an
+asynchronous save is the time until training continues, compared with a plain copy of the same
+bytes. Memory is the peak of this process above its size before the operation, as Linux counts it.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ def make_state(num_bytes: int) -> dict[str, Tensor]:
     """Return random fp32 matrices of about ``num_bytes`` in total."""
     rows = max(1, num_bytes // (4 * COLUMNS * NUM_TENSORS))
     generator = torch.Generator().manual_seed(0)
-    return {f"layers.{i}.weight": torch.randn(rows, COLUMNS, generator=generator) for i in range(NUM_TENSORS)}
+    return {
+        f"layers.{i}.weight": torch.randn(rows, COLUMNS, generator=generator)
+        for i in range(NUM_TENSORS)
+    }
 
 
 class Bench:
@@ -121,7 +126,9 @@ class Bench:
 
     def async_stall(self) -> BackgroundJob:
         """Start an asynchronous save; return when training may continue."""
-        snapshot = self._buffer.copy_of(take_snapshot(self.folder / "async", self._shards(self.state), {}))
+        snapshot = self._buffer.copy_of(
+            take_snapshot(self.folder / "async", self._shards(self.state), {})
+        )
         return BackgroundJob(lambda: write_snapshot(snapshot))
 
     def check(self) -> None:
@@ -131,12 +138,16 @@ class Bench:
             RuntimeError: If they differ.
         """
         if any(not torch.equal(self.state[name], self._copy[name]) for name in self.state):
-            raise RuntimeError("the loaded tensors differ from the saved ones; the times mean nothing.")
+            raise RuntimeError(
+                "the loaded tensors differ from the saved ones; the times mean nothing."
+            )
         for tensor in self._copy.values():
             tensor.zero_()
 
     def forget(self, name: str) -> None:
-        """Drop a file or folder from the page cache, after one read that claims the cache's memory."""
+        """Drop a file or folder from the page cache, after one read that claims the cache's
+        memory.
+        """
         path = self.folder / name
         buffer = bytearray(8 * MIB)
         for file in path.rglob("*") if path.is_dir() else [path]:
@@ -164,14 +175,20 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def claim_memory(num_bytes: int) -> None:
-    """Touch memory and free it: a virtual machine returns free memory to its host and waits when it needs it again."""
+    """Touch memory and free it: a virtual machine returns free memory to its host and waits when it
+    needs it again.
+    """
     pages = np.empty(num_bytes, np.uint8)
     pages[:: os.sysconf("SC_PAGE_SIZE")] = 1
 
 
 def measure_round(bench: Bench, number: int) -> dict[str, float]:
     """Do everything once; return seconds by name."""
-    pairs = [("dd", bench.dd_write, bench.dd_read), ("ours", bench.save, bench.load), ("dcp", bench.dcp_save, bench.dcp_load)]
+    pairs = [
+        ("dd", bench.dd_write, bench.dd_read),
+        ("ours", bench.save, bench.load),
+        ("dcp", bench.dcp_save, bench.dcp_load),
+    ]
     orders = list(permutations(pairs))
     turned = orders[number % len(orders)]
     seconds: dict[str, float] = {}
@@ -199,7 +216,9 @@ def measure_round(bench: Bench, number: int) -> dict[str, float]:
 
 @contextmanager
 def peak_of(result: dict[str, float], name: str) -> Iterator[None]:
-    """Record under ``name`` the peak memory of this process in bytes, above its size before the block."""
+    """Record under ``name`` the peak memory of this process in bytes, above its size before the
+    block.
+    """
     before = machine.status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak (man 5 proc)
     try:
@@ -233,10 +252,26 @@ def compare(rounds: list[dict[str, float]]) -> list[Comparison]:
         return [seconds[name] for seconds in rounds]
 
     return [
-        Comparison("save, of the disk's sequential rate", ratio_of_medians(series("dd_write"), series("ours_write")), 0.9),
-        Comparison("save, speed relative to DCP", ratio_of_medians(series("dcp_write"), series("ours_write")), 1.0),
-        Comparison("load, of the disk's sequential rate", ratio_of_medians(series("dd_read"), series("ours_read")), 0.9),
-        Comparison("load, speed relative to DCP", ratio_of_medians(series("dcp_read"), series("ours_read")), 1.0),
+        Comparison(
+            "save, of the disk's sequential rate",
+            ratio_of_medians(series("dd_write"), series("ours_write")),
+            0.9,
+        ),
+        Comparison(
+            "save, speed relative to DCP",
+            ratio_of_medians(series("dcp_write"), series("ours_write")),
+            1.0,
+        ),
+        Comparison(
+            "load, of the disk's sequential rate",
+            ratio_of_medians(series("dd_read"), series("ours_read")),
+            0.9,
+        ),
+        Comparison(
+            "load, speed relative to DCP",
+            ratio_of_medians(series("dcp_read"), series("ours_read")),
+            1.0,
+        ),
         Comparison(
             "stall of an asynchronous save, of a plain copy's time",
             ratio_of_medians(series("async_stall"), series("copy")),
@@ -260,8 +295,8 @@ def markdown(
         "",
         f"{machine.headline(facts)}.",
         "",
-        f"{size / MIB:.0f} MiB in {NUM_TENSORS} fp32 matrices, one process, {len(rounds)} rounds in turns; checksums on, files "
-        "flushed, page cache emptied before reading.",
+        f"{size / MIB:.0f} MiB in {NUM_TENSORS} fp32 matrices, one process, {len(rounds)} rounds "
+        "in turns; checksums on, files flushed, page cache emptied before reading.",
         "",
         "| operation | median s | MiB/s |",
         "| --- | --- | --- |",
@@ -269,21 +304,26 @@ def markdown(
     for name in rounds[0]:
         median = sorted(seconds[name] for seconds in rounds)[len(rounds) // 2]
         lines.append(f"| {name} | {median:.3f} | {size / MIB / median:.0f} |")
-    lines += ["", "| goal | wanted | measured, with a 95 % bootstrap interval | |", "| --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "| goal | wanted | measured, with a 95 % bootstrap interval | |",
+        "| --- | --- | --- | --- |",
+    ]
     for entry in comparisons:
         sign = "≥" if entry.at_least else "≤"
-        lines.append(f"| {entry.what} | {sign} {entry.goal} | {entry.ratio} | {_verdict(entry.met)} |")
+        lines.append(
+            f"| {entry.what} | {sign} {entry.goal} | {entry.ratio} | {_verdict(entry.met)} |"
+        )
     largest = facts["largest_tensor_bytes"]
     lines += [
-        f"| memory of a save, of the largest tensor's | ≤ 1 | {peaks['save'] / largest:.2f} ({peaks['save'] / MIB:.0f} MiB) | "
-        f"{_verdict(peaks['save'] <= largest)} |",
-        f"| memory of an asynchronous save, of the state's | ≤ 1.05 | {peaks['async'] / size:.2f} | "
-        f"{_verdict(peaks['async'] <= 1.05 * size)} |",
-        f"| manifest of {manifest.num_ranks:,} ranks, MB | ≤ 200 | {manifest.num_bytes / 1e6:.0f} ({manifest.num_shards:,} "
-        f"boxes) | "
-        f"{_verdict(manifest.num_bytes <= 200e6)} |",
-        f"| making and writing it, s | ≤ 30 | {manifest.dump_s:.1f}, and {manifest.load_s:.1f} to read and check it | "
-        f"{_verdict(manifest.dump_s <= 30)} |",
+        f"| memory of a save, of the largest tensor's | ≤ 1 | {peaks['save'] / largest:.2f} "
+        f"({peaks['save'] / MIB:.0f} MiB) | {_verdict(peaks['save'] <= largest)} |",
+        f"| memory of an asynchronous save, of the state's | ≤ 1.05 | {peaks['async'] / size:.2f} "
+        f"| {_verdict(peaks['async'] <= 1.05 * size)} |",
+        f"| manifest of {manifest.num_ranks:,} ranks, MB | ≤ 200 | {manifest.num_bytes / 1e6:.0f} "
+        f"({manifest.num_shards:,} boxes) | {_verdict(manifest.num_bytes <= 200e6)} |",
+        f"| making and writing it, s | ≤ 30 | {manifest.dump_s:.1f}, and {manifest.load_s:.1f} to "
+        f"read and check it | {_verdict(manifest.dump_s <= 30)} |",
         "",
         f"For information, memory beyond the state: load {peaks['load'] / MIB:.0f} MiB; DCP's save "
         f"{peaks['dcp_save'] / MIB:.0f} MiB, its load {peaks['dcp_load'] / MIB:.0f} MiB.",
@@ -296,7 +336,9 @@ def _verdict(met: bool) -> str:
     return "met" if met else "not met"
 
 
-def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ranks: int = 16384) -> str:
+def run(
+    num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ranks: int = 16384
+) -> str:
     """Measure, write a JSON and a Markdown file into ``results``, and return the page.
 
     Args:
@@ -311,7 +353,10 @@ def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ran
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         bench = Bench(Path(place), make_state(num_bytes))
-        facts |= {"state_bytes": bench.num_bytes, "largest_tensor_bytes": max(t.nbytes for t in bench.state.values())}
+        facts |= {
+            "state_bytes": bench.num_bytes,
+            "largest_tensor_bytes": max(t.nbytes for t in bench.state.values()),
+        }
         peaks = measure_memory(bench)  # also warms everything up
         rounds = [measure_round(bench, number) for number in range(num_rounds)]
     facts["load_average_at_end"] = machine.describe()["load_average"]
@@ -325,12 +370,30 @@ def run(num_bytes: int, num_rounds: int, folder: Path, results: Path, *, num_ran
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16 MiB, two rounds, a manifest of few ranks")
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state; more than a disk's own cache holds")
-    parser.add_argument("--rounds", type=int, default=18, help="fewer than 15 prove nothing; six are every order")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
-    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="16 MiB, two rounds, a manifest of few ranks"
+    )
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=1024,
+        help="size of the state; more than a disk's own cache holds",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=18, help="fewer than 15 prove nothing; six are every order"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="a folder on the disk to measure",
+    )
+    parser.add_argument(
+        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
+    )
     options = parser.parse_args()
     mib, rounds, ranks = (16, 2, 256) if options.quick else (options.mib, options.rounds, 16384)
     print(run(mib * MIB, rounds, options.folder, options.results, num_ranks=ranks))

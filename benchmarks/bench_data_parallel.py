@@ -1,11 +1,13 @@
-"""Data parallelism: bytes and memory compared with theory, host and step time compared with torch's DDP and FSDP2.
+"""Data parallelism: bytes and memory compared with theory, host and step time compared with torch's
+DDP and FSDP2.
 
-    python -m benchmarks.bench_data_parallel            # 15 rounds, about 10 minutes on 2 cores; writes benchmarks/results
-    python -m benchmarks.bench_data_parallel --quick    # a minute: a tiny model, to see that everything runs
+    python -m benchmarks.bench_data_parallel          # 15 rounds, 10 minutes; writes results/
+    python -m benchmarks.bench_data_parallel --quick  # a minute, a tiny model: does it run?
 
-Host time is the processor time of the training thread that one more layer costs in a step (forward, backward, reduction,
-clipping, optimizer) when there is almost nothing to compute; its peer is the same layer on one device without any strategy.
-Step times are measured in turn (``benchmarks.teams``): medians, and ratios with a bootstrap interval.
+Host time is the processor time of the training thread that one more layer costs in a step (forward,
+backward, reduction, clipping, optimizer) when there is almost nothing to compute; its peer is the
+same layer on one device without any strategy. Step times are measured in turn
+(``benchmarks.teams``): medians, and ratios with a bootstrap interval.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.bench_step import DEEP, QUICK, SHALLOW, TINY, Steps, largest_loss_difference, wall_seconds
+from benchmarks.bench_step import (
+    DEEP,
+    QUICK,
+    SHALLOW,
+    TINY,
+    Steps,
+    largest_loss_difference,
+    wall_seconds,
+)
 from benchmarks.data_parallel_counts import Count, count
 from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import measure
@@ -60,38 +70,57 @@ def markdown(result: Result, shape: Shape) -> str:
     lines = [
         f"# Data parallelism, {facts['date'][:10]}",
         "",
-        f"{machine.headline(facts)}. {facts['rounds']} rounds in turns; losses of all variants agree to "
-        f"{facts['loss_difference']:.1e}.",
+        f"{machine.headline(facts)}. {facts['rounds']} rounds in turns; losses of all variants "
+        f"agree to {facts['loss_difference']:.1e}.",
         "",
         "Counted in one step of 3 micro-batches, bf16 parameters, AdamW:",
         "",
-        "| mode | ranks | sent, bytes a weight | formula | to the byte | padding | kept, bytes a weight | formula | ±5 % |",
+        "| mode | ranks | sent, bytes a weight | formula | to the byte | padding | kept, bytes a "
+        "weight | formula | ±5 % |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for item in result.counts:
         within = _yes(item.keeps_what_it_should)
-        sent, theory = (sum(which.values()) / item.num_parameters for which in (item.sent, item.theory))
-        lines.append(
-            f"| {item.mode} | {item.num_ranks} | {sent:.4f} | {theory:.4f} | {_yes(item.sends_what_it_should)} "
-            f"| {item.padding:.2%} | {item.bytes_a_parameter:.3f} | {item.expected_bytes:.3f} | {within} |"
+        sent, theory = (
+            sum(which.values()) / item.num_parameters for which in (item.sent, item.theory)
         )
-    lines += ["", "Host time of a layer and step, and relative to one device without a strategy (at most 1.2 is the goal):", ""]
+        lines.append(
+            f"| {item.mode} | {item.num_ranks} | {sent:.4f} | {theory:.4f} | "
+            f"{_yes(item.sends_what_it_should)} | {item.padding:.2%} | "
+            f"{item.bytes_a_parameter:.3f} | {item.expected_bytes:.3f} | {within} |"
+        )
+    lines += [
+        "",
+        "Host time of a layer and step, and relative to one device without a strategy (at most "
+        "1.2 is the goal):",
+        "",
+    ]
     lines += ["| variant | µs | ratio | goal |", "| --- | --- | --- | --- |"]
     for name, value in result.host_us.items():
         ratio = result.host_ratio.get(name)
-        goal = "" if OURS.get(name) != PEERS or ratio is None else "met" if ratio.keeps(MOST_HOST_TIME) else "not met"
+        goal = (
+            ""
+            if OURS.get(name) != PEERS or ratio is None
+            else "met"
+            if ratio.keeps(MOST_HOST_TIME)
+            else "not met"
+        )
         lines.append(f"| {name} | {value * 1e6:.0f} | {ratio or ''} | {goal} |")
     lines += [
         "",
-        f"Step of {shape.num_layers} layers x {shape.hidden_size}, sequence {shape.sequence}, batch {shape.batch}, fp32, two "
-        "ranks. Speed relative to the peer (above 1: ours is faster), 95 % interval; the goal is not to be slower:",
+        f"Step of {shape.num_layers} layers x {shape.hidden_size}, sequence {shape.sequence}, "
+        f"batch {shape.batch}, fp32, two ranks. Speed relative to the peer (above 1: ours is "
+        "faster), 95 % interval; the goal is not to be slower:",
         "",
         "| variant | wall s | " + " | ".join(f"beside {peer}" for peer in PEERS) + " |",
         "| --- | --- | --- | --- |",
     ]
     for name, wall in result.wall_s.items():
         ratios = result.speed.get(name, {})
-        cells = [f"{ratios[p]}, {'met' if ratios[p].meets(1.0) else 'not met'}" if p in ratios else "" for p in PEERS]
+        cells = [
+            f"{ratios[p]}, {'met' if ratios[p].meets(1.0) else 'not met'}" if p in ratios else ""
+            for p in PEERS
+        ]
         lines.append(f"| {name} | {wall:.3f} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -103,9 +132,17 @@ def _yes(value: bool) -> str:
 def run(shape: Shape, num_rounds: int, folder: Path, ranks: Sequence[int] = (1, 2, 4)) -> str:
     """Measure, write a JSON and a Markdown file into ``folder``, and return the page."""
     facts = machine.describe()
-    counts = [count(mode, size, COUNTED.config) for mode in ("ddp", "zero1") for size in ranks if mode == "ddp" or size > 1]
+    counts = [
+        count(mode, size, COUNTED.config)
+        for mode in ("ddp", "zero1")
+        for size in ranks
+        if mode == "ddp" or size > 1
+    ]
     names = (*OURS, *PEERS, PLAIN)
-    shallow, deep = (measure(names, replace(TINY, num_layers=layers), num_rounds, num_dropped=3) for layers in (SHALLOW, DEEP))
+    shallow, deep = (
+        measure(names, replace(TINY, num_layers=layers), num_rounds, num_dropped=3)
+        for layers in (SHALLOW, DEEP)
+    )
     steps = measure((*OURS, *PEERS), shape, num_rounds)
     facts |= {"rounds": num_rounds, "loss_difference": largest_loss_difference(steps)}
     facts["load_average_at_end"] = machine.describe()["load_average"]
@@ -115,24 +152,46 @@ def run(shape: Shape, num_rounds: int, folder: Path, ranks: Sequence[int] = (1, 
         facts=facts,
         counts=counts,
         host_us={name: statistics.median(seconds) for name, seconds in layers.items()},
-        host_ratio={name: ratio_of_medians(layers[name], layers[PLAIN]) for name in names if name != PLAIN},
+        host_ratio={
+            name: ratio_of_medians(layers[name], layers[PLAIN]) for name in names if name != PLAIN
+        },
         wall_s={name: statistics.median(seconds) for name, seconds in walls.items()},
-        speed={name: {peer: ratio_of_medians(walls[peer], walls[name]) for peer in peers} for name, peers in OURS.items()},
+        speed={
+            name: {peer: ratio_of_medians(walls[peer], walls[name]) for peer in peers}
+            for name, peers in OURS.items()
+        },
     )
     page = markdown(result, shape)
-    kept = {**asdict(result), "shape": asdict(shape), "wall_seconds": walls, "layer_host_seconds": layers}
+    kept = {
+        **asdict(result),
+        "shape": asdict(shape),
+        "wall_seconds": walls,
+        "layer_host_seconds": layers,
+    }
     machine.keep(folder, "data_parallel_cpu", facts, page, kept)
     return page
 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
-    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
+    )
     options = parser.parse_args()
-    print(run(QUICK if options.quick else Shape(), 2 if options.quick else options.rounds, options.results))
+    print(
+        run(
+            QUICK if options.quick else Shape(),
+            2 if options.quick else options.rounds,
+            options.results,
+        )
+    )
 
 
 if __name__ == "__main__":

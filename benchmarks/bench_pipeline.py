@@ -1,14 +1,16 @@
-"""Pipeline schedules with stages that sleep, compared with the formula and with torch's own pipelining.
+"""Pipeline schedules with stages that sleep, compared with the formula and with torch's own
+pipelining.
 
-    python -m benchmarks.bench_pipeline             # 2, 4 and 8 ranks, about 7 minutes; writes benchmarks/results
-    python -m benchmarks.bench_pipeline --quick     # half a minute: 2 ranks, two rounds, to see that everything runs
+    python -m benchmarks.bench_pipeline          # 2, 4 and 8 ranks, 7 minutes; writes results/
+    python -m benchmarks.bench_pipeline --quick  # half a minute, 2 ranks, two rounds: does it run?
 
-Both engines run a schedule on the same processes, a step each in turn; every schedule has processes of its own, since each
-gloo process group has a thread that wakes a hundred times a second. A step lasts from a barrier to the end of the slowest
-rank. *Messages alone* is the same step with stages that take no time; *host* is the processor time of a rank's main thread in
-it, for each action, less that of the same stages without any engine; its goal applies where every rank has a core of its own.
-Peak memory is measured separately, in fresh processes with messages of 4 MiB: the growth of a rank's resident memory since
-before its first step.
+Both engines run a schedule on the same processes, a step each in turn; every schedule has processes
+of its own, since each gloo process group has a thread that wakes a hundred times a second. A step
+lasts from a barrier to the end of the slowest rank. *Messages alone* is the same step with stages
+that take no time; *host* is the processor time of a rank's main thread in it, for each action, less
+that of the same stages without any engine; its goal applies where every rank has a core of its own.
+Peak memory is measured separately, in fresh processes with messages of 4 MiB: the growth of a
+rank's resident memory since before its first step.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ Engine = Callable[[Case, int], Callable[[], None]]
 
 
 def _measure_times(case: Case, rounds: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Run a case with all engines in turn; return wall and main-thread processor seconds of this rank."""
+    """Run a case with all engines in turn; return wall and main-thread processor seconds of this
+    rank.
+    """
     rank = dist.get_rank()
     steps = {f"{case.schedule}/{name}": make(case, rank) for name, make in engines.items()}
     walls: dict[str, list[float]] = {name: [] for name in steps}
@@ -64,7 +68,9 @@ def _measure_times(case: Case, rounds: int, engines: Mapping[str, Engine]) -> di
 
 
 def _measure_memory(case: Case, engine: str) -> float:
-    """Return the peak growth of this rank's resident memory during its first three steps, in MiB."""
+    """Return the peak growth of this rank's resident memory during its first three steps, in
+    MiB.
+    """
     step = ENGINES[engine](case, dist.get_rank())
     dist.barrier()
     before = machine.status_bytes("VmRSS")
@@ -74,13 +80,23 @@ def _measure_memory(case: Case, engine: str) -> float:
     return (machine.status_bytes("VmHWM") - before) / 2**20
 
 
-def _rank_main(body: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, args: tuple[Any, ...]) -> None:
+def _rank_main(
+    body: Callable[..., Any],
+    rank: int,
+    size: int,
+    store: str,
+    pipe: Connection,
+    args: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # Linux lets sleeps last 50 us longer otherwise
+    # Linux lets sleeps last 50 us longer otherwise.
+    ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
     try:
         file_store = dist.FileStore(store, size)
         timeout = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=file_store, rank=rank, world_size=size, timeout=timeout
+        )
         pipe.send((True, body(*args)))
     except Exception:
         pipe.send((False, traceback.format_exc()))
@@ -100,16 +116,25 @@ def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         processes = []
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(body, rank, size, f"{folder}/store", sender, args))
+            process = context.Process(
+                target=_rank_main, args=(body, rank, size, f"{folder}/store", sender, args)
+            )
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        answers = [pipe.recv() if pipe.poll(TIMEOUT_S) else (False, f"nothing in {TIMEOUT_S} s") for pipe in pipes]
+        answers = [
+            pipe.recv() if pipe.poll(TIMEOUT_S) else (False, f"nothing in {TIMEOUT_S} s")
+            for pipe in pipes
+        ]
         for process in processes:
             process.kill()
             process.join()
-    failures = [f"rank {rank}:\n{answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+    failures = [
+        f"rank {rank}:\n{answer}"
+        for rank, (succeeded, answer) in enumerate(answers)
+        if not succeeded
+    ]
     if failures:
         raise RuntimeError("\n".join(failures))
     return [answer for _, answer in answers]
@@ -128,9 +153,14 @@ def measure(ranks: int, microbatches: int, unit_s: float, rounds: int) -> dict[s
     timed = [Case(schedule, ranks, microbatches, unit_s, SMALL) for schedule in SCHEDULES]
     alone = [case._replace(unit_s=0.0) for case in timed]
     steps = [on_ranks(ranks, _measure_times, case, rounds, ENGINES) for case in timed]
-    messages = [on_ranks(ranks, _measure_times, case, rounds, {**ENGINES, "bare": bare_step}) for case in alone]
+    messages = [
+        on_ranks(ranks, _measure_times, case, rounds, {**ENGINES, "bare": bare_step})
+        for case in alone
+    ]
     memory = {
-        f"{case.schedule}/{engine}": max(on_ranks(ranks, _measure_memory, case._replace(unit_s=0.0, numel=LARGE), engine))
+        f"{case.schedule}/{engine}": max(
+            on_ranks(ranks, _measure_memory, case._replace(unit_s=0.0, numel=LARGE), engine)
+        )
         for case in timed
         for engine in ENGINES
     }
@@ -151,15 +181,23 @@ def rows(result: Mapping[str, Any]) -> list[str]:
     for schedule, chunks in SCHEDULES.items():
         case = Case(schedule, result["ranks"], result["microbatches"], result["unit_s"], SMALL)
         ours, torchs, bare = (f"{schedule}/{engine}" for engine in ("ours", "torch", "bare"))
-        against_formula = ratio_of_medians(result["step_s"][ours], [case.ideal_s] * len(result["step_s"][ours]))
+        against_formula = ratio_of_medians(
+            result["step_s"][ours], [case.ideal_s] * len(result["step_s"][ours])
+        )
         against_torch = ratio_of_medians(result["step_s"][torchs], result["step_s"][ours])
         actions = case.microbatches * chunks * (3 if case.splits_backward else 2)
-        host = {name: statistics.median(result["host_s"][name]) / actions * 1e6 for name in (ours, torchs, bare)}
-        alone = {name: statistics.median(result["messages_s"][name]) * 1e3 for name in (ours, torchs)}
+        host = {
+            name: statistics.median(result["host_s"][name]) / actions * 1e6
+            for name in (ours, torchs, bare)
+        }
+        alone = {
+            name: statistics.median(result["messages_s"][name]) * 1e3 for name in (ours, torchs)
+        }
         engine_us = {name: host[name] - host[bare] for name in (ours, torchs)}
         verdict = "met" if against_formula.keeps(GOALS[schedule]) else "not met"
         if case.ranks <= (os.cpu_count() or 1):
-            host_verdict = f", goal {HOST_GOAL_US:.0f} {'met' if engine_us[ours] < HOST_GOAL_US else 'not met'}"
+            met = "met" if engine_us[ours] < HOST_GOAL_US else "not met"
+            host_verdict = f", goal {HOST_GOAL_US:.0f} {met}"
         else:
             host_verdict = ""
         cells = [
@@ -182,16 +220,26 @@ def rows(result: Mapping[str, Any]) -> list[str]:
 def markdown(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     """Return the result as a page."""
     header = (
-        "ranks x micro-batches", "schedule", "formula ms", "ours ms", "torch ms", "ours / formula", "goal", "torch / ours",
-        "messages alone ms, ours / torch", "host µs an action, ours / torch", "peak MiB, ours / torch",
-    )  # fmt: skip
+        "ranks x micro-batches",
+        "schedule",
+        "formula ms",
+        "ours ms",
+        "torch ms",
+        "ours / formula",
+        "goal",
+        "torch / ours",
+        "messages alone ms, ours / torch",
+        "host µs an action, ours / torch",
+        "peak MiB, ours / torch",
+    )
     lines = [
         f"# Pipeline schedules, {facts['date'][:10]}",
         "",
         f"{machine.headline(facts)}.",
         "",
-        f"Stages sleep {results[0]['unit_s'] * 1e3:.0f} ms for a forward, an input gradient and a weight gradient; "
-        f"{facts['rounds']} rounds in turns; medians of the slowest rank, 95 % bootstrap intervals.",
+        f"Stages sleep {results[0]['unit_s'] * 1e3:.0f} ms for a forward, an input gradient and a "
+        f"weight gradient; {facts['rounds']} rounds in turns; medians of the slowest rank, 95 % "
+        "bootstrap intervals.",
         "",
         f"| {' | '.join(header)} |",
         "| --- " * len(header) + "|",
@@ -212,15 +260,26 @@ def run(sizes: Sequence[int], unit_s: float, rounds: int, folder: Path) -> str:
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="2 ranks, 5 ms units and two rounds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--unit-ms", type=float, default=20.0, help="time of a forward through all stages of a rank")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
-    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
+    parser.add_argument(
+        "--unit-ms", type=float, default=20.0, help="time of a forward through all stages of a rank"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
+    )
     options = parser.parse_args()
-    sizes, unit_ms, rounds = ([2], 5.0, 2) if options.quick else (options.ranks, options.unit_ms, options.rounds)
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")  # so that freed activations leave the resident memory
+    sizes, unit_ms, rounds = (
+        ([2], 5.0, 2) if options.quick else (options.ranks, options.unit_ms, options.rounds)
+    )
+    # So that freed activations leave the resident memory.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
     print(run(sizes, unit_ms / 1e3, rounds, options.results))
 
 

@@ -1,12 +1,13 @@
 """Training speed of every layout, compared with plain Lightning on the same model.
 
-    python -m benchmarks.bench_step            # 15 rounds, about 10 minutes on 2 cores; writes benchmarks/results
-    python -m benchmarks.bench_step --quick    # seconds: a tiny model, to see that everything runs
+    python -m benchmarks.bench_step          # 15 rounds, 10 minutes; writes results/
+    python -m benchmarks.bench_step --quick  # seconds, a tiny model: does it run?
 
-All variants are set up at once and train in turn, a step each (``benchmarks.teams``). Two medians are compared: rank 0's
-processor seconds, which hardly depend on other programs on the machine, and the wall time of the slowest rank. The *host*
-time of a layer is its processor time when there is almost nothing to compute: the difference between a deep and a shallow
-model of tiny width, divided by the layers and micro-batches of rank 0.
+All variants are set up at once and train in turn, a step each (``benchmarks.teams``). Two medians
+are compared: rank 0's processor seconds, which hardly depend on other programs on the machine, and
+the wall time of the slowest rank. The *host* time of a layer is its processor time when there is
+almost nothing to compute: the difference between a deep and a shallow model of tiny width, divided
+by the layers and micro-batches of rank 0.
 """
 
 from __future__ import annotations
@@ -77,12 +78,19 @@ def compare(steps: Steps, goal: Goal) -> Comparison:
 
 
 def largest_loss_difference(steps: Steps) -> float:
-    """Return the largest relative difference between the losses of two variants at the same step."""
-    losses = [[statistics.fmean(rank.loss for rank in ranks) for ranks in rounds] for rounds in steps.values()]
+    """Return the largest relative difference between the losses of two variants at the same
+    step.
+    """
+    losses = [
+        [statistics.fmean(rank.loss for rank in ranks) for ranks in rounds]
+        for rounds in steps.values()
+    ]
     return max(abs(max(at_step) / min(at_step) - 1.0) for at_step in zip(*losses, strict=True))
 
 
-def host_us(variant: Variant, shallow: Sequence[Sequence[StepTime]], deep: Sequence[Sequence[StepTime]]) -> float:
+def host_us(
+    variant: Variant, shallow: Sequence[Sequence[StepTime]], deep: Sequence[Sequence[StepTime]]
+) -> float:
     """Return the host time of a layer and micro-batch in microseconds."""
     difference = statistics.median(cpu_seconds(deep)) - statistics.median(cpu_seconds(shallow))
     return difference * 1e6 / ((DEEP - SHALLOW) / variant.stages * variant.num_microbatches)
@@ -95,37 +103,65 @@ def rows(steps: Steps, shape: Shape, host: tuple[Steps, Steps] | None) -> list[R
         wall = statistics.median(wall_seconds(rounds))
         peak = max(rank.peak_bytes for ranks in rounds for rank in ranks)
         layer = host_us(VARIANTS[name], host[0][name], host[1][name]) if host else None
-        table.append(Row(name, statistics.median(cpu_seconds(rounds)), wall, shape.tokens / wall, layer, peak / 2**20))
+        table.append(
+            Row(
+                name,
+                statistics.median(cpu_seconds(rounds)),
+                wall,
+                shape.tokens / wall,
+                layer,
+                peak / 2**20,
+            )
+        )
     return table
 
 
-def markdown(facts: Mapping[str, Any], shape: Shape, table: Sequence[Row], comparisons: Sequence[Comparison]) -> str:
+def markdown(
+    facts: Mapping[str, Any], shape: Shape, table: Sequence[Row], comparisons: Sequence[Comparison]
+) -> str:
     """Return the result as a page."""
     lines = [
         f"# Training step, {facts['date'][:10]}",
         "",
         f"{machine.headline(facts)} (the benchmark itself adds up to 4).",
         "",
-        f"{shape.num_layers} layers x {shape.hidden_size}, {shape.num_heads} heads, {shape.num_groups} query groups, ffn "
-        f"{shape.ffn_size}, vocabulary {shape.vocab_size}, sequence {shape.sequence}, batch {shape.batch}, fp32, AdamW, clip "
-        f"1.0, one thread a rank. {facts['rounds']} rounds in turns; medians. Losses of all variants agree to "
+        f"{shape.num_layers} layers x {shape.hidden_size}, {shape.num_heads} heads, "
+        f"{shape.num_groups} query groups, ffn {shape.ffn_size}, vocabulary {shape.vocab_size}, "
+        f"sequence {shape.sequence}, batch {shape.batch}, fp32, AdamW, clip 1.0, one thread a "
+        f"rank. {facts['rounds']} rounds in turns; medians. Losses of all variants agree to "
         f"{facts['loss_difference']:.1e}.",
         "",
-        "| variant | tokens/s | wall s | rank-0 CPU s | host µs a layer and micro-batch | peak MiB a rank |",
+        "| variant | tokens/s | wall s | rank-0 CPU s | host µs a layer and micro-batch | peak "
+        "MiB a rank |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in table:
         host = "" if row.host_us is None else f"{row.host_us:.0f}"
         lines.append(
-            f"| {row.name} | {row.tokens_per_s:.0f} | {row.wall_s:.3f} | {row.cpu_s:.3f} | {host} | {row.peak_mib:.0f} |"
+            f"| {row.name} | {row.tokens_per_s:.0f} | {row.wall_s:.3f} | {row.cpu_s:.3f} | {host} "
+            f"| {row.peak_mib:.0f} |"
         )
-    lines += ["", "Speed relative to the peer (above 1: ours is faster), with a 95 % bootstrap interval:", ""]
-    lines += ["| ours | peer | goal | by CPU seconds | by wall time | verdict |", "| --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "Speed relative to the peer (above 1: ours is faster), with a 95 % bootstrap interval:",
+        "",
+    ]
+    lines += [
+        "| ours | peer | goal | by CPU seconds | by wall time | verdict |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for comparison in comparisons:
         goal = comparison.goal
-        peer = goal.peer if goal.ideal == 1.0 else f"{goal.peer} x {goal.ideal:.2f} (bubble; wall only)"
+        peer = (
+            goal.peer
+            if goal.ideal == 1.0
+            else f"{goal.peer} x {goal.ideal:.2f} (bubble; wall only)"
+        )
         wanted = "" if goal.ratio is None else f"{goal.ratio:.2f}"
-        lines.append(f"| {goal.ours} | {peer} | {wanted} | {comparison.cpu} | {comparison.wall} | {verdict(comparison)} |")
+        lines.append(
+            f"| {goal.ours} | {peer} | {wanted} | {comparison.cpu} | {comparison.wall} | "
+            f"{verdict(comparison)} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -134,11 +170,20 @@ def verdict(comparison: Comparison) -> str:
     goal = comparison.goal
     if goal.ratio is None:
         return "for information"
-    measures = {"CPU": comparison.cpu, "wall": comparison.wall} if goal.ideal == 1.0 else {"wall": comparison.wall}
-    return "; ".join(f"{name} {'met' if ratio.meets(goal.ratio) else 'not met'}" for name, ratio in measures.items())
+    measures = (
+        {"CPU": comparison.cpu, "wall": comparison.wall}
+        if goal.ideal == 1.0
+        else {"wall": comparison.wall}
+    )
+    return "; ".join(
+        f"{name} {'met' if ratio.meets(goal.ratio) else 'not met'}"
+        for name, ratio in measures.items()
+    )
 
 
-def run(names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool, folder: Path) -> str:
+def run(
+    names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool, folder: Path
+) -> str:
     """Measure, write a JSON and a Markdown file into ``folder``, and return the page.
 
     Raises:
@@ -148,7 +193,10 @@ def run(names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool,
     host = None
     if with_host:
         shallow, deep = (replace(TINY, num_layers=layers) for layers in (SHALLOW, DEEP))
-        host = measure(names, shallow, num_rounds, num_dropped=3), measure(names, deep, num_rounds, num_dropped=3)
+        host = (
+            measure(names, shallow, num_rounds, num_dropped=3),
+            measure(names, deep, num_rounds, num_dropped=3),
+        )
     steps = measure(names, shape, num_rounds)
     facts |= {"rounds": num_rounds, "loss_difference": largest_loss_difference(steps)}
     facts["load_average_at_end"] = machine.describe()["load_average"]
@@ -158,7 +206,10 @@ def run(names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool,
         "facts": facts,
         "shape": asdict(shape),
         "comparisons": [asdict(comparison) for comparison in comparisons],
-        "steps": {name: [[rank._asdict() for rank in ranks] for ranks in rounds] for name, rounds in steps.items()},
+        "steps": {
+            name: [[rank._asdict() for rank in ranks] for ranks in rounds]
+            for name, rounds in steps.items()
+        },
     }
     if host:
         kept["host_cpu_s"] = {
@@ -168,19 +219,25 @@ def run(names: Sequence[str], shape: Shape, num_rounds: int, *, with_host: bool,
     file = machine.keep(folder, "step_cpu", facts, page, kept)
     if facts["loss_difference"] > LOSS_TOLERANCE:
         raise RuntimeError(
-            f"the losses of the variants differ by {facts['loss_difference']:.1e}, more than {LOSS_TOLERANCE}: they did not do "
-            f"the same work, and {file} compares nothing."
+            f"the losses of the variants differ by {facts['loss_difference']:.1e}, more than "
+            f"{LOSS_TOLERANCE}: they did not do the same work, and {file} compares nothing."
         )
     return page
 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
+    )
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
+    parser.add_argument(
+        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
+    )
     options = parser.parse_args()
     shape, rounds = (QUICK, 2) if options.quick else (Shape(), options.rounds)
     print(run(options.variants, shape, rounds, with_host=not options.quick, folder=options.results))

@@ -1,12 +1,13 @@
 """Bytes that a data-parallel step sends and keeps, counted on real ranks and compared with theory.
 
-For a model of P parameters in bf16 on n data-parallel ranks (Megatron-Core's distributed optimizer):
+For a model of P parameters in bf16 on n data-parallel ranks (Megatron-Core's distributed
+optimizer):
 
     sent     ddp     all-reduce 4 P                          memory   18 P
              zero1   reduce-scatter 4 P, all-gather 2 P               (6 + 12 / n) P
 
-Every parameter is padded to 64 elements and a sharded bucket to a multiple of lcm(n, 128); in addition, one byte
-a parameter (which ranks used it) and 4 bytes for the norm are sent.
+Every parameter is padded to 64 elements and a sharded bucket to a multiple of lcm(n, 128); in
+addition, one byte a parameter (which ranks used it) and 4 bytes for the norm are sent.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, cpu_exc
 from megatron_lightning.parallel.sharding import named_shard_specs
 
 NUM_MICROBATCHES = 3
-_KINDS = {"allreduce_": "all_reduce", "_reduce_scatter_base_": "reduce_scatter", "_allgather_base_": "all_gather"}
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "_allgather_base_": "all_gather",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Count:
     num_ranks: int
     num_parameters: int
     sent: dict[str, int]
-    """Bytes of rank 0's buffers in each collective of a step, counted where torch dispatches them."""
+    """Bytes of rank 0's buffers in each collective of a step, counted where torch dispatches
+    them."""
     theory: dict[str, int]
     """The same by formula, padding included."""
     padding: float
@@ -75,19 +81,25 @@ class _Dispatched(TorchDispatchMode):
         if func.namespace == "c10d":
             name = str(func).split(".")[1]
             buffer = args[1] if "reduce_scatter" in name else args[0]
-            self.sent[_KINDS.get(name, name)] += (buffer[0] if isinstance(buffer, (list, tuple)) else buffer).nbytes
+            self.sent[_KINDS.get(name, name)] += (
+                buffer[0] if isinstance(buffer, (list, tuple)) else buffer
+            ).nbytes
         return func(*args, **(kwargs or {}))
 
 
 def count(mode: str, num_ranks: int, config: TransformerConfig) -> Count:
-    """Run a step on ``num_ranks`` processes; return rank 0's counts, with the memory of the fullest rank."""
+    """Run a step on ``num_ranks`` processes; return rank 0's counts, with the memory of the fullest
+    rank.
+    """
     context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_main, args=(mode, rank, num_ranks, config, f"{folder}/store", sender), daemon=True
+                target=_main,
+                args=(mode, rank, num_ranks, config, f"{folder}/store", sender),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -101,7 +113,11 @@ def count(mode: str, num_ranks: int, config: TransformerConfig) -> Count:
     total, buckets = sum(numels), results[0][3]
     sharded = mode == "zero1" and num_ranks > 1
     padded = sum(_padded(bucket, num_ranks if sharded else 1) for bucket in buckets)
-    theory = {"reduce_scatter": 4 * padded, "all_gather": 2 * padded} if sharded else {"all_reduce": 4 * padded}
+    theory = (
+        {"reduce_scatter": 4 * padded, "all_gather": 2 * padded}
+        if sharded
+        else {"all_reduce": 4 * padded}
+    )
     if num_ranks == 1:
         theory = {}
     elif sharded:
@@ -118,20 +134,28 @@ def _padded(numels: Iterable[int], num_shards: int) -> int:
     return math.ceil(size / unit) * unit if num_shards > 1 else size
 
 
-def _main(mode: str, rank: int, size: int, config: TransformerConfig, store: str, pipe: Any) -> None:
+def _main(
+    mode: str, rank: int, size: int, config: TransformerConfig, store: str, pipe: Any
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     cpu_exchange.SMALLEST_DIRECT_BYTES = sys.maxsize  # collectives, as on GPUs
     if size > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
     pipe.send(_step(mode, config))
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _step(mode: str, config: TransformerConfig) -> tuple[list[int], dict[str, int], int, list[list[int]]]:
-    """Return sizes of the parameters, bytes by collective, bytes kept, and the sizes in every bucket."""
+def _step(
+    mode: str, config: TransformerConfig
+) -> tuple[list[int], dict[str, int], int, list[list[int]]]:
+    """Return sizes of the parameters, bytes by collective, bytes kept, and the sizes in every
+    bucket.
+    """
     context, model = ParallelContext(ParallelLayout()), GPTModel(config).bfloat16()
     parameters, specs = dict(model.named_parameters()), named_shard_specs(model)
     options = DataParallelOptions(bucket_size=config.num_parameters // 4)
@@ -147,8 +171,25 @@ def _step(mode: str, config: TransformerConfig) -> tuple[list[int], dict[str, in
         reducer.finish(1.0 / context.dp_cp.size)
         global_grad_norm(reducer.counted(), context, sharded=reducer.sharded)
         optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    kept = [*parameters.values(), *(bucket.gradient for bucket in reducer.buckets), *optimizer.state, *states]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    kept = [
+        *parameters.values(),
+        *(bucket.gradient for bucket in reducer.buckets),
+        *optimizer.state,
+        *states,
+    ]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept
+    }
     buckets = [[parameter.numel() for parameter in bucket.parameters] for bucket in reducer.buckets]
-    return [p.numel() for p in parameters.values()], dict(dispatched.sent), sum(storages.values()), buckets
+    return (
+        [p.numel() for p in parameters.values()],
+        dict(dispatched.sent),
+        sum(storages.values()),
+        buckets,
+    )

@@ -1,7 +1,8 @@
-"""The GPU-marked tests and benchmarks on one GPU; needs nothing but the checkout on the path and never downloads.
+"""The GPU-marked tests and benchmarks on one GPU; needs nothing but the checkout on the path and
+never downloads.
 
-    python -m benchmarks.gpu               # tests and headline benchmarks, within 8 minutes; writes benchmarks/results
-    python -m benchmarks.gpu --case step   # one longer case; run it again to continue where the time was up
+    python -m benchmarks.gpu              # tests and main benchmarks, 8 minutes; writes results/
+    python -m benchmarks.gpu --case step  # one longer case; run it again to continue it
 
 Without a GPU both print so and exit with code 0, so that one command works on every machine.
 """
@@ -29,14 +30,20 @@ TESTS_S = 200.0
 
 
 class Record:
-    """Measured items in a JSON file, written after each one, so that an interrupted run loses only its current item."""
+    """Measured items in a JSON file, written after each one, so that an interrupted run loses only
+    its current item.
+    """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        self.entries: dict[str, Any] = json.loads(path.read_text()) if resume and path.exists() else {}
+        self.entries: dict[str, Any] = (
+            json.loads(path.read_text()) if resume and path.exists() else {}
+        )
 
     def add(self, name: str, numbers: Mapping[str, Any]) -> None:
-        """Write one item with place and time of its measurement; the file is replaced atomically."""
+        """Write one item with place and time of its measurement; the file is replaced
+        atomically.
+        """
         self.entries[name] = {"facts": machine.describe(), "numbers": numbers}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".part")
@@ -53,14 +60,20 @@ class Record:
 
 
 def run_items(items: Mapping[str, Item], record: Record, deadline: float) -> int:
-    """Measure the items that are not in the record and fit into the time; return how many are missing or failed."""
+    """Measure the items that are not in the record and fit into the time; return how many are
+    missing or failed.
+    """
     missing = 0
     for name, item in items.items():
         if record.has(name):
             print(f"{name}: measured before", flush=True)
             continue
         if time.monotonic() + item.seconds > deadline:
-            print(f"{name}: left for the next run, {deadline - time.monotonic():.0f} s are not enough", flush=True)
+            print(
+                f"{name}: left for the next run, {deadline - time.monotonic():.0f} s are not "
+                "enough",
+                flush=True,
+            )
             missing += 1
             continue
         try:
@@ -77,7 +90,11 @@ def run_items(items: Mapping[str, Item], record: Record, deadline: float) -> int
 def summary(numbers: Any) -> Any:
     """Return the rounded numbers, without the individual measurements."""
     if isinstance(numbers, Mapping):
-        return {key: summary(value) for key, value in numbers.items() if key not in ("times_ms", "wall_s", "losses")}
+        return {
+            key: summary(value)
+            for key, value in numbers.items()
+            if key not in ("times_ms", "wall_s", "losses")
+        }
     if isinstance(numbers, list):
         return [summary(value) for value in numbers]
     return float(f"{numbers:.4g}") if isinstance(numbers, float) else numbers
@@ -89,10 +106,19 @@ def markdown(record: Record) -> str:
     for name, entry in record.entries.items():
         facts, numbers = entry["facts"], summary(entry["numbers"])
         versions = ", ".join(f"{package} {number}" for package, number in facts["versions"].items())
-        lines += [f"## {name}", "", f"{facts['date']}, {facts['gpu']}; {versions}; commit {facts['commit']}", ""]
+        lines += [
+            f"## {name}",
+            "",
+            f"{facts['date']}, {facts['gpu']}; {versions}; commit {facts['commit']}",
+            "",
+        ]
         lines += ["| what | result |", "| --- | --- |"]
         for key, value in numbers.items():
-            shown = value if not isinstance(value, dict) else ", ".join(f"{name} {number}" for name, number in value.items())
+            shown = (
+                value
+                if not isinstance(value, dict)
+                else ", ".join(f"{name} {number}" for name, number in value.items())
+            )
             lines.append(f"| {key} | {shown} |")
         lines.append("")
     return "\n".join(lines)
@@ -100,14 +126,30 @@ def markdown(record: Record) -> str:
 
 def run_tests() -> dict[str, Any]:
     """Run the GPU-marked tests; return their result."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu",
+    ]
     try:
-        run = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, timeout=TESTS_S)
+        run = subprocess.run(
+            command, cwd=machine.ROOT, capture_output=True, text=True, timeout=TESTS_S
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"the tests took more than {TESTS_S} s"}
     print(run.stdout, run.stderr, sep="\n", flush=True)
     last = next((line for line in reversed(run.stdout.splitlines()) if line.strip()), "no output")
-    return {"result": last} if run.returncode == 0 else {"failed": f"exit code {run.returncode}: {last}"}
+    return (
+        {"result": last}
+        if run.returncode == 0
+        else {"failed": f"exit code {run.returncode}: {last}"}
+    )
 
 
 def headline(folder: Path, deadline: float) -> int:
@@ -128,23 +170,40 @@ def one_case(case: str, folder: Path, deadline: float) -> int:
 
 def _finish(record: Record, missing: int) -> int:
     record.path.with_suffix(".md").write_text(markdown(record))
-    print(f"written: {record.path} and {record.path.with_suffix('.md').name}; {missing or 'nothing'} failed or missing")
+    print(
+        f"written: {record.path} and {record.path.with_suffix('.md').name}; {missing or 'nothing'} "
+        "failed or missing"
+    )
     return missing
 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", help=f"one longer case of {', '.join(CASES)}; without it, tests and headline benchmarks")
-    parser.add_argument("--results", type=Path, default=machine.RESULTS, help="folder of the result files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case",
+        help=f"one longer case of {', '.join(CASES)}; without it, tests and headline benchmarks",
+    )
+    parser.add_argument(
+        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print(f"no GPU: torch {torch.__version__} finds no CUDA device here, so there is nothing to test or measure.")
+        print(
+            f"no GPU: torch {torch.__version__} finds no CUDA device here, so there is nothing to "
+            "test or measure."
+        )
         return
     if options.case is not None and options.case not in CASES:
         parser.error(f"there is no case {options.case!r}; set CASE to one of {', '.join(CASES)}.")
     deadline = time.monotonic() + BUDGET_S
-    missing = one_case(options.case, options.results, deadline) if options.case else headline(options.results, deadline)
+    missing = (
+        one_case(options.case, options.results, deadline)
+        if options.case
+        else headline(options.results, deadline)
+    )
     sys.exit(1 if missing else 0)
 
 

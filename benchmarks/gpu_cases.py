@@ -1,7 +1,8 @@
-"""Measurements of ``benchmarks.gpu`` on one GPU. Every item is measured by itself and returns plain numbers.
+"""Measurements of ``benchmarks.gpu`` on one GPU. Every item is measured by itself and returns plain
+numbers.
 
-Model FLOP/s utilisation is the model's arithmetic (6 a weight and token, and causal attention's products; no recomputation)
-over the time and the vendor's dense bf16 peak.
+Model FLOP/s utilisation is the model's arithmetic (6 a weight and token, and causal attention's
+products; no recomputation) over the time and the vendor's dense bf16 peak.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from megatron_lightning.models.transformer import GPTModel
 Numbers = Mapping[str, Any]
 
 SMALL = Shape(
-    num_layers=12, hidden_size=1024, num_heads=16, num_groups=8, ffn_size=2816, vocab_size=32000, sequence=2048, batch=8,
+    num_layers=12, hidden_size=1024, num_heads=16, num_groups=8, ffn_size=2816, vocab_size=32000,
+    sequence=2048, batch=8,
     accelerator="gpu", precision="bf16-mixed",
 )  # fmt: skip
 LARGE = replace(SMALL, num_layers=16, hidden_size=2048, ffn_size=5632, sequence=4096, batch=4)
@@ -44,14 +46,20 @@ class Item:
 
 
 def peak_flops() -> float | None:
-    """Return the dense bf16 peak of the GPU in FLOP/s (vendors' data sheets, SXM parts); None: not known."""
+    """Return the dense bf16 peak of the GPU in FLOP/s (vendors' data sheets, SXM parts); None: not
+    known.
+    """
     name = torch.cuda.get_device_name()
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
 def _rates(shape: Shape, seconds: float) -> dict[str, Any]:
     peak = peak_flops()
-    rates = {"step_ms": seconds * 1e3, "tokens_per_s": shape.tokens / seconds, "tflops": shape.flops / seconds / 1e12}
+    rates = {
+        "step_ms": seconds * 1e3,
+        "tokens_per_s": shape.tokens / seconds,
+        "tflops": shape.flops / seconds / 1e12,
+    }
     return {**rates, "mfu": shape.flops / seconds / peak if peak else None}
 
 
@@ -68,14 +76,22 @@ def step_beside_lightning(shape: Shape, num_rounds: int) -> Numbers:
         }
     losses = {name: [ranks[0].loss for ranks in steps[name]] for name in names}
     ratio = ratio_of_medians(walls["lightning-single"], walls["single"])
-    return {**numbers, "speed_of_lightning": [ratio.value, ratio.low, ratio.high], "losses": losses, "wall_s": walls}
+    return {
+        **numbers,
+        "speed_of_lightning": [ratio.value, ratio.low, ratio.high],
+        "losses": losses,
+        "wall_s": walls,
+    }
 
 
 def _times_ms(work: Callable[[], Any], repeats: int = 20) -> list[float]:
     """Return the GPU times of ``work`` in milliseconds, after three warm-up runs."""
     for _ in range(3):
         work()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     for start, end in events:
         start.record()
         work()
@@ -85,19 +101,30 @@ def _times_ms(work: Callable[[], Any], repeats: int = 20) -> list[float]:
 
 
 def attention(sequence: int, batch: int) -> Numbers:
-    """Time our attention, forward and backward, with the kernel that torch picks and with each one forced."""
+    """Time our attention, forward and backward, with the kernel that torch picks and with each one
+    forced.
+    """
     heads, groups, width = 16, 8, 128
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     q = torch.randn(sequence, batch, heads, width, **options)
     k, v = (torch.randn(sequence, batch, groups, width, **options) for _ in range(2))
-    core, gradient = CoreAttention(0.0), torch.randn(sequence, batch, heads * width, device="cuda", dtype=torch.bfloat16)
-    flops = 3.5 * 2 * sequence * sequence * batch * heads * width  # causal: half of 4; backward costs 2.5 forwards
+    core, gradient = (
+        CoreAttention(0.0),
+        torch.randn(sequence, batch, heads * width, device="cuda", dtype=torch.bfloat16),
+    )
+    # Causal: half of 4; backward costs 2.5 forwards.
+    flops = 3.5 * 2 * sequence * sequence * batch * heads * width
 
     def work() -> None:
         torch.autograd.grad(core(q, k, v), (q, k, v), gradient)
 
     numbers: dict[str, Any] = {}
-    for backend in (None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+    for backend in (
+        None,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ):
         name = "picked by torch" if backend is None else backend.name.lower()
         try:
             if backend is None:
@@ -109,12 +136,18 @@ def attention(sequence: int, batch: int) -> Numbers:
             numbers[name] = {"refused": str(error).splitlines()[0]}
             continue
         milliseconds = statistics.median(times)
-        numbers[name] = {"ms": milliseconds, "tflops": flops / milliseconds / 1e9, "times_ms": times}
+        numbers[name] = {
+            "ms": milliseconds,
+            "tflops": flops / milliseconds / 1e9,
+            "times_ms": times,
+        }
     return numbers
 
 
 def compiled_layers(shape: Shape) -> Numbers:
-    """Time forward and backward of the model in bf16, as it is and with ``torch.compile`` on every layer."""
+    """Time forward and backward of the model in bf16, as it is and with ``torch.compile`` on every
+    layer.
+    """
     numbers: dict[str, Any] = {}
     tokens = torch.randint(0, shape.vocab_size, (shape.batch, shape.sequence), device="cuda")
     for name in ("eager", "compiled"):
@@ -161,7 +194,9 @@ def nccl_of_one_rank() -> Numbers:
             "all_reduce_64MiB": lambda: dist.all_reduce(buffer),
             "all_gather_64MiB": lambda: dist.all_gather([buffer], buffer),
         }
-        return {name: {"us": statistics.median(_times_ms(work)) * 1e3} for name, work in works.items()}
+        return {
+            name: {"us": statistics.median(_times_ms(work)) * 1e3} for name, work in works.items()
+        }
     finally:
         dist.destroy_process_group()
 
@@ -175,7 +210,9 @@ HEADLINE: Mapping[str, Item] = {
 
 CASES: Mapping[str, Mapping[str, Item]] = {
     "step": {
-        f"{size}, {precision}": Item(120, partial(step_beside_lightning, replace(shape, precision=precision), 30))
+        f"{size}, {precision}": Item(
+            120, partial(step_beside_lightning, replace(shape, precision=precision), 30)
+        )
         for size, shape in (("0.2 B", SMALL), ("0.9 B", LARGE))
         for precision in ("bf16-mixed", "bf16-true", "32-true")
     },
@@ -183,6 +220,9 @@ CASES: Mapping[str, Mapping[str, Item]] = {
         f"{sequence} x {batch}": Item(20, partial(attention, sequence, batch))
         for sequence, batch in ((1024, 16), (2048, 8), (4096, 4), (8192, 2), (16384, 1), (32768, 1))
     },
-    "compile": {f"{size}": Item(120, partial(compiled_layers, shape)) for size, shape in (("0.2 B", SMALL), ("0.9 B", LARGE))},
+    "compile": {
+        f"{size}": Item(120, partial(compiled_layers, shape))
+        for size, shape in (("0.2 B", SMALL), ("0.9 B", LARGE))
+    },
 }
 """Cases by name; each runs within 8 minutes and continues where it stopped."""

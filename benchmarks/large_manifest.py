@@ -1,4 +1,6 @@
-"""Size of the manifest of a save by many thousand ranks, made without them, and the time to write and read it."""
+"""Size of the manifest of a save by many thousand ranks, made without them, and the time to write
+and read it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, Stored
 from megatron_lightning.parallel.spec import Box, Shape, ShardSpec
 
 TENSOR, PIPELINE = 8, 16
-NUM_LAYERS, HIDDEN, FFN, NUM_GROUPS, HEAD, VOCABULARY = 126, 16384, 53248, 8, 128, 128256  # Llama 3.1 405B
+# Llama 3.1 405B.
+NUM_LAYERS, HIDDEN, FFN, NUM_GROUPS, HEAD, VOCABULARY = 126, 16384, 53248, 8, 128, 128256
 OPTIMIZER_KEYS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -70,7 +73,9 @@ def _stages() -> Iterator[list[_Parameter]]:
 
 
 class _Writer:
-    """Collector of the boxes of all ranks; checksums are random numbers, which are as long as real ones."""
+    """Collector of the boxes of all ranks; checksums are random numbers, which are as long as real
+    ones.
+    """
 
     def __init__(self, data: int) -> None:
         self.data = data
@@ -79,22 +84,33 @@ class _Writer:
         self.files: dict[str, int] = {}
         self._checksums = tuple(np.random.default_rng(0).integers(0, 1 << 32, 1 << 16).tolist())
 
-    def add(self, name: str, shape: Shape, dtype: torch.dtype, rank: int, offset: Shape, box: Shape) -> None:
+    def add(
+        self, name: str, shape: Shape, dtype: torch.dtype, rank: int, offset: Shape, box: Shape
+    ) -> None:
         file, size = f"tensors.0123456789ab.{rank:05d}.000.safetensors", prod(box) * dtype.itemsize
         start = self.files.get(file, 4096)
         self.files[file] = start + size
         checksums = self._checksums[: -(-size // BLOCK_BYTES)]
         self.entries[name] = (shape, dtype)
-        self.shards.setdefault(name, []).append(StoredShard(file, start, Box(offset, box), checksums))
+        self.shards.setdefault(name, []).append(
+            StoredShard(file, start, Box(offset, box), checksums)
+        )
 
     def manifest(self) -> Manifest:
-        tensors = {name: TensorInfo(*entry, tuple(self.shards[name])) for name, entry in self.entries.items()}
+        tensors = {
+            name: TensorInfo(*entry, tuple(self.shards[name]))
+            for name, entry in self.entries.items()
+        }
         files = {**self.files, "state.0123456789ab.pt": 1}
-        return Manifest(tensors=tensors, files=files, state_file="state.0123456789ab.pt", state_checksum=0)
+        return Manifest(
+            tensors=tensors, files=files, state_file="state.0123456789ab.pt", state_checksum=0
+        )
 
 
 def _collect(num_ranks: int) -> _Writer:
-    """Split every parameter and its optimizer states as zero1 does: flat ranges of a rank's parameters, one after another."""
+    """Split every parameter and its optimizer states as zero1 does: flat ranges of a rank's
+    parameters, one after another.
+    """
     writer = _Writer(num_ranks // (TENSOR * PIPELINE))
     for stage, parameters in enumerate(_stages()):
         for tensor in range(TENSOR):
@@ -104,12 +120,18 @@ def _collect(num_ranks: int) -> _Writer:
                 else ShardSpec.split(p.shape, dim=p.split_dim, size=TENSOR, rank=tensor)
                 for p in parameters
             ]
-            held = [(p, s) for p, s in zip(parameters, specs, strict=True) if tensor == 0 or p.split_dim is not None]
+            held = [
+                (p, s)
+                for p, s in zip(parameters, specs, strict=True)
+                if tensor == 0 or p.split_dim is not None
+            ]
             _divide(writer, stage, tensor, held)
     return writer
 
 
-def _divide(writer: _Writer, stage: int, tensor: int, held: list[tuple[_Parameter, ShardSpec]]) -> None:
+def _divide(
+    writer: _Writer, stage: int, tensor: int, held: list[tuple[_Parameter, ShardSpec]]
+) -> None:
     ends = list(accumulate(prod(spec.local_shape) for _, spec in held))
     share = -(-ends[-1] // writer.data)
     for (parameter, spec), end in zip(held, ends, strict=True):
@@ -120,14 +142,23 @@ def _divide(writer: _Writer, stage: int, tensor: int, held: list[tuple[_Paramete
             flat = torch.empty(high - low, device="meta")
             for offset, view in spec.flat_shards(flat, low - first):
                 box = tuple(view.shape)
-                writer.add(f"state_dict.{parameter.name}", parameter.shape, torch.bfloat16, rank, offset, box)
+                writer.add(
+                    f"state_dict.{parameter.name}",
+                    parameter.shape,
+                    torch.bfloat16,
+                    rank,
+                    offset,
+                    box,
+                )
                 for key in OPTIMIZER_KEYS:
                     name = f"optimizer_states.0.state.{parameter.name}.{key}"
                     writer.add(name, parameter.shape, torch.float32, rank, offset, box)
 
 
 def measure_manifest(num_ranks: int) -> ManifestCost:
-    """Build, serialize and read the manifest of a 405B model on ``num_ranks`` ranks (a multiple of 128)."""
+    """Build, serialize and read the manifest of a 405B model on ``num_ranks`` ranks (a multiple of
+    128).
+    """
     writer = _collect(num_ranks)
     start = time.perf_counter()
     text = writer.manifest().dumps()
@@ -136,5 +167,7 @@ def measure_manifest(num_ranks: int) -> ManifestCost:
     manifest = Manifest.loads(text.encode())
     load_s = time.perf_counter() - start
     num_shards = sum(len(entry.shards) for entry in manifest.tensors.values())
-    num_parameters = sum(prod(e.shape) for name, e in manifest.tensors.items() if name.startswith("state_dict."))
+    num_parameters = sum(
+        prod(e.shape) for name, e in manifest.tensors.items() if name.startswith("state_dict.")
+    )
     return ManifestCost(num_ranks, num_parameters, num_shards, len(text.encode()), dump_s, load_s)

@@ -27,7 +27,10 @@ def describe() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("torch", "lightning", "numpy")}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "lightning", "numpy")},
+        },
         "commit": _commit(),
     }
 
@@ -36,13 +39,18 @@ def headline(facts: Mapping[str, Any]) -> str:
     """Return the opening sentence of a page of results: machine, versions and load."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     return (
-        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; commit {facts['commit']}; load "
-        f"average {facts['load_average']} at the start, {facts['load_average_at_end']} at the end"
+        f"{facts['machine']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}; "
+        f"commit {facts['commit']}; load average {facts['load_average']} at the start, "
+        f"{facts['load_average_at_end']} at the end"
     )
 
 
-def keep(folder: Path, name: str, facts: Mapping[str, Any], page: str, numbers: Mapping[str, Any]) -> Path:
-    """Write a page of results and its numbers into ``folder``; return the page's file, named by ``name`` and the date."""
+def keep(
+    folder: Path, name: str, facts: Mapping[str, Any], page: str, numbers: Mapping[str, Any]
+) -> Path:
+    """Write a page of results and its numbers into ``folder``; return the page's file, named by
+    ``name`` and the date.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{name}_{facts['date'].replace(':', '').replace('+0000', '')}"
     stem.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
@@ -65,7 +73,10 @@ def _processor() -> str:
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or 'unknown processor'} ({platform.machine()}, {platform.system()})"
+    return (
+        f"{names[0] if names else platform.processor() or 'unknown processor'} "
+        f"({platform.machine()}, {platform.system()})"
+    )
 
 
 def _version(package: str) -> str | None:
@@ -86,4 +97,6 @@ def _commit() -> str | None:
 
 
 def _git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *command], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()

@@ -1,7 +1,9 @@
-"""Pipeline stages that sleep instead of computing, run by our executor and by ``torch.distributed.pipelining``.
+"""Pipeline stages that sleep instead of computing, run by our executor and by
+``torch.distributed.pipelining``.
 
-Both run the same schedule on the same processes with messages of the same size. A stage's forward takes one unit, and so do
-the gradient of its input and that of its weights; with V chunks on a rank a stage takes 1 / V of that.
+Both run the same schedule on the same processes with messages of the same size. A stage's forward
+takes one unit, and so do the gradient of its input and that of its weights; with V chunks on a rank
+a stage takes 1 / V of that.
 """
 
 from __future__ import annotations
@@ -54,12 +56,19 @@ class Case(NamedTuple):
     def ideal_s(self) -> float:
         """Time of a step by the papers' formulas, compute only."""
         work, waits = 3 * self.microbatches * self.unit_s, (self.ranks - 1) * self.unit_s
-        idle = {"1f1b": 3 * waits, "interleaved": 3 * waits / self.chunks, "zb-h1": waits, "zbv": waits / self.chunks}
+        idle = {
+            "1f1b": 3 * waits,
+            "interleaved": 3 * waits / self.chunks,
+            "zb-h1": waits,
+            "zbv": waits / self.chunks,
+        }
         return work + idle[self.schedule]
 
 
 class _Input(torch.autograd.Function):
-    """Identity that sleeps in forward, and in backward as long as the gradient of an input takes."""
+    """Identity that sleeps in forward, and in backward as long as the gradient of an input
+    takes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -92,7 +101,9 @@ class _SplitWeight(torch.autograd.Function):
     """Addition of a weight whose gradient may be deferred."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deliver: Callable[..., None], seconds: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, deliver: Callable[..., None], seconds: float
+    ) -> Tensor:
         ctx.deliver, ctx.seconds = deliver, seconds
         return x + weight
 
@@ -138,7 +149,9 @@ class Stage(nn.Module):
 
 
 class SplitStage(nn.Module):
-    """Map from [1, n] to [1, n] with a backward in two halves, which torch splits by the graph and we by the store."""
+    """Map from [1, n] to [1, n] with a backward in two halves, which torch splits by the graph and
+    we by the store.
+    """
 
     def __init__(self, seconds: float, store: WeightGradients | None = None) -> None:
         super().__init__()
@@ -165,7 +178,9 @@ class _Program:
     def __init__(self, stages: dict[int, nn.Module], num_stages: int, inputs: Tensor) -> None:
         self._stages, self._num_stages, self._inputs = stages, num_stages, inputs
 
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+    ) -> Tensor | tuple[Tensor, ...]:
         x = self._inputs[microbatch : microbatch + 1] if received is None else received[0]
         y: Tensor = self._stages[stage](x)
         return y.mean() if stage == self._num_stages - 1 else (y,)
@@ -180,7 +195,8 @@ class _Program:
 def our_step(case: Case, rank: int) -> Callable[[], None]:
     """Return a function that runs one step of the case on this rank, with our executor."""
     layout = ParallelLayout(
-        pipeline_model_parallel_size=case.ranks, virtual_pipeline_model_parallel_size=case.chunks if case.ranks > 1 else 1
+        pipeline_model_parallel_size=case.ranks,
+        virtual_pipeline_model_parallel_size=case.chunks if case.ranks > 1 else 1,
     )
     context = ParallelContext(layout)
     choice = schedules.resolve(case.schedule, num_ranks=case.ranks, num_chunks=case.chunks)
@@ -189,14 +205,23 @@ def our_step(case: Case, rank: int) -> Callable[[], None]:
     own = choice.placement.stages_of(rank)
     stages = {stage: case.stage(executor.weight_gradients) for stage in own}
     inputs = torch.zeros(case.microbatches if 0 in own else 0, case.numel)
-    table, program = choice.table(case.microbatches), _Program(stages, choice.placement.num_stages, inputs)
+    table, program = (
+        choice.table(case.microbatches),
+        _Program(stages, choice.placement.num_stages, inputs),
+    )
     return lambda: executor.run(table, program)
 
 
 def torch_step(case: Case, rank: int) -> Callable[[], None]:
-    """Return a function that runs one step of the case on this rank, with torch's own pipelining."""
+    """Return a function that runs one step of the case on this rank, with torch's own
+    pipelining.
+    """
     num_stages = case.ranks * case.chunks
-    own = [rank, num_stages - 1 - rank] if case.schedule == "zbv" else list(range(rank, num_stages, case.ranks))
+    own = (
+        [rank, num_stages - 1 - rank]
+        if case.schedule == "zbv"
+        else list(range(rank, num_stages, case.ranks))
+    )
     example = torch.zeros(1, case.numel)
     stages = [
         pipelining.PipelineStage(
@@ -204,12 +229,16 @@ def torch_step(case: Case, rank: int) -> Callable[[], None]:
             index,
             num_stages,
             torch.device("cpu"),
-            input_args=(example.clone().requires_grad_(index > 0),),  # torch sends gradients where the metadata says so
+            # Torch sends gradients where the metadata says so.
+            input_args=(example.clone().requires_grad_(index > 0),),
             output_args=(example.clone().requires_grad_(),),
         )
         for index in own
     ]
-    options: dict[str, Any] = {"n_microbatches": case.microbatches, "loss_fn": lambda output, target: output.mean()}
+    options: dict[str, Any] = {
+        "n_microbatches": case.microbatches,
+        "loss_fn": lambda output, target: output.mean(),
+    }
     pipeline: Any
     if case.schedule == "1f1b":
         pipeline = pipelining.Schedule1F1B(stages[0], **options)
@@ -226,7 +255,9 @@ def torch_step(case: Case, rank: int) -> Callable[[], None]:
 
 
 def bare_step(case: Case, rank: int) -> Callable[[], None]:
-    """Return a function that runs this rank's stages forward and backward, with no schedule and no messages."""
+    """Return a function that runs this rank's stages forward and backward, with no schedule and no
+    messages.
+    """
     stages = [case.stage() for _ in range(case.chunks)]
     x, gradient = torch.zeros(1, case.numel, requires_grad=True), torch.zeros(1, case.numel)
 

@@ -1,4 +1,6 @@
-"""Ratios of medians of paired measurements, with a bootstrap interval (Efron, https://doi.org/10.1214/aos/1176344552)."""
+"""Ratios of medians of paired measurements, with a bootstrap interval (Efron,
+https://doi.org/10.1214/aos/1176344552).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ class Ratio:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Return the ratio of the medians; pairs are resampled together, since noise of the machine affects both of a round.
+def ratio_of_medians(
+    numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0
+) -> Ratio:
+    """Return the ratio of the medians; pairs are resampled together, since noise of the machine
+    affects both of a round.
 
     Args:
         numerator: One number a round.
@@ -50,7 +55,10 @@ def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float], *
         ValueError: If the series are empty or differ in length.
     """
     if not numerator or len(numerator) != len(denominator):
-        raise ValueError(f"{len(numerator)} and {len(denominator)} measurements are no pairs; measure both in every round.")
+        raise ValueError(
+            f"{len(numerator)} and {len(denominator)} measurements are no pairs; measure both in "
+            "every round."
+        )
     pairs = np.array([numerator, denominator])
     picks = np.random.default_rng(seed).integers(0, pairs.shape[1], (NUM_RESAMPLES, pairs.shape[1]))
     medians = np.median(pairs[:, picks], axis=2)

@@ -1,8 +1,8 @@
 """Several trainings that take turns step by step, so that noise of the machine affects all alike.
 
-A *team* is the processes of one variant. After setup they wait before every training step until the coordinator gives them
-their turn; waiting uses no processor. A step is one iteration of Lightning's loop, from the start of one batch to the start of
-the next, without the wait.
+A *team* is the processes of one variant. After setup they wait before every training step until the
+coordinator gives them their turn; waiting uses no processor. A step is one iteration of Lightning's
+loop, from the start of one batch to the start of the next, without the wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class StepTime(NamedTuple):
     """Processor seconds of all threads of the process."""
     loss: float
     peak_bytes: int
-    """Peak memory so far: of the GPU if there is one, else of the process above the imports; 0: unknown."""
+    """Peak memory so far: of the GPU if there is one, else of the process above the imports; 0:
+    unknown."""
     host_s: float = 0.0
     """Processor seconds of the training thread alone, without the communication threads."""
 
@@ -51,7 +52,9 @@ class TeamError(RuntimeError):
 
 
 class _Turns(pl.Callback):
-    """Callback that waits for its turn at the start of every batch and reports the time of the previous step."""
+    """Callback that waits for its turn at the start of every batch and reports the time of the
+    previous step.
+    """
 
     def __init__(self, pipe: Connection, imported_bytes: int) -> None:
         self._pipe, self._imported = pipe, imported_bytes
@@ -65,7 +68,9 @@ class _Turns(pl.Callback):
             torch.cuda.synchronize()
         self._start = time.perf_counter(), time.process_time(), time.thread_time()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self._loss = outputs["loss"]
 
     def on_train_end(self, *_: Any) -> None:
@@ -89,12 +94,16 @@ class _Turns(pl.Callback):
 
 
 def batches(shape: Shape, variant: Variant, rank: int, num_steps: int) -> DataLoader[Any]:
-    """Return the training data of one rank; the global batch of a step is the same in every variant."""
+    """Return the training data of one rank; the global batch of a step is the same in every
+    variant.
+    """
     generator = torch.Generator().manual_seed(0)
     count = num_steps * shape.batch
     samples = torch.randint(0, shape.vocab_size, (count, shape.sequence + 1), generator=generator)
     rows = [{"tokens": row[:-1], "labels": row[1:]} for row in samples]
-    share: Any = None if variant.ours or variant.data_size == 1 else range(rank, count, variant.data_size)
+    share: Any = (
+        None if variant.ours or variant.data_size == 1 else range(rank, count, variant.data_size)
+    )
     return DataLoader(rows, batch_size=shape.batch // variant.data_size, sampler=share)
 
 
@@ -119,18 +128,32 @@ def train(pipe: Connection, variant: Variant, shape: Shape, rank: int, num_steps
     trainer.fit(variant.module(shape.config), batches(shape, variant, rank, num_steps))
 
 
-def _rank_main(name: str, shape: Shape, rank: int, store: str, pipe: Connection, num_steps: int) -> None:
+def _rank_main(
+    name: str, shape: Shape, rank: int, store: str, pipe: Connection, num_steps: int
+) -> None:
     variant = VARIANTS[name]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": variant.size, "LOCAL_WORLD_SIZE": variant.size}
+    sizes = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": variant.size,
+        "LOCAL_WORLD_SIZE": variant.size,
+    }
     os.environ.update({key: str(value) for key, value in sizes.items()})
     try:
         if variant.size > 1:  # as under torchrun: the processes exist
-            os.environ.update(TORCHELASTIC_RUN_ID="benchmark", GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+            os.environ.update(
+                TORCHELASTIC_RUN_ID="benchmark",
+                GROUP_RANK="0",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT="29500",
+            )
             file_store, timeout = dist.FileStore(store, variant.size), timedelta(hours=1)
-            dist.init_process_group("gloo", store=file_store, rank=rank, world_size=variant.size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", store=file_store, rank=rank, world_size=variant.size, timeout=timeout
+            )
         train(pipe, variant, shape, rank, num_steps)
     except BaseException:
         pipe.send(TeamError(f"rank {rank} of {name}:\n{traceback.format_exc()}"))
@@ -169,7 +192,9 @@ class Team:
         received = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT_S):
-                raise TeamError(f"rank {rank} of {self.variant.name} gave no answer for {TIMEOUT_S} s.")
+                raise TeamError(
+                    f"rank {rank} of {self.variant.name} gave no answer for {TIMEOUT_S} s."
+                )
             try:
                 answer = pipe.recv()
             except EOFError:
@@ -208,8 +233,11 @@ def assembled(variants: Sequence[Variant], shape: Shape, num_steps: int) -> Iter
                 team.end()
 
 
-def measure(names: Sequence[str], shape: Shape, num_rounds: int, num_dropped: int = 1) -> Mapping[str, list[list[StepTime]]]:
-    """Run the variants in turn; return the steps by name, round and rank, without the dropped first rounds.
+def measure(
+    names: Sequence[str], shape: Shape, num_rounds: int, num_dropped: int = 1
+) -> Mapping[str, list[list[StepTime]]]:
+    """Run the variants in turn; return the steps by name, round and rank, without the dropped first
+    rounds.
 
     Every other round runs in the opposite order, so that no variant always follows the same one.
     """

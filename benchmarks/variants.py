@@ -1,8 +1,9 @@
 """Variants that ``bench_step`` compares: the same GPT in several layouts, ours and Lightning's own.
 
-Every variant trains the same model from the same weights on the same batches; that their losses agree is checked. The
-peers get the model as their users would write it: ``fully_shard`` on every layer for FSDP2, and for ``ModelParallelStrategy``
-a DTensor plan with sequence parallelism and the loss computed on sharded logits (Lightning's own tensor-parallel example).
+Every variant trains the same model from the same weights on the same batches; that their losses
+agree is checked. The peers get the model as their users would write it: ``fully_shard`` on every
+layer for FSDP2, and for ``ModelParallelStrategy`` a DTensor plan with sequence parallelism and the
+loss computed on sharded logits (Lightning's own tensor-parallel example).
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -57,9 +63,13 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the model in a training step: 6 a weight and token, and causal attention's products."""
+        """Floating-point operations of the model in a training step: 6 a weight and token, and
+        causal attention's products.
+        """
         head_dim = self.hidden_size // self.num_heads
-        attention = self.hidden_size * (self.hidden_size + (self.num_heads + 2 * self.num_groups) * head_dim)
+        attention = self.hidden_size * (
+            self.hidden_size + (self.num_heads + 2 * self.num_groups) * head_dim
+        )
         layer = attention + 3 * self.hidden_size * self.ffn_size
         weights = self.num_layers * layer + self.hidden_size * self.vocab_size
         return self.tokens * (6 * weights + 6 * self.num_layers * self.hidden_size * self.sequence)
@@ -93,7 +103,9 @@ class FullyShardedGPT(GPTLightningModule):
 
 
 class DTensorGPT(GPTLightningModule):
-    """Tensor and sequence parallelism by DTensor styles; the loss stays sharded over the vocabulary."""
+    """Tensor and sequence parallelism by DTensor styles; the loss stays sharded over the
+    vocabulary.
+    """
 
     def configure_model(self) -> None:
         """Build the model and distribute its parameters."""
@@ -114,7 +126,9 @@ class DTensorGPT(GPTLightningModule):
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log the replicated loss as a plain tensor, as loggers need it."""
-        super().log(name, value.full_tensor() if hasattr(value, "full_tensor") else value, *args, **kwargs)
+        super().log(
+            name, value.full_tensor() if hasattr(value, "full_tensor") else value, *args, **kwargs
+        )
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,12 +136,15 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
     shard = Shard(0)
     for layer in model.decoder.layers.values():
         fc1 = layer.mlp.linear_fc1.weight
-        # Gate and up are stacked, and a DTensor is sharded once: interleave them, so that every rank has a shard of both.
+        # Gate and up are stacked, and a DTensor is sharded once: interleave them, so that every
+        # rank has a shard of both.
         gate, up = (half.chunk(mesh.size()) for half in fc1.data.chunk(2))
         fc1.data.copy_(torch.cat([block for pair in zip(gate, up, strict=True) for block in pair]))
         plan = {
             "input_layernorm": SequenceParallel(sequence_dim=0),
-            "self_attention": PrepareModuleInput(input_layouts=(shard, None), desired_input_layouts=(Replicate(), None)),
+            "self_attention": PrepareModuleInput(
+                input_layouts=(shard, None), desired_input_layouts=(Replicate(), None)
+            ),
             "self_attention.linear_qkv": ColwiseParallel(),
             "self_attention.linear_proj": RowwiseParallel(output_layouts=shard),
             "pre_mlp_layernorm": SequenceParallel(sequence_dim=0),
@@ -140,9 +157,13 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         model,
         mesh,
         {
-            "embedding.word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=shard),
+            "embedding.word_embeddings": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=shard
+            ),
             "decoder.final_layernorm": SequenceParallel(sequence_dim=0),
-            "output_layer": ColwiseParallel(input_layouts=shard, output_layouts=Shard(-1), use_local_output=False),
+            "output_layer": ColwiseParallel(
+                input_layouts=shard, output_layouts=Shard(-1), use_local_output=False
+            ),
         },
     )
 
@@ -166,18 +187,32 @@ class Variant:
 
 
 def _ours(
-    name: str, *, tp: int = 1, pp: int = 1, dp: int = 1, num_microbatches: int = 1, data_parallel: str = "ddp"
+    name: str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    num_microbatches: int = 1,
+    data_parallel: str = "ddp",
 ) -> Variant:
     def strategy(shape: Shape) -> Strategy:
         return MegatronStrategy(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             data_parallel=data_parallel,  # type: ignore[arg-type]
-            micro_batch_size=shape.batch // dp // num_microbatches if num_microbatches > 1 else None,
+            micro_batch_size=shape.batch // dp // num_microbatches
+            if num_microbatches > 1
+            else None,
         )
 
     return Variant(
-        name=name, size=tp * pp * dp, strategy=strategy, data_size=dp, stages=pp, num_microbatches=num_microbatches, ours=True
+        name=name,
+        size=tp * pp * dp,
+        strategy=strategy,
+        data_size=dp,
+        stages=pp,
+        num_microbatches=num_microbatches,
+        ours=True,
     )
 
 
@@ -201,7 +236,13 @@ VARIANTS = {
         _ours("pp2", pp=2, num_microbatches=NUM_MICROBATCHES),
         _ours("dp2-zero1", dp=2, data_parallel="zero1"),
         _ours("dp2-fsdp", dp=2, data_parallel="fsdp"),
-        Variant(name="lightning-fsdp2", size=2, strategy=_sharded(2, 1), module=FullyShardedGPT, data_size=2),
+        Variant(
+            name="lightning-fsdp2",
+            size=2,
+            strategy=_sharded(2, 1),
+            module=FullyShardedGPT,
+            data_size=2,
+        ),
         _ours("tp2", tp=2),
         Variant(name="lightning-tp2", size=2, strategy=_sharded(1, 2), module=DTensorGPT),
         _ours("tp2-pp2", tp=2, pp=2, num_microbatches=NUM_MICROBATCHES),

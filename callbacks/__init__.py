@@ -1,6 +1,7 @@
 """Installed as megatron_lightning.callbacks; always import it by that name."""
 
-if __name__ != "megatron_lightning.callbacks":  # a second copy of these classes would fail isinstance checks
+# A second copy of these classes would fail isinstance checks.
+if __name__ != "megatron_lightning.callbacks":
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
@@ -9,4 +10,10 @@ from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
 from megatron_lightning.callbacks.speed import SpeedMonitor
 
-__all__ = ["GradientNormMonitor", "LocalCopyCheckpoint", "PipelineTimeline", "RescueCheckpoint", "SpeedMonitor"]
+__all__ = [
+    "GradientNormMonitor",
+    "LocalCopyCheckpoint",
+    "PipelineTimeline",
+    "RescueCheckpoint",
+    "SpeedMonitor",
+]

@@ -14,12 +14,14 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class LocalCopyCheckpoint(ModelCheckpoint):
-    """Save every rank's state to its node's own disk, with a copy on the next node; ``ckpt_path="last"`` finds it.
+    """Save every rank's state to its node's own disk, with a copy on the next node;
+    ``ckpt_path="last"`` finds it.
 
-    A small file, ``local.ckpt``, on the shared file system lists the places of the copies. A run of the same layout resumes
-    from the newest copy of which every rank's part is on some node, so one of two neighboring nodes may be lost; a run of
-    another layout, from the newest copy that is complete on every node; otherwise, from the newest checkpoint beside that file.
-    The two newest copies are kept.
+    A small file, ``local.ckpt``, on the shared file system lists the places of the copies. A run of
+    the same layout resumes from the newest copy of which every rank's part is on some node, so one
+    of two neighboring nodes may be lost; a run of another layout, from the newest copy that is
+    complete on every node; otherwise, from the newest checkpoint beside that file. The two newest
+    copies are kept.
 
     Args:
         folder: Folder on each node's own disk, where ``{node_rank}`` represents the node's number.
@@ -40,8 +42,9 @@ class LocalCopyCheckpoint(ModelCheckpoint):
         given = [value for value in (every_n_train_steps, every_n_minutes) if value is not None]
         if len(given) != 1 or given[0] <= 0:
             raise ConfigError(
-                f"every_n_train_steps is {every_n_train_steps} and every_n_minutes is {every_n_minutes}: copies need one "
-                "interval. Set one of the two to a positive number."
+                f"every_n_train_steps is {every_n_train_steps} and every_n_minutes is "
+                f"{every_n_minutes}: copies need one interval. Set one of the two to a positive "
+                "number."
             )
         super().__init__(
             dirpath=dirpath,
@@ -49,7 +52,9 @@ class LocalCopyCheckpoint(ModelCheckpoint):
             save_last=True,
             every_n_train_steps=every_n_train_steps or 0,
             every_n_epochs=0,
-            train_time_interval=None if every_n_minutes is None else timedelta(minutes=every_n_minutes),
+            train_time_interval=None
+            if every_n_minutes is None
+            else timedelta(minutes=every_n_minutes),
             enable_version_counter=False,
         )
         self.folder = folder
@@ -59,12 +64,14 @@ class LocalCopyCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         if not isinstance(trainer.strategy, MegatronStrategy):
             raise ConfigError(
-                f"LocalCopyCheckpoint saves each rank's shards, and {type(trainer.strategy).__name__} has none. Use "
-                "MegatronStrategy, or ModelCheckpoint."
+                "LocalCopyCheckpoint saves each rank's shards, and "
+                f"{type(trainer.strategy).__name__} has none. Use MegatronStrategy, or "
+                "ModelCheckpoint."
             )
         if is_remote(str(self.dirpath)):
             raise ConfigError(
-                f"dirpath is {self.dirpath}, which cannot hold the file local.ckpt. Set it to a directory that all nodes share."
+                f"dirpath is {self.dirpath}, which cannot hold the file local.ckpt. Set it to a "
+                "directory that all nodes share."
             )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,6 @@
-"""Record when the actions of a pipeline run were executed, to compare with the simulated schedule."""
+"""Record when the actions of a pipeline run were executed, to compare with the simulated
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 class PipelineTimeline(pl.Callback):
     """Write the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
 
-    Every line is one action, see :mod:`megatron_lightning.pipeline.trace`. The ranks of a pipeline start their clocks together,
-    right before the step. ``megatron-lightning schedule --trace DIR`` draws the files.
+    Every line is one action, see :mod:`megatron_lightning.pipeline.trace`. The ranks of a pipeline
+    start their clocks together, right before the step. ``megatron-lightning schedule --trace DIR``
+    draws the files.
 
     Args:
-        dirpath: Folder of the files; None: ``pipeline_timeline`` in the Trainer's ``default_root_dir``.
-        step: Training batch to record, counted over the fit; the first ones are slower than the others.
+        dirpath: Folder of the files; None: ``pipeline_timeline`` in the Trainer's
+            ``default_root_dir``.
+        step: Training batch to record, counted over the fit; the first ones are slower than the
+            others.
     """
 
     def __init__(self, dirpath: str | None = None, step: int = 10) -> None:
@@ -37,12 +42,15 @@ class PipelineTimeline(pl.Callback):
         """Refuse other strategies than MegatronStrategy."""
         if not isinstance(trainer.strategy, MegatronStrategy):
             raise ConfigError(
-                f"PipelineTimeline records the pipeline of MegatronStrategy, and the Trainer has a "
-                f"{type(trainer.strategy).__name__}. Set strategy to megatron, or remove the callback."
+                "PipelineTimeline records the pipeline of MegatronStrategy, and the Trainer has a "
+                f"{type(trainer.strategy).__name__}. Set strategy to megatron, or remove the "
+                "callback."
             )
         self._seen = 0
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Start the clocks of a pipeline's ranks together; a collective in the recorded step."""
         if self._seen == self.step and isinstance(trainer.strategy, MegatronStrategy):
             strategy = trainer.strategy
@@ -53,7 +61,12 @@ class PipelineTimeline(pl.Callback):
             self._timeline.restart()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Write the timeline."""
         if self._timeline is not None and isinstance(trainer.strategy, MegatronStrategy):

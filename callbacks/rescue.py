@@ -23,24 +23,31 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.strategies.launch.failures import AgreedStop
-from megatron_lightning.strategies.lightning_internals import connector_of, is_accumulating, requeue_path
+from megatron_lightning.strategies.lightning_internals import (
+    connector_of,
+    is_accumulating,
+    requeue_path,
+)
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class RescueCheckpoint(ModelCheckpoint):
-    """Keep one checkpoint, ``rescue.ckpt``, to resume from after an interruption; ``ckpt_path="last"`` finds it.
+    """Keep one checkpoint, ``rescue.ckpt``, to resume from after an interruption;
+    ``ckpt_path="last"`` finds it.
 
-    It may be used with other ``ModelCheckpoint`` callbacks; ``"last"`` is the newest of all. A complete save replaces the one
-    before.
+    It may be used with other ``ModelCheckpoint`` callbacks; ``"last"`` is the newest of all. A
+    complete save replaces the one before.
 
-    * SIGTERM, as Slurm, Kubernetes and torchrun send it before they end a job, to any rank: all ranks finish the optimizer step
-      or the batch of validation, save, and end with ``AgreedStop``, a ``SIGTERMException`` that is no rank's failure. A
-      resumed run repeats an interrupted validation. The sanity check, ``validate``, ``test`` and ``predict`` end without a
-      save. Lightning's own handling of the signal, which communicates inside the handler, is off.
-    * Slurm's requeue signal (``SLURMEnvironment``; SIGUSR1): all ranks save ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``, from
-      which Lightning resumes by itself; rank 0 requeues the job, and all end.
-    * An exception on all ranks, Ctrl-C among them: they save. An exception on only some ranks cannot be saved (the others hold
-      the rest of the model); the last timed save remains.
+    * SIGTERM, as Slurm, Kubernetes and torchrun send it before they end a job, to any rank: all
+      ranks finish the optimizer step or the batch of validation, save, and end with ``AgreedStop``,
+      a ``SIGTERMException`` that is no rank's failure. A resumed run repeats an interrupted
+      validation. The sanity check, ``validate``, ``test`` and ``predict`` end without a save.
+      Lightning's own handling of the signal, which communicates inside the handler, is off.
+    * Slurm's requeue signal (``SLURMEnvironment``; SIGUSR1): all ranks save ``hpc_ckpt_<n>.ckpt``
+      in ``default_root_dir``, from which Lightning resumes by itself; rank 0 requeues the job, and
+      all end.
+    * An exception on all ranks, Ctrl-C among them: they save. An exception on only some ranks
+      cannot be saved (the others hold the rest of the model); the last timed save remains.
     * Every ``every_n_minutes``, by rank 0's clock.
 
     Args:
@@ -60,7 +67,10 @@ class RescueCheckpoint(ModelCheckpoint):
         on_exception: bool = True,
     ) -> None:
         if every_n_minutes is not None and every_n_minutes <= 0:
-            raise ConfigError(f"every_n_minutes is {every_n_minutes}. Set it to a positive number, or leave it out.")
+            raise ConfigError(
+                f"every_n_minutes is {every_n_minutes}. Set it to a positive number, or leave it "
+                "out."
+            )
         super().__init__(
             dirpath=dirpath,
             save_top_k=0,
@@ -68,7 +78,9 @@ class RescueCheckpoint(ModelCheckpoint):
             save_on_exception=on_exception,
             every_n_train_steps=0,
             every_n_epochs=0,
-            train_time_interval=None if every_n_minutes is None else timedelta(minutes=every_n_minutes),
+            train_time_interval=None
+            if every_n_minutes is None
+            else timedelta(minutes=every_n_minutes),
             enable_version_counter=False,
         )
         self._on_sigterm = on_sigterm
@@ -84,7 +96,12 @@ class RescueCheckpoint(ModelCheckpoint):
         self._install_handlers(trainer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Save if it is time or a rank received a signal; a collective on every batch.
 
@@ -102,7 +119,9 @@ class RescueCheckpoint(ModelCheckpoint):
         self._restore_handlers()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the signal handlers, and agree with the other ranks on the batches that all of them have."""
+        """Install the signal handlers, and agree with the other ranks on the batches that all of
+        them have.
+        """
         self._install_handlers(trainer)
         counts = {
             RunningStage.SANITY_CHECKING: trainer.num_sanity_val_batches,
@@ -129,13 +148,17 @@ class RescueCheckpoint(ModelCheckpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Save and end if a rank received a signal; a collective on every batch that all ranks have.
+        """Save and end if a rank received a signal; a collective on every batch that all ranks
+        have.
 
         Raises:
             AgreedStop: On every rank.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
-        is_shared = dataloader_idx < len(self._num_batches) and batch_idx < self._num_batches[dataloader_idx]
+        is_shared = (
+            dataloader_idx < len(self._num_batches)
+            and batch_idx < self._num_batches[dataloader_idx]
+        )
         if not is_shared or (fitting and not trainer.sanity_checking and is_accumulating(trainer)):
             return
         self._repeats_validation = fitting and not trainer.sanity_checking
@@ -152,28 +175,47 @@ class RescueCheckpoint(ModelCheckpoint):
 
     on_test_end = on_predict_end = on_validation_end
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Make a run that resumes from an interrupted validation repeat it."""
         if self._repeats_validation:
             progress = type(trainer.fit_loop.epoch_loop.val_loop.batch_progress)()
             progress.increment_ready()
-            progress.increment_started()  # Lightning returns to a validation that was in its first step
-            checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = progress.state_dict()
+            # Lightning returns to a validation that was in its first step.
+            progress.increment_started()
+            checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = (
+                progress.state_dict()
+            )
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Save on an exception of all ranks, unless this step is saved."""
         self._restore_handlers()
         saved = isinstance(exception, AgreedStop)
-        if not saved and trainer.state.fn == TrainerFn.FITTING and self._should_save_on_exception(trainer):
+        if (
+            not saved
+            and trainer.state.fn == TrainerFn.FITTING
+            and self._should_save_on_exception(trainer)
+        ):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def _install_handlers(self, trainer: pl.Trainer) -> None:
-        if self._previous or not self._on_sigterm or threading.current_thread() is not threading.main_thread():
+        if (
+            self._previous
+            or not self._on_sigterm
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         self._received = 0
         signals: list[int] = [signal.SIGTERM]
         environment = connector_of(trainer).cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal is not None:
+        if (
+            isinstance(environment, SLURMEnvironment)
+            and environment.auto_requeue
+            and environment.requeue_signal is not None
+        ):
             signals.append(environment.requeue_signal)
         for signum in signals:
             self._previous[signum] = signal.signal(signum, self._record_signal)
@@ -188,7 +230,9 @@ class RescueCheckpoint(ModelCheckpoint):
 
     def _end_if_signaled(self, trainer: pl.Trainer) -> None:
         """Save and raise on all ranks if one received a signal."""
-        if not self._on_sigterm or not trainer.strategy.reduce_boolean_decision(self._received > 0, all=False):
+        if not self._on_sigterm or not trainer.strategy.reduce_boolean_decision(
+            self._received > 0, all=False
+        ):
             return
         requeue = trainer.strategy.reduce_boolean_decision(self._received > 1, all=False)
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -211,9 +255,14 @@ def _requeue() -> None:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        failure = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
+        failure = subprocess.run(
+            ["scontrol", "requeue", job], check=False, capture_output=True, text=True
+        )
         text = failure.stderr if failure.returncode else ""
     except OSError as error:
         text = str(error)
     if text:
-        warnings.warn(f"job {job} is saved and was not queued again ({text.strip()}). Submit it once more.", stacklevel=2)
+        warnings.warn(
+            f"job {job} is saved and was not queued again ({text.strip()}). Submit it once more.",
+            stacklevel=2,
+        )

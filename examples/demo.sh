@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Real text, training on 2 x 2 processes, the same run resumed on another layout, and text from the model. Writes to demo/.
-# Run it with `make demo`, which makes the environment first.
+# Real text, training on 2 x 2 processes, the same run resumed on another layout, and text from the
+# model. Writes to demo/. Run it with `make demo`, which makes the environment first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

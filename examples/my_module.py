@@ -33,7 +33,13 @@ if __name__ == "__main__":
     x = torch.randn(512, 32)
     data = DataLoader(TensorDataset(x, (x.sum(dim=1) > 0).long()), batch_size=64)
     strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=16)
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=5, logger=False)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=5,
+        logger=False,
+    )
     trainer.fit(Classifier(), data)
     if trainer.is_global_zero:
         print(f"loss {trainer.callback_metrics['loss']:.4f}")

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy_attributes(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``, which import ``modules[name]`` on first use of ``name``."""
+def lazy_attributes(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return a package's ``__getattr__`` and ``__dir__``, which import ``modules[name]`` on first
+    use of ``name``.
+    """
 
     def getattr_(name: str) -> object:
         if name not in modules:

@@ -1,4 +1,6 @@
-"""One name for each call that torch 2.11 to 2.13 name differently or keep private; the only file that knows versions."""
+"""One name for each call that torch 2.11 to 2.13 name differently or keep private; the only file
+that knows versions.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,15 @@ __all__ = [
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _FINISH_S = 10.0  # for gloo's threads to finish at the end of a job, on a busy machine
-_FINISH_AFTER_ABORT_S = 0.2  # a collective under way may wait for ranks that wait for the end of this process
+# A collective under way may wait for ranks that wait for the end of this process.
+_FINISH_AFTER_ABORT_S = 0.2
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Sum ``input`` (1-D, n x m) over ``group`` and keep this rank's m elements in ``output``, which may be that slice.
+def reduce_scatter(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Sum ``input`` (1-D, n x m) over ``group`` and keep this rank's m elements in ``output``,
+    which may be that slice.
 
     torch 2.13 names the collective ``reduce_scatter_single`` and deprecates the older name.
     """
@@ -56,8 +62,11 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, a
     return work
 
 
-def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Concatenate every rank's ``input`` (m elements) into ``output`` (n x m); ``input`` may be this rank's slice of it.
+def all_gather(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Concatenate every rank's ``input`` (m elements) into ``output`` (n x m); ``input`` may be
+    this rank's slice of it.
 
     torch 2.13 names the collective ``all_gather_single`` and deprecates the older name.
     """
@@ -67,56 +76,85 @@ def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async
 
 
 def silence_treespec_warning() -> None:
-    """Hide a warning of torch 2.13 about Lightning's loops, which every rank prints and no user can act on."""
-    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+    """Hide a warning of torch 2.13 about Lightning's loops, which every rank prints and no user can
+    act on.
+    """
+    warnings.filterwarnings(
+        "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
+    )
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that a step frees, up to 2 GiB at the heap's end, for the next step.
+    """Make glibc keep the memory that a step frees, up to 2 GiB at the heap's end, for the next
+    step.
 
-    Otherwise it may return the memory to the kernel, which maps every page again. ``MALLOC_TRIM_THRESHOLD_`` in the environment
-    takes precedence; other C libraries are not changed.
+    Otherwise it may return the memory to the kernel, which maps every page again.
+    ``MALLOC_TRIM_THRESHOLD_`` in the environment takes precedence; other C libraries are not
+    changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the limit of glibc's own, which stops growing once either is set
+        # The limit of glibc's own, which stops growing once either is set.
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
 
 
 def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Set the dtype to which autograd casts the parameter's gradients before it adds them; None: no cast."""
+    """Set the dtype to which autograd casts the parameter's gradients before it adds them; None: no
+    cast.
+    """
     parameter.grad_dtype = dtype
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Back-propagate one gradient from each root: ``torch.autograd.backward`` without its slow checks in Python."""
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    """Back-propagate one gradient from each root: ``torch.autograd.backward`` without its slow
+    checks in Python.
+    """
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
-def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the current (pack, unpack) hooks of saved tensors, which hooks set inside them replace."""
-    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
-        False
+def saved_tensors_hooks_in_force() -> (
+    tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+):
+    """Return the current (pack, unpack) hooks of saved tensors, which hooks set inside them
+    replace.
+    """
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(False)
     )
     return hooks
 
 
 def never_drop(operator: torch._ops.OpOverload) -> None:
-    """Mark ``operator`` as effectful: compilers keep every call of it, in order, though its result is unused."""
+    """Mark ``operator`` as effectful: compilers keep every call of it, in order, though its result
+    is unused.
+    """
     _register_effectful_op(operator, _EffectType.ORDERED)
 
 
 def default_store() -> Store:
-    """Return a new connection to the default process group's store, usable while another thread waits on that store."""
+    """Return a new connection to the default process group's store, usable while another thread
+    waits on that store.
+    """
     connection: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return connection
 
 
 def destroy_process_groups() -> None:
-    """Destroy all process groups with their connections and threads, also those that are still referenced.
+    """Destroy all process groups with their connections and threads, also those that are still
+    referenced.
 
-    No work of a group may outlive the main thread: gloo's threads release the tensors of a finished collective shortly after
-    the call has returned, and a release while the interpreter shuts down aborts the process.
+    No work of a group may outlive the main thread: gloo's threads release the tensors of a finished
+    collective shortly after the call has returned, and a release while the interpreter shuts down
+    aborts the process.
     """
     if dist.is_initialized():
         groups = list(dist.distributed_c10d._world.pg_map)
@@ -125,12 +163,15 @@ def destroy_process_groups() -> None:
 
 
 def _release_backends(groups: Iterable[dist.ProcessGroup], within_s: float) -> None:
-    """Release the backends of ``groups``, for which gloo joins its threads; wait at most ``within_s`` seconds."""
-    # Python has no call for this: with gloo, ProcessGroup.shutdown() and abort() leave the threads running (measured with torch
-    # 2.13), and torch joins them when the last reference to a group is gone, but users' globals, modules and meshes hold some.
-    # So the C++ method that drops a group's backends, ProcessGroup::release_resources, is called by its mangled name on the
-    # group's address, which _id() returns. Where a build of torch lacks either, nothing is done: the threads run on, and the
-    # process may abort at its end, after all results are written.
+    """Release the backends of ``groups``, for which gloo joins its threads; wait at most
+    ``within_s`` seconds.
+    """
+    # Python has no call for this: with gloo, ProcessGroup.shutdown() and abort() leave the threads
+    # running (measured with torch 2.13), and torch joins them when the last reference to a group is
+    # gone, but users' globals, modules and meshes hold some. So the C++ method that drops a group's
+    # backends, ProcessGroup::release_resources, is called by its mangled name on the group's
+    # address, which _id() returns. Where a build of torch lacks either, nothing is done: the
+    # threads run on, and the process may abort at its end, after all results are written.
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     except OSError:  # another platform, or another layout of the package
@@ -139,10 +180,14 @@ def _release_backends(groups: Iterable[dist.ProcessGroup], within_s: float) -> N
     if drop_backends is None or not hasattr(dist.ProcessGroup, "_id"):
         return
 
-    def release(group: dist.ProcessGroup) -> None:  # its frame keeps the group, whose destructor would wait as well
+    # Its frame keeps the group, whose destructor would wait as well.
+    def release(group: dist.ProcessGroup) -> None:
         drop_backends(ctypes.c_void_p(group._id()))  # type: ignore[attr-defined]
 
-    threads = [threading.Thread(target=release, args=(group,), name="release-group", daemon=True) for group in groups]
+    threads = [
+        threading.Thread(target=release, args=(group,), name="release-group", daemon=True)
+        for group in groups
+    ]
     deadline = time.monotonic() + within_s
     for thread in threads:
         thread.start()
@@ -151,10 +196,11 @@ def _release_backends(groups: Iterable[dist.ProcessGroup], within_s: float) -> N
 
 
 def abort_process_groups() -> None:
-    """Break this rank's connections, so that peers that wait for it fail at once, where the backend supports that.
+    """Break this rank's connections, so that peers that wait for it fail at once, where the backend
+    supports that.
 
-    gloo's connections stay until the end of the main thread: its destructor waits for collectives in flight, and so this
-    process would wait for ranks that wait for its end.
+    gloo's connections stay until the end of the main thread: its destructor waits for collectives
+    in flight, and so this process would wait for ranks that wait for its end.
     """
     if not dist.is_initialized():
         return
@@ -171,13 +217,15 @@ def is_connected(group: dist.ProcessGroup) -> bool:
 
 
 def at_end_of_main_thread(function: Callable[[], None], *, last: bool = False) -> None:
-    """Call ``function`` in this process at the end of its main thread, before the functions of ``atexit``.
+    """Call ``function`` in this process at the end of its main thread, before the functions of
+    ``atexit``.
 
     The function may still change the exit code, and no exit function is skipped.
 
     Args:
         function: Function to call.
-        last: Whether to call it after all others that are registered this way, also by the pools of ``concurrent.futures``.
+        last: Whether to call it after all others that are registered this way, also by the pools of
+            ``concurrent.futures``.
     """
     owner = os.getpid()
     threading._register_atexit(lambda: function() if os.getpid() == owner else None)  # type: ignore[attr-defined]
@@ -199,7 +247,9 @@ class GradientHooks:
         self._accumulated: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
 
     def move(self, leaf: Tensor, *others: Tensor) -> None:
-        """Share the parameter's hooks with ``leaf``, and those that are registered on any of the tensors later."""
+        """Share the parameter's hooks with ``leaf``, and those that are registered on any of the
+        tensors later.
+        """
         hooks = OrderedDict() if self._hooks is None and others else self._hooks
         if hooks is not None:
             for tensor in (leaf, *others):
@@ -209,9 +259,11 @@ class GradientHooks:
 
 
 def avoid_fused_inference(model: nn.Module) -> None:
-    """Make torch's encoder layers call their submodules in inference too, instead of one fused kernel.
+    """Make torch's encoder layers call their submodules in inference too, instead of one fused
+    kernel.
 
-    The kernel would use the weights of linear layers that hold shards without the collectives of their calls.
+    The kernel would use the weights of linear layers that hold shards without the collectives of
+    their calls.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -1,7 +1,9 @@
-"""Configuration objects: sizes of the transformer models, and the strategy's groups of options. No torch here.
+"""Configuration objects: sizes of the transformer models, and the strategy's groups of options. No
+torch here.
 
-Names are Megatron-Core's where it has them. Notation of the package's model files: ``s`` sequence, ``b`` batch, ``h`` hidden,
-``n`` attention heads, ``g`` query groups, ``d`` head dim (``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
+Names are Megatron-Core's where it has them. Notation of the package's model files: ``s`` sequence,
+``b`` batch, ``h`` hidden, ``n`` attention heads, ``g`` query groups, ``d`` head dim
+(``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ _COUNTS = (
 def _check_counts(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
             raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}.")
+        raise ConfigError(
+            f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,8 @@ class LossScaleOptions:
     """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults."""
 
     initial_scale: float = 2.0**32
-    """Scale of the first step; it falls in the first steps, by their overflows, to one that fits."""
+    """Scale of the first step; it falls in the first steps, by their overflows, to one that
+    fits."""
     growth_interval: int = 1000
     """Steps without overflow after which the scale is raised."""
     growth_factor: float = 2.0
@@ -57,25 +64,28 @@ class LossScaleOptions:
     backoff_factor: float = 0.5
     """Factor by which it is lowered after an overflow."""
     hysteresis: int = 2
-    """Overflows that are skipped before the scale is lowered; the count restarts when the scale is raised."""
+    """Overflows that are skipped before the scale is lowered; the count restarts when the scale is
+    raised."""
     min_scale: float = 1.0
     """The scale is never lowered below this."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.min_scale <= self.initial_scale:
             raise ConfigError(
-                f"loss scale: initial_scale is {self.initial_scale} and min_scale {self.min_scale}; the scale starts at the "
-                "first and never falls below the second. Set 0 < min_scale <= initial_scale."
+                f"loss scale: initial_scale is {self.initial_scale} and min_scale "
+                f"{self.min_scale}; the scale starts at the first and never falls below the "
+                "second. Set 0 < min_scale <= initial_scale."
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
             raise ConfigError(
-                f"loss scale: growth_interval is {self.growth_interval} and hysteresis {self.hysteresis}; both must be "
-                "positive integers."
+                f"loss scale: growth_interval is {self.growth_interval} and hysteresis "
+                f"{self.hysteresis}; both must be positive integers."
             )
         if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
             raise ConfigError(
-                f"loss scale: growth_factor is {self.growth_factor} and backoff_factor {self.backoff_factor}; the first raises "
-                "the scale, the second lowers it. Set growth_factor above 1, and backoff_factor between 0 and 1."
+                f"loss scale: growth_factor is {self.growth_factor} and backoff_factor "
+                f"{self.backoff_factor}; the first raises the scale, the second lowers it. Set "
+                "growth_factor above 1, and backoff_factor between 0 and 1."
             )
 
 
@@ -110,7 +120,8 @@ class TransformerConfig:
     rotary_percent: float = 1.0
     """Part of each head that is rotated."""
     activation: Activation = "swiglu"
-    """Feed-forward activation; swiglu is gated: linear_fc1 holds gate and up, gate first; gelu_tanh is GPT-2's."""
+    """Feed-forward activation; swiglu is gated: linear_fc1 holds gate and up, gate first; gelu_tanh
+    is GPT-2's."""
     add_bias_linear: bool = False
     """Whether the linear layers (but not the output layer) have a bias."""
     add_qkv_bias: bool = False
@@ -124,15 +135,19 @@ class TransformerConfig:
     attention_dropout: float = 0.0
     """Dropout of the attention probabilities."""
     fp32_residual_connection: bool = False
-    """Keep the residual stream, from the embedding to the last norm, in fp32 where the weights are bf16 or fp16."""
+    """Keep the residual stream, from the embedding to the last norm, in fp32 where the weights are
+    bf16 or fp16."""
     attention_softmax_in_fp32: bool = False
-    """Compute attention scores, softmax and context in fp32; torch's fused kernels already sum the softmax in fp32."""
+    """Compute attention scores, softmax and context in fp32; torch's fused kernels already sum the
+    softmax in fp32."""
     logits_in_fp32: bool = False
     """Return logits in fp32; the losses are computed in fp32 in any case."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by sqrt(2 x num_layers)."""
+    """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by
+    sqrt(2 x num_layers)."""
     init_seed: int = 1234
-    """Seed of the initial weights, which depend on it and on the parameter's name only, not on the layout."""
+    """Seed of the initial weights, which depend on it and on the parameter's name only, not on the
+    layout."""
 
     def __post_init__(self) -> None:
         _check_counts(self, *_COUNTS)
@@ -140,33 +155,47 @@ class TransformerConfig:
             _check_choice(name, getattr(self, name), choices)
         for name in ("layernorm_epsilon", "init_method_std"):
             if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
+                )
         if not self.rotary_base > 0.0:
-            raise ConfigError(f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it above 0.")
+            raise ConfigError(
+                f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it "
+                "above 0."
+            )
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more and below 1.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more "
+                    "and below 1."
+                )
         self._check_heads()
 
     def _check_heads(self) -> None:
         heads, groups = self.num_attention_heads, self.query_groups
         if self.kv_channels is None and self.hidden_size % heads:
             raise ConfigError(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}, so a head has no size. "
-                "Set kv_channels, or a hidden_size that is a multiple of the heads."
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}, "
+                "so a head has no size. Set kv_channels, or a hidden_size that is a multiple of "
+                "the heads."
             )
         if heads % groups:
             raise ConfigError(
-                f"num_attention_heads={heads} is not divisible by num_query_groups={groups}; each key/value head serves "
-                "equally many query heads. Set num_query_groups to a divisor of the heads."
+                f"num_attention_heads={heads} is not divisible by num_query_groups={groups}; each "
+                "key/value head serves equally many query heads. Set num_query_groups to a "
+                "divisor of the heads."
             )
         if self.position_embedding_type == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise ConfigError(
-                f"rotary_percent={self.rotary_percent} of kv_channels={self.head_dim} rotates {self.rotary_dim} channels; "
-                "rotation works on pairs within a head. Set both so that the product is even, and at most kv_channels."
+                f"rotary_percent={self.rotary_percent} of kv_channels={self.head_dim} rotates "
+                f"{self.rotary_dim} channels; rotation works on pairs within a head. Set both so "
+                "that the product is even, and at most kv_channels."
             )
         if self.rotary_percent > 1.0:
-            raise ConfigError(f"rotary_percent is {self.rotary_percent}; a head has no more to rotate. Set it to at most 1.")
+            raise ConfigError(
+                f"rotary_percent is {self.rotary_percent}; a head has no more to rotate. Set it to "
+                "at most 1."
+            )
 
     @property
     def query_groups(self) -> int:
@@ -200,7 +229,9 @@ class TransformerConfig:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused linear_qkv weight: per query group its query heads, one key and one value head."""
+        """Rows of the fused linear_qkv weight: per query group its query heads, one key and one
+        value head.
+        """
         return self.query_groups * (self.heads_per_group + 2) * self.head_dim
 
     @property
@@ -208,11 +239,18 @@ class TransformerConfig:
         """Number of parameters of the model."""
         h, f, norms = self.hidden_size, self.ffn_size, 2 if self.normalization == "LayerNorm" else 1
         fc1 = (2 if self.gated else 1) * f
-        layer = h * (self.qkv_rows + self.num_attention_heads * self.head_dim + fc1 + f) + 2 * h * norms
-        layer += self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias) + (2 * h + fc1) * self.add_bias_linear
+        layer = (
+            h * (self.qkv_rows + self.num_attention_heads * self.head_dim + fc1 + f) + 2 * h * norms
+        )
+        layer += (
+            self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias)
+            + (2 * h + fc1) * self.add_bias_linear
+        )
         layer += 2 * self.head_dim * norms * self.qk_layernorm
         embeddings = self.vocab_size * h * (1 if self.share_embeddings_and_output_weights else 2)
-        positions = self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
+        positions = (
+            self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
+        )
         return self.num_layers * layer + embeddings + positions + h * norms
 
     def to_dict(self) -> dict[str, object]:
@@ -225,14 +263,17 @@ class CheckpointOptions:
     """Options of saving and loading checkpoints."""
 
     async_save: bool = False
-    """Copy the state to host memory and write it in the background during training. The copy takes as much memory as
-    the rank writes. The next save, and the end of training, wait until it is committed."""
+    """Copy the state to host memory and write it in the background during training. The copy takes
+    as much memory as the rank writes. The next save, and the end of training, wait until it is
+    committed."""
     on_save_error: SaveErrorAction = "raise"
-    """"raise" ends training when a checkpoint cannot be saved; "warn" continues, and older ones are kept until one can."""
+    """"raise" ends training when a checkpoint cannot be saved; "warn" continues, and older ones are
+    kept until one can."""
     resize_vocabulary: bool = False
-    """Load checkpoints whose vocabulary is padded to another size than the model's: of embedding and output layer (what the
-    sharding plan calls ``VocabParallel``) and of their optimizer states, rows beyond the model's are left out, and missing
-    ones are zeros, with a warning. False: another size is an error."""
+    """Load checkpoints whose vocabulary is padded to another size than the model's: of embedding
+    and output layer (what the sharding plan calls ``VocabParallel``) and of their optimizer states,
+    rows beyond the model's are left out, and missing ones are zeros, with a warning. False: another
+    size is an error."""
 
     def __post_init__(self) -> None:
         _check_choice("on_save_error", self.on_save_error, get_args(SaveErrorAction))
@@ -243,25 +284,30 @@ class DataParallelOptions:
     """Sharding and communication of gradients and optimizer state over the data-parallel ranks."""
 
     bucket_size: int | None = None
-    """Elements at which a gradient bucket closes and its reduction may start; None: Megatron's max(40e6, 1e6 per
-    data-parallel rank), and no more than an eighth of the parameters, so that small models overlap as well."""
+    """Elements at which a gradient bucket closes and its reduction may start; None: Megatron's
+    max(40e6, 1e6 per data-parallel rank), and no more than an eighth of the parameters, so that
+    small models overlap as well."""
     grad_reduce_in_bf16: bool = False
-    """Send gradients as bf16, half the bytes; they are accumulated over micro-batches in fp32 all the same."""
+    """Send gradients as bf16, half the bytes; they are accumulated over micro-batches in fp32 all
+    the same."""
     num_distributed_optimizer_instances: int = 1
-    """Groups of neighboring ranks into which the data-parallel ranks are split: zero1 and fsdp shard inside a group (a node)
-    and keep a replica in each of the others (hybrid sharding)."""
+    """Groups of neighboring ranks into which the data-parallel ranks are split: zero1 and fsdp
+    shard inside a group (a node) and keep a replica in each of the others (hybrid sharding)."""
     overlap_param_gather: bool = False
-    """Gather the parameters that zero1 has stepped beside the next forward instead of inside the step. Code that reads
-    weights between the two (a callback, the module's own hooks, a step before it calls the layer) sees old ones."""
+    """Gather the parameters that zero1 has stepped beside the next forward instead of inside the
+    step. Code that reads weights between the two (a callback, the module's own hooks, a step before
+    it calls the layer) sees old ones."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer's state and master weights in host memory, and step there."""
     moments_dtype: MomentsDtype = "fp32"
     """Dtype of the optimizer's moments between the steps; the step itself computes in fp32."""
     reshard_after_forward: bool | None = None
-    """fsdp: release a unit's full parameters between forward and backward (ZeRO-3) and gather them again; None: where a step is
-    one micro-batch. With micro-batches they are otherwise gathered once a step (ZeRO-2)."""
+    """fsdp: release a unit's full parameters between forward and backward (ZeRO-3) and gather them
+    again; None: where a step is one micro-batch. With micro-batches they are otherwise gathered
+    once a step (ZeRO-2)."""
     reduce_every_microbatch: bool = False
-    """fsdp: reduce-scatter gradients after every micro-batch, so that full gradients are never kept, instead of once a step."""
+    """fsdp: reduce-scatter gradients after every micro-batch, so that full gradients are never
+    kept, instead of once a step."""
 
     def __post_init__(self) -> None:
         _check_counts(self, "bucket_size", "num_distributed_optimizer_instances")
@@ -270,11 +316,13 @@ class DataParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """Partition of the model into pipeline stages and order of the micro-batches, with Megatron-Core's names."""
+    """Partition of the model into pipeline stages and order of the micro-batches, with
+    Megatron-Core's names.
+    """
 
     pipeline_model_parallel_layout: str | list[list[str]] | None = None
-    """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of "embedding", "decoder", "mtp"
-    and "loss"; None: layers are spread evenly."""
+    """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of
+    "embedding", "decoder", "mtp" and "loss"; None: layers are spread evenly."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first pipeline rank, all of its chunks together; None: like the others."""
     num_layers_in_last_pipeline_stage: int | None = None
@@ -284,13 +332,15 @@ class PipelineOptions:
     account_for_loss_in_pipeline_split: bool = False
     """Count output layer and loss as a layer when layers are spread."""
     microbatch_group_size_per_vp_stage: int | None = None
-    """Micro-batches that visit a model chunk in one go, for the interleaved schedule; None: as few as possible."""
+    """Micro-batches that visit a model chunk in one go, for the interleaved schedule; None: as few
+    as possible."""
     variable_seq_lengths: bool = False
-    """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in whether these take a gradient:
-    steps that trim a batch by its values, layers frozen within an epoch. Every message then carries its shapes."""
+    """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in
+    whether these take a gradient: steps that trim a batch by its values, layers frozen within an
+    epoch. Every message then carries its shapes."""
     explicit_steps: bool = False
-    """Whether steps get full batches and call ``run_pipeline(self, fn, batch)`` to run ``fn`` on each micro-batch, instead of
-    being run once for each."""
+    """Whether steps get full batches and call ``run_pipeline(self, fn, batch)`` to run ``fn`` on
+    each micro-batch, instead of being run once for each."""
 
     def __post_init__(self) -> None:
         _check_counts(
@@ -301,7 +351,8 @@ class PipelineOptions:
         )
         ways = {
             "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout is not None,
-            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage is not None,
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage
+            is not None,
             "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage is not None,
             "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split,
             "account_for_loss_in_pipeline_split": self.account_for_loss_in_pipeline_split,
@@ -310,22 +361,27 @@ class PipelineOptions:
         kinds = {name.split("_")[0] for name in found}  # pipeline, num or account
         if len(kinds) > 1:
             raise ConfigError(
-                f"{' and '.join(found)} are set; each is a way of its own to partition the model. Set a layout, or the "
-                "layers of the first and last stage, or count embedding and loss."
+                f"{' and '.join(found)} are set; each is a way of its own to partition the model. "
+                "Set a layout, or the layers of the first and last stage, or count embedding and "
+                "loss."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeOptions:
-    """Activations that are recomputed in the backward pass or offloaded to the host, with Megatron's names."""
+    """Activations that are recomputed in the backward pass or offloaded to the host, with
+    Megatron's names.
+    """
 
     recompute_granularity: Literal["selective", "full"] | None = None
     """Recompute parts of each layer (selective), full layers (full), or nothing."""
     recompute_modules: Sequence[str] = ("core_attn",)
-    """Selective: names of modules inside a layer (core_attn, mlp, layernorm, …), or dotted patterns of module paths. Of norms
-    and activation functions the output is dropped, of other modules all saved tensors but their inputs."""
+    """Selective: names of modules inside a layer (core_attn, mlp, layernorm, …), or dotted patterns
+    of module paths. Of norms and activation functions the output is dropped, of other modules all
+    saved tensors but their inputs."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Full: keep the input of every n layers (uniform), or recompute n layers of each stage one by one (block)."""
+    """Full: keep the input of every n layers (uniform), or recompute n layers of each stage one by
+    one (block)."""
     recompute_num_layers: int | None = None
     """Full: the number n of layers."""
     recompute_layers: Sequence[str] = ("**.layers.*", "layers.*")
@@ -336,24 +392,37 @@ class RecomputeOptions:
     """Smaller tensors stay on the device."""
 
     def __post_init__(self) -> None:
-        granularity, method, count = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
+        granularity, method, count = (
+            self.recompute_granularity,
+            self.recompute_method,
+            self.recompute_num_layers,
+        )
         if granularity not in (None, "selective", "full"):
-            raise ConfigError(f"recompute_granularity is {granularity!r}, which is unknown. Set selective, full, or nothing.")
+            raise ConfigError(
+                f"recompute_granularity is {granularity!r}, which is unknown. Set selective, full, "
+                "or nothing."
+            )
         if method not in (None, "uniform", "block"):
-            raise ConfigError(f"recompute_method is {method!r}, which is unknown. Set uniform or block.")
+            raise ConfigError(
+                f"recompute_method is {method!r}, which is unknown. Set uniform or block."
+            )
         if granularity == "full" and (method is None or count is None):
             raise ConfigError(
-                f"recompute_granularity=full with recompute_method={method} and recompute_num_layers={count}: which layers? "
-                "Set both, such as uniform and 1."
+                f"recompute_granularity=full with recompute_method={method} and "
+                f"recompute_num_layers={count}: which layers? Set both, such as uniform and 1."
             )
         if granularity != "full" and (method is not None or count is not None):
             raise ConfigError(
-                f"recompute_method={method} and recompute_num_layers={count} choose full layers, and recompute_granularity is "
-                f"{granularity}. Set it to full, or leave both out."
+                f"recompute_method={method} and recompute_num_layers={count} choose full layers, "
+                f"and recompute_granularity is {granularity}. Set it to full, or leave both out."
             )
         _check_counts(self, "recompute_num_layers")
         if granularity == "selective" and not self.recompute_modules:
-            raise ConfigError("recompute_modules is empty, and recompute_granularity is selective. Name a module.")
+            raise ConfigError(
+                "recompute_modules is empty, and recompute_granularity is selective. Name a module."
+            )
         for name in ("recompute_modules", "recompute_layers", "offload_modules"):
             if isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no list. Put it into brackets.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is no list. Put it into brackets."
+                )

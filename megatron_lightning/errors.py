@@ -1,4 +1,6 @@
-"""Exceptions of this package. Every message states what was found, why it cannot work, and what to set."""
+"""Exceptions of this package. Every message states what was found, why it cannot work, and what to
+set.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ class MegatronLightningError(Exception):
 
 
 class ConfigError(MegatronLightningError, ValueError):
-    """A setting, or a combination of settings, that cannot work; raised before any process group exists if possible."""
+    """A setting, or a combination of settings, that cannot work; raised before any process group
+    exists if possible.
+    """
 
 
 class DataError(MegatronLightningError, ValueError):
-    """Input data that cannot be read; the message names the file and, where there is one, the line."""
+    """Input data that cannot be read; the message names the file and, where there is one, the
+    line.
+    """
 
 
 class CheckpointError(MegatronLightningError, RuntimeError):
@@ -25,7 +31,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     @classmethod
     def at(cls, path: object) -> MissingCheckpointError:
         """Return the error for ``path``, in Lightning's words."""
-        return cls(f"Checkpoint file not found: {path}. There is neither a file nor a directory; check the path.")
+        return cls(
+            f"Checkpoint file not found: {path}. There is neither a file nor a directory; check "
+            "the path."
+        )
 
 
 class ShardingError(MegatronLightningError, RuntimeError):
@@ -41,4 +50,6 @@ class RecomputeError(MegatronLightningError, RuntimeError):
 
 
 class NonFiniteError(MegatronLightningError, FloatingPointError):
-    """A loss or gradient that is infinite or NaN; the message names the rank, the parameter and the micro-batch."""
+    """A loss or gradient that is infinite or NaN; the message names the rank, the parameter and the
+    micro-batch.
+    """

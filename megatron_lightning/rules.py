@@ -1,10 +1,18 @@
-"""Checks of the strategy's options, a layout and a model, before any process group exists. No torch here."""
+"""Checks of the strategy's options, a layout and a model, before any process group exists. No torch
+here.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from megatron_lightning.config import DataParallel, DataParallelOptions, NonFinite, StartMethod, TransformerConfig
+from megatron_lightning.config import (
+    DataParallel,
+    DataParallelOptions,
+    NonFinite,
+    StartMethod,
+    TransformerConfig,
+)
 from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,27 +21,41 @@ if TYPE_CHECKING:
 
 
 def check_options(
-    layout: ParallelLayout, micro_batch_size: int | None, data_parallel: str, start_method: str, non_finite: str
+    layout: ParallelLayout,
+    micro_batch_size: int | None,
+    data_parallel: str,
+    start_method: str,
+    non_finite: str,
 ) -> None:
     """Check each option of the strategy by itself."""
-    for name, size in (("context_parallel_size", layout.cp), ("expert_model_parallel_size", layout.ep)):
+    for name, size in (
+        ("context_parallel_size", layout.cp),
+        ("expert_model_parallel_size", layout.ep),
+    ):
         if size != 1:
             raise ConfigError(f"{name}={size} is not available in this version. Set it to 1.")
     if layout.etp != layout.tp:
         raise ConfigError(
-            f"expert_tensor_parallel_size={layout.etp} differs from tensor_model_parallel_size={layout.tp}, and experts are "
-            "not available in this version. Leave it unset."
+            f"expert_tensor_parallel_size={layout.etp} differs from "
+            f"tensor_model_parallel_size={layout.tp}, and experts are not available in this "
+            "version. Leave it unset."
         )
     if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
         raise ConfigError(
-            f"micro_batch_size is {micro_batch_size!r}; it must be a positive integer, or unset for full batches."
+            f"micro_batch_size is {micro_batch_size!r}; it must be a positive integer, or unset "
+            "for full batches."
         )
     if data_parallel not in get_args(DataParallel):
-        raise ConfigError(f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or "fsdp".')
+        raise ConfigError(
+            f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or '
+            '"fsdp".'
+        )
     if non_finite not in get_args(NonFinite):
         raise ConfigError(f'non_finite is {non_finite!r}. Set it to "ignore", "raise" or "skip".')
     if start_method not in get_args(StartMethod):
-        raise ConfigError(f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".')
+        raise ConfigError(
+            f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".'
+        )
 
 
 def check_data_parallel(grid: RankGrid, data_parallel: str, options: DataParallelOptions) -> None:
@@ -41,49 +63,65 @@ def check_data_parallel(grid: RankGrid, data_parallel: str, options: DataParalle
     instances = options.num_distributed_optimizer_instances
     if options.overlap_param_gather and data_parallel != "zero1":
         raise ConfigError(
-            f"overlap_param_gather=True gathers the shards of the zero1 optimizer, and data_parallel is {data_parallel!r}. "
+            "overlap_param_gather=True gathers the shards of the zero1 optimizer, and "
+            f"data_parallel is {data_parallel!r}. "
             'Set data_parallel="zero1", or overlap_param_gather=False.'
         )
     if instances != 1 and data_parallel == "ddp":
         raise ConfigError(
-            f"num_distributed_optimizer_instances={instances} divides the ranks that share shards, and data_parallel is "
-            '\'ddp\', which has none. Set data_parallel="zero1" or "fsdp", or num_distributed_optimizer_instances=1.'
+            f"num_distributed_optimizer_instances={instances} divides the ranks that share shards, "
+            "and data_parallel is "
+            '\'ddp\', which has none. Set data_parallel="zero1" or "fsdp", or '
+            "num_distributed_optimizer_instances=1."
         )
-    if data_parallel != "fsdp" and (options.reshard_after_forward is not None or options.reduce_every_microbatch):
+    if data_parallel != "fsdp" and (
+        options.reshard_after_forward is not None or options.reduce_every_microbatch
+    ):
         raise ConfigError(
             f"reshard_after_forward={options.reshard_after_forward} and "
             f"reduce_every_microbatch={options.reduce_every_microbatch} "
-            f'are options of fsdp, and data_parallel is "{data_parallel}", which does not shard parameters. Set '
-            'data_parallel="fsdp", or leave both unset.'
+            f'are options of fsdp, and data_parallel is "{data_parallel}", which does not shard '
+            'parameters. Set data_parallel="fsdp", or leave both unset.'
         )
     size = grid.size("dp-cp")
     if data_parallel == "fsdp" and 1 < instances == size:
         raise ConfigError(
-            f"num_distributed_optimizer_instances={instances} divides the {instances} data x context parallel ranks into "
+            f"num_distributed_optimizer_instances={instances} divides the {instances} data x "
+            "context parallel ranks into "
             'groups of one, which would shard nothing. Set data_parallel="ddp", or fewer instances.'
         )
     if size % instances:
         raise ConfigError(
-            f"num_distributed_optimizer_instances={instances} does not divide the {size} data x context parallel ranks into "
-            f"equal groups. Set it to a divisor of {size}."
+            f"num_distributed_optimizer_instances={instances} does not divide the {size} data x "
+            f"context parallel ranks into equal groups. Set it to a divisor of {size}."
         )
 
 
 def check_process_groups(backend: str | None, timeout_s: float) -> None:
-    """Check that process groups have a timeout and a backend for CPU tensors, with which ranks compare weights and plans."""
+    """Check that process groups have a timeout and a backend for CPU tensors, with which ranks
+    compare weights and plans.
+    """
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"timeout_s is {timeout_s!r}; ranks wait that many seconds for each other. Set it above 0.")
+        raise ConfigError(
+            f"timeout_s is {timeout_s!r}; ranks wait that many seconds for each other. Set it "
+            "above 0."
+        )
     if backend is not None and "cpu:" not in backend and backend not in ("gloo", "mpi", "ucc"):
         raise ConfigError(
-            f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks compare their weights and "
-            f'agree on checkpoints. Leave it unset, or set it to "cpu:gloo,cuda:{backend.rpartition(":")[2]}".'
+            f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks "
+            "compare their weights and "
+            "agree on checkpoints. Leave it unset, or set it to "
+            f'"cpu:gloo,cuda:{backend.rpartition(":")[2]}".'
         )
 
 
 def check_accumulation(num_batches: int) -> None:
     """Check the number of batches of an optimizer step, by which Lightning's loop divides."""
     if num_batches < 1:
-        raise ConfigError(f"accumulate_grad_batches is {num_batches}; it must be a positive integer. Set it to 1 or more.")
+        raise ConfigError(
+            f"accumulate_grad_batches is {num_batches}; it must be a positive integer. Set it to 1 "
+            "or more."
+        )
 
 
 def check_model_layout(
@@ -101,7 +139,8 @@ def check_model_layout(
         layout: Sizes of the parallel axes.
         world_size: Number of ranks.
         sequence_length: Tokens of a training sample, if known.
-        explicit_stages: Whether the user lists the layers of every stage, of which some may have none.
+        explicit_stages: Whether the user lists the layers of every stage, of which some may have
+            none.
     """
     layout.data_parallel_size(world_size)
     _check_tensor(config, layout)
@@ -112,14 +151,15 @@ def check_model_layout(
         fixes += [f"virtual_pipeline_model_parallel_size to {chunks}"] if chunks else []
         fixes += [f"pipeline_model_parallel_size to {ranks}"] if ranks else []
         raise ConfigError(
-            f"num_layers={config.num_layers} are fewer than the {layout.num_stages} pipeline stages "
-            f"(pipeline_model_parallel_size={layout.pp} x virtual_pipeline_model_parallel_size={layout.vpp}), and a stage "
-            f"without a layer has no work. Set {', or '.join(fixes)}."
+            f"num_layers={config.num_layers} are fewer than the {layout.num_stages} pipeline "
+            f"stages (pipeline_model_parallel_size={layout.pp} x "
+            f"virtual_pipeline_model_parallel_size={layout.vpp}), and a stage without a layer has "
+            f"no work. Set {', or '.join(fixes)}."
         )
     if layout.ep > 1:
         raise ConfigError(
-            f"expert_model_parallel_size={layout.ep} splits experts over ranks, and this model has none. "
-            "Set expert_model_parallel_size to 1."
+            f"expert_model_parallel_size={layout.ep} splits experts over ranks, and this model has "
+            "none. Set expert_model_parallel_size to 1."
         )
 
 
@@ -127,51 +167,61 @@ def check_vocabulary(config: TransformerConfig, num_ids: int | None) -> None:
     """Check that the model has a row for each of the ``num_ids`` ids of the data; None: unknown."""
     if num_ids is not None and num_ids > config.vocab_size:
         raise ConfigError(
-            f"the data's vocab_size={num_ids} (their tokenizer's, unless it is set) is above the model's {config.vocab_size}, "
-            f"which has no embedding for the ids from {config.vocab_size} on. Set the model's vocab_size to {num_ids} or more."
+            f"the data's vocab_size={num_ids} (their tokenizer's, unless it is set) is above the "
+            f"model's {config.vocab_size}, which has no embedding for the ids from "
+            f"{config.vocab_size} on. Set the model's vocab_size to {num_ids} or more."
         )
 
 
 def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
     tp = layout.tp
-    shared = [("num_attention_heads", config.num_attention_heads), ("ffn_hidden_size", config.ffn_size)]
+    shared = [
+        ("num_attention_heads", config.num_attention_heads),
+        ("ffn_hidden_size", config.ffn_size),
+    ]
     for name, value in shared:
         if value % tp:
             raise ConfigError(
-                f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank takes an equal share. "
-                f"Set {name} to a multiple of {tp}, or tensor_model_parallel_size to a divisor of {value}."
+                f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank "
+                f"takes an equal share. Set {name} to a multiple of {tp}, or "
+                f"tensor_model_parallel_size to a divisor of {value}."
             )
     groups = config.query_groups
     if groups % tp and tp % groups:
         raise ConfigError(
-            f"num_query_groups={groups} and tensor_model_parallel_size={tp}: neither divides the other, so ranks and key/value "
-            f"heads cannot be split equally. Set tensor_model_parallel_size to a divisor or a multiple of {groups}."
+            f"num_query_groups={groups} and tensor_model_parallel_size={tp}: neither divides the "
+            "other, so ranks and key/value heads cannot be split equally. Set "
+            f"tensor_model_parallel_size to a divisor or a multiple of {groups}."
         )
     if config.qkv_rows % tp:
         raise ConfigError(
-            f"the {config.qkv_rows} rows of linear_qkv are not divisible by tensor_model_parallel_size={tp}, and ranks that "
-            f"outnumber num_query_groups={groups} share them. Set kv_channels, now {config.head_dim}, to a multiple of "
-            f"{tp // groups}."
+            f"the {config.qkv_rows} rows of linear_qkv are not divisible by "
+            f"tensor_model_parallel_size={tp}, and ranks that outnumber num_query_groups={groups} "
+            f"share them. Set kv_channels, now {config.head_dim}, to a multiple of {tp // groups}."
         )
     rows = -(-config.vocab_size // tp)
     if rows * (tp - 1) >= config.vocab_size:
         raise ConfigError(
             f"vocab_size={config.vocab_size} leaves a rank without a row of the embedding when "
-            f"tensor_model_parallel_size={tp} ranks take {rows} rows each. Lower tensor_model_parallel_size."
+            f"tensor_model_parallel_size={tp} ranks take {rows} rows each. Lower "
+            "tensor_model_parallel_size."
         )
 
 
-def _check_sequence(config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None) -> None:
+def _check_sequence(
+    config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None
+) -> None:
     if sequence_length is None:
         return
     if sequence_length > config.max_sequence_length:
         raise ConfigError(
-            f"samples of {sequence_length} tokens are longer than the model's max_sequence_length="
-            f"{config.max_sequence_length}. Set max_sequence_length to {sequence_length} or more, or shorten the samples."
+            f"samples of {sequence_length} tokens are longer than the model's "
+            f"max_sequence_length={config.max_sequence_length}. Set max_sequence_length to "
+            f"{sequence_length} or more, or shorten the samples."
         )
     if layout.sp and sequence_length % layout.tp:
         raise ConfigError(
-            f"samples of {sequence_length} tokens cannot be split equally over the tensor_model_parallel_size="
-            f"{layout.tp} ranks of sequence parallelism. Set the sequence length to a multiple of {layout.tp}, or "
-            "sequence_parallel to false."
+            f"samples of {sequence_length} tokens cannot be split equally over the "
+            f"tensor_model_parallel_size={layout.tp} ranks of sequence parallelism. Set the "
+            f"sequence length to a multiple of {layout.tp}, or sequence_parallel to false."
         )

@@ -1,6 +1,7 @@
 """Installed as megatron_lightning.strategies; always import it by that name."""
 
-if __name__ != "megatron_lightning.strategies":  # a second copy of these classes would fail isinstance checks
+# A second copy of these classes would fail isinstance checks.
+if __name__ != "megatron_lightning.strategies":
     raise ImportError("import megatron_lightning.strategies, not strategies")
 
 # Not lazily: importing this package is what makes Trainer(strategy="megatron") known.
@@ -9,4 +10,10 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.precision import MegatronHalfPrecision, MegatronMixedPrecision
 from megatron_lightning.strategies.step.explicit import run_pipeline
 
-__all__ = ["MegatronHalfPrecision", "MegatronMixedPrecision", "MegatronStrategy", "ShardedCheckpointIO", "run_pipeline"]
+__all__ = [
+    "MegatronHalfPrecision",
+    "MegatronMixedPrecision",
+    "MegatronStrategy",
+    "ShardedCheckpointIO",
+    "run_pipeline",
+]

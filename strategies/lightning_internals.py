@@ -1,7 +1,9 @@
-"""The only file that knows Lightning's private API: one public name here for each private one there.
+"""The only file that knows Lightning's private API: one public name here for each private one
+there.
 
-Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on themselves keeps its name;
-``tests/project/test_house.py`` lists it, and finds private names of Lightning's in other files.
+Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on
+themselves keeps its name; ``tests/project/test_house.py`` lists it, and finds private names of
+Lightning's in other files.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
 # Creates the default process group and has it destroyed at exit, as Lightning's own strategies do.
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 
-# Threads for each process, unless the user has set OMP_NUM_THREADS; Lightning's own launchers call it.
+# Threads for each process, unless the user has set OMP_NUM_THREADS; Lightning's own launchers call
+# it.
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
 
 # All-reduces any dtype, and means with backends that have none.
@@ -39,8 +42,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 
 # Lightning has no public launchers; these start the processes, and ours watch them.
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
 
@@ -61,8 +68,8 @@ __all__ = [  # besides the functions below
     "share_threads",
 ]
 
-# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere they may be bugs, which need
-# a traceback.
+# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere they may be
+# bugs, which need a traceback.
 _READS_SETTINGS = re.compile(
     r"lightning\.pytorch\.(trainer\.trainer|callbacks\..*|loggers\..*)\.__init__"
     r"|lightning\.pytorch\.trainer\.connectors\.(accelerator_connector\..*|checkpoint_connector\._parse_ckpt_path)"
@@ -73,13 +80,17 @@ _READS_SETTINGS = re.compile(
 
 
 def refuses_settings(error: BaseException) -> bool:
-    """Whether Lightning says with ``error`` that settings of the Trainer cannot work: its text is all that the user needs."""
+    """Whether Lightning says with ``error`` that settings of the Trainer cannot work: its text is
+    all that the user needs.
+    """
     where = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):  # the last one has raised it
         where = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
     if isinstance(error, ValueError | TypeError):
         return _READS_SETTINGS.fullmatch(where) is not None
-    return where.startswith("lightning.") and isinstance(error, MisconfigurationException | ModuleNotFoundError)
+    return where.startswith("lightning.") and isinstance(
+        error, MisconfigurationException | ModuleNotFoundError
+    )
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
@@ -102,8 +113,12 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def put_around_hooks(plugin: Precision, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Call the hooks before an optimizer step, clipping among them, inside of ``around()``; return what undoes this."""
+def put_around_hooks(
+    plugin: Precision, around: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Call the hooks before an optimizer step, clipping among them, inside of ``around()``; return
+    what undoes this.
+    """
     original = type(plugin)._after_closure
 
     def after_closure(model: pl.LightningModule, optimizer: Any) -> None:
@@ -115,18 +130,24 @@ def put_around_hooks(plugin: Precision, around: Callable[[], AbstractContextMana
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:
-    """Whether Lightning's loop leaves out backward: StochasticWeightAveraging has it so while it counts for batch norm."""
+    """Whether Lightning's loop leaves out backward: StochasticWeightAveraging has it so while it
+    counts for batch norm.
+    """
     return bool(trainer.fit_loop._skip_backward)
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders that ``fit`` reads, after :meth:`process_dataloader`; the public property returns them nested."""
+    """Return the loaders that ``fit`` reads, after :meth:`process_dataloader`; the public property
+    returns them nested.
+    """
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def restart_fetching(trainer: pl.Trainer) -> None:
-    """Restart reading the training data: the fetcher of an epoch has read ahead before ``on_train_start``."""
+    """Restart reading the training data: the fetcher of an epoch has read ahead before
+    ``on_train_start``.
+    """
     fetcher: Any = trainer.fit_loop._data_fetcher
     iter(fetcher)
 
@@ -138,7 +159,8 @@ def seconds_between_validations(trainer: pl.Trainer) -> float | None:
 
 
 def validated_at(trainer: pl.Trainer) -> float:
-    """Return the monotonic time from which Lightning counts to the next validation: the last one, or the start of training.
+    """Return the monotonic time from which Lightning counts to the next validation: the last one,
+    or the start of training.
 
     Its loops set the attribute, which no class declares.
     """
@@ -151,16 +173,19 @@ def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:
-    """Make the handler of SIGTERM only record it and tell the processes that the launcher has started.
+    """Make the handler of SIGTERM only record it and tell the processes that the launcher has
+    started.
 
-    Lightning's handler also broadcasts, which in the middle of a step waits forever for ranks that wait for this one. Its loops
-    share the record before every batch.
+    Lightning's handler also broadcasts, which in the middle of a step waits forever for ranks that
+    wait for this one. Its loops share the record before every batch.
     """
-    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = partial(_note_sigterm, trainer)  # can be pickled with it
+    # Can be pickled with it.
+    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = partial(_note_sigterm, trainer)
 
 
 def _note_sigterm(trainer: pl.Trainer, signum: int, frame: FrameType | None) -> None:
-    os.write(2, f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}\n".encode())  # print may be under way
+    # Print may be under way.
+    os.write(2, f"[rank: {trainer.global_rank}] Received SIGTERM: {signum}\n".encode())
     connector, launcher = trainer._signal_connector, trainer.strategy.launcher
     if launcher is not None and not connector.received_sigterm:
         launcher.kill(signum)
@@ -178,24 +203,33 @@ def requeue_path(trainer: pl.Trainer) -> str:
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Return where ``callback`` will save; its ``dirpath`` is known after its ``setup`` only, and before is None."""
+    """Return where ``callback`` will save; its ``dirpath`` is known after its ``setup`` only, and
+    before is None.
+    """
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
 def uploads_checkpoints(logger: Logger) -> bool:
-    """Whether a logger is asked to upload what ModelCheckpoint saves; those that can have the same attribute."""
-    return getattr(logger, "_log_model", False) in (True, "all")  # a DummyLogger has every attribute
+    """Whether a logger is asked to upload what ModelCheckpoint saves; those that can have the same
+    attribute.
+    """
+    # A DummyLogger has every attribute.
+    return getattr(logger, "_log_model", False) in (True, "all")
 
 
 def with_sampler(
     loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None, **options: Any
 ) -> DataLoader[Any]:
-    """Rebuild ``loader`` with another sampler, whatever arguments its class has; ``options`` replace some more of them."""
+    """Rebuild ``loader`` with another sampler, whatever arguments its class has; ``options``
+    replace some more of them.
+    """
     args, arguments = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
     made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**arguments, **options})
     return made
 
 
 def unwrapped_batch_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the loader's own batch sampler, which Lightning wraps for ``predict`` to record the indices of every batch."""
+    """Return the loader's own batch sampler, which Lightning wraps for ``predict`` to record the
+    indices of every batch.
+    """
     return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)

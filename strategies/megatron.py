@@ -1,4 +1,5 @@
-"""``Trainer(strategy=MegatronStrategy(...))``: tensor, sequence, pipeline and data parallel training of ordinary modules.
+"""``Trainer(strategy=MegatronStrategy(...))``: tensor, sequence, pipeline and data parallel
+training of ordinary modules.
 
 The strategy has parts, by lifetime; Lightning's hooks are forwarded to them.
 
@@ -7,9 +8,10 @@ The strategy has parts, by lifetime; Lightning's hooks are forwarded to them.
 | ``options`` | the strategy | all that the user set (``options.py``) |
 | ``progress`` | the strategy, and in checkpoints | samples and steps counted (``progress.py``) |
 | ``ranks`` | the process groups | groups, collectives, failure watch (``launch/ranks.py``) |
-| ``run`` | one fit, validate, test or predict | part of the module, steps, gradients, checkpoints, undo (``run.py``) |
+| ``run`` | one fit, validate, test or predict | steps, gradients, checkpoints, undo (``run.py``) |
 
-No loop, fetcher or callback of Lightning is patched; ``docs/architecture.md`` lists what is replaced on other objects.
+No loop, fetcher or callback of Lightning is patched; ``docs/architecture.md`` lists what is
+replaced on other objects.
 """
 
 from __future__ import annotations
@@ -81,23 +83,31 @@ class MegatronStrategy(ParallelStrategy):
         context_parallel_size: Ranks that share each sequence.
         expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts layer.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None: same as tensor.
-        sequence_parallel: Shard activations along the sequence between tensor-parallel regions; "auto": when tensor > 1.
-        micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch.
-        pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; "auto" picks by
-            layout; or your own table: a CSV file, rows of actions, or the class path of a function that makes one.
-        pipeline_options: How the model is partitioned into stages and how micro-batches visit them; None: layers are spread
-            evenly.
-        data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the data-parallel ranks; "fsdp": shard
-            gradients and parameters as well.
-        data_parallel_options: Buckets, communication and optimizer state of the data-parallel ranks; None: the defaults.
-        recompute: Activations that the backward pass computes again or reads from the host; None: all are kept on the device.
-        non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the parameter and the
-            micro-batch; "skip" skips the optimizer step; "ignore" does not look.
-        start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or "fork".
-        sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that has no
-            ``sharding_plan()`` of its own.
-        checkpoint_options: Saving in the background, and the response to a failed save; None: the defaults.
-        process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        sequence_parallel: Shard activations along the sequence between tensor-parallel regions;
+            "auto": when tensor > 1.
+        micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch
+            is one micro-batch.
+        pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or
+            "zbv"; "auto" picks by layout; or your own table: a CSV file, rows of actions, or the
+            class path of a function that makes one.
+        pipeline_options: How the model is partitioned into stages and how micro-batches visit them;
+            None: layers are spread evenly.
+        data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the
+            data-parallel ranks; "fsdp": shard gradients and parameters as well.
+        data_parallel_options: Buckets, communication and optimizer state of the data-parallel
+            ranks; None: the defaults.
+        recompute: Activations that the backward pass computes again or reads from the host; None:
+            all are kept on the device.
+        non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
+            parameter and the micro-batch; "skip" skips the optimizer step; "ignore" does not look.
+        start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
+            "fork".
+        sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that
+            has no ``sharding_plan()`` of its own.
+        checkpoint_options: Saving in the background, and the response to a failed save; None: the
+            defaults.
+        process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for
+            CPU tensors) on CUDA.
         timeout_s: Seconds after which a collective that waits for another rank fails.
 
     Raises:
@@ -168,7 +178,7 @@ class MegatronStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"run": None}
 
-    # ------------------------------------------------------------------------------------------------------ ranks
+    # ---------------------------------------------------------------------------------------- ranks
 
     @property
     def layout(self) -> ParallelLayout:
@@ -199,7 +209,8 @@ class MegatronStrategy(ParallelStrategy):
     def _planned_world_size(self) -> int:
         return self.num_nodes * max(1, self.num_processes)
 
-    # With one rank the cluster environment is ignored: the user may have passed one outside of the job it describes.
+    # With one rank the cluster environment is ignored: the user may have passed one outside of the
+    # job it describes.
 
     @property
     @override
@@ -223,14 +234,19 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks, so that Lightning hands ``sync_dist`` values to :meth:`reduce`."""
+        """Whether there are several ranks, so that Lightning hands ``sync_dist`` values to
+        :meth:`reduce`.
+        """
         return self._planned_world_size > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if not self.ranks.are_connected:
-            return {"num_replicas": self.layout.data_parallel_size(self._planned_world_size), "rank": 0}
+            return {
+                "num_replicas": self.layout.data_parallel_size(self._planned_world_size),
+                "rank": 0,
+            }
         return {"num_replicas": self.context.dp.size, "rank": self.context.dp.rank}
 
     @override
@@ -263,13 +279,17 @@ class MegatronStrategy(ParallelStrategy):
             return tensor.unsqueeze(0) if self.ranks.are_several else tensor
         return super().all_gather(tensor, group, sync_grads)
 
-    # ----------------------------------------------------------------------------------------------------- launch
+    # --------------------------------------------------------------------------------------- launch
 
     @override
     def _configure_launcher(self) -> None:
         world_size = self._planned_world_size
-        preflight.check_trainer(self.options, world_size, self.precision_plugin, users_io(self._checkpoint_io))
-        check_layer_sync(self._layer_sync, self.root_device, self.layout.data_parallel_size(world_size))
+        preflight.check_trainer(
+            self.options, world_size, self.precision_plugin, users_io(self._checkpoint_io)
+        )
+        check_layer_sync(
+            self._layer_sync, self.root_device, self.layout.data_parallel_size(world_size)
+        )
         hooks = LaunchHooks(
             before_launch=self._check_before_launch,
             failure_watch=self.ranks.current_watch,
@@ -278,16 +298,28 @@ class MegatronStrategy(ParallelStrategy):
         )
         num_processes = max(1, self.num_processes)
         self._launcher = make_launcher(
-            self, self.options.start_method, hooks, num_processes=num_processes, num_nodes=self.num_nodes
+            self,
+            self.options.start_method,
+            hooks,
+            num_processes=num_processes,
+            num_nodes=self.num_nodes,
         )
 
-    def _check_before_launch(self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None) -> None:
+    def _check_before_launch(
+        self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None
+    ) -> None:
         if self.lightning_module is None:
             return
         world_size, in_background = self._planned_world_size, self.saves_in_background
         preflight.check_before_launch(self.options, world_size, self.module, trainer, data)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and users_io(self._checkpoint_io) is None:
-            preflight.check_saving(self.options, world_size, self.module, trainer, in_background=in_background)
+        if (
+            trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+            and users_io(self._checkpoint_io) is None
+        ):
+            preflight.check_saving(
+                self.options, world_size, self.module, trainer, in_background=in_background
+            )
 
     def _write_logs(self) -> None:
         """Finalize the loggers before this process is ended from outside."""
@@ -298,7 +330,8 @@ class MegatronStrategy(ParallelStrategy):
                 logger.finalize("failed")
 
     def full_module_state(self, folder: str) -> dict[str, Any] | None:
-        """Return the module's state as one device has it, on the first rank of every node; all ranks call this after ``fit``.
+        """Return the module's state as one device has it, on the first rank of every node; all
+        ranks call this after ``fit``.
 
         Args:
             folder: Where shards may lie during this call; all nodes see it.
@@ -308,7 +341,7 @@ class MegatronStrategy(ParallelStrategy):
         """
         return self._running.full_module_state(folder, reads=self.local_rank == 0)
 
-    # ------------------------------------------------------------------------------------------------------ setup
+    # ---------------------------------------------------------------------------------------- setup
 
     @property
     def module(self) -> pl.LightningModule:
@@ -318,7 +351,10 @@ class MegatronStrategy(ParallelStrategy):
             ConfigError: Before the Trainer has connected one.
         """
         if self.lightning_module is None:
-            raise ConfigError("no LightningModule is connected yet; pass one to trainer.fit, validate, test or predict.")
+            raise ConfigError(
+                "no LightningModule is connected yet; pass one to trainer.fit, validate, test or "
+                "predict."
+            )
         return self.lightning_module
 
     @property
@@ -339,7 +375,9 @@ class MegatronStrategy(ParallelStrategy):
         if self.root_device.type == "cpu":
             compat.keep_freed_memory()
         self._set_world_ranks()
-        is_new = self.ranks.connect(self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs)
+        is_new = self.ranks.connect(
+            self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs
+        )
         if is_new and self.run is not None:
             self.run.forget_part()
         trainer = internals.attached_trainer(self.module)
@@ -360,11 +398,14 @@ class MegatronStrategy(ParallelStrategy):
     def _set_world_ranks(self) -> None:
         """Set the rank in the cluster environment and in Lightning's rank-zero utilities."""
         if self.cluster_environment is not None and self._planned_world_size > 1:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
             self.cluster_environment.set_world_size(self._planned_world_size)
         elif dist.is_initialized():
             return  # an earlier Trainer's ranks: those that were silent stay so
-        # One function under two names in Lightning's packages; loggers and messages of rank 0 ask it.
+        # One function under two names in Lightning's packages; loggers and messages of rank 0 ask
+        # it.
         vars(rank_zero_only)["rank"] = vars(utilities_rank_zero_only)["rank"] = self.global_rank
 
     @override
@@ -415,7 +456,7 @@ class MegatronStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         return self._running.process_dataloader(dataloader)
 
-    # ------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -436,16 +477,21 @@ class MegatronStrategy(ParallelStrategy):
     def _evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         self.wait_for_parameters()
         if self.part.units is not None and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # parameters gathered in inference mode could not be trained
+            # Parameters gathered in inference mode could not be trained.
+            with torch.inference_mode(False), torch.no_grad():
                 return self._running.steps.evaluate(hook, batch, *indices)
         return self._running.steps.evaluate(hook, batch, *indices)
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a part of a step on every micro-batch; see :func:`megatron_lightning.strategies.run_pipeline`."""
+        """Run a part of a step on every micro-batch; see
+        :func:`megatron_lightning.strategies.run_pipeline`.
+        """
         return self._running.steps.run_pipeline(fn, batch)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Make the reduced gradients the parameters' own, between Lightning's backward hooks."""
         run, module = self._running, self.module
         self.pre_backward(closure_loss)
@@ -458,7 +504,9 @@ class MegatronStrategy(ParallelStrategy):
         return closure_loss
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         def step(closure: Callable[[], Any]) -> Any:
             return super(MegatronStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -472,7 +520,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Resume an interrupted epoch: with the data order and the random numbers it would have had."""
+        """Resume an interrupted epoch: with the data order and the random numbers it would have
+        had.
+        """
         self._running.checkpoints.state.restore_position(self.module.trainer)
 
     @override
@@ -488,7 +538,7 @@ class MegatronStrategy(ParallelStrategy):
         self.wait_for_parameters()
         self._running.share_buffers()
 
-    # -------------------------------------------------------------------------------------------------- gradients
+    # ------------------------------------------------------------------------------------ gradients
 
     @property
     def skipped_steps(self) -> int:
@@ -497,21 +547,34 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
+        """Samples that all data-parallel ranks together have trained on, those of skipped steps
+        included.
+        """
         return self.progress.consumed_samples
 
     @property
     def may_skip_steps(self) -> bool:
         """Whether optimizer steps are skipped when something is not finite."""
-        return self.options.non_finite == "skip" or getattr(self.precision_plugin, "loss_scale", None) is not None
+        return (
+            self.options.non_finite == "skip"
+            or getattr(self.precision_plugin, "loss_scale", None) is not None
+        )
 
     @property
     def last_grad_norm(self) -> Tensor | None:
-        """Global gradient norm before clipping, of the last step that clipped by norm; None where Lightning clips by itself."""
-        return self.run.training.norms.last_norm if self.run is not None and self.run.has_trained else None
+        """Global gradient norm before clipping, of the last step that clipped by norm; None where
+        Lightning clips by itself.
+        """
+        return (
+            self.run.training.norms.last_norm
+            if self.run is not None and self.run.has_trained
+            else None
+        )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the reduced gradients that the optimizer reads, by global name (this rank's shards)."""
+        """Return the reduced gradients that the optimizer reads, by global name (this rank's
+        shards).
+        """
         has_trained = self.run is not None and self.run.has_trained
         return self._running.training.accumulation.reducer.gradients() if has_trained else {}
 
@@ -520,7 +583,9 @@ class MegatronStrategy(ParallelStrategy):
         return self._running.training.norms.norm()
 
     def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return the 2-norm of the gradients of every parameter group, by its name or number; a collective."""
+        """Return the 2-norm of the gradients of every parameter group, by its name or number; a
+        collective.
+        """
         return self._running.training.norms.group_norms(unwrapped(optimizer))
 
     def num_zero_gradients(self) -> Tensor:
@@ -528,11 +593,13 @@ class MegatronStrategy(ParallelStrategy):
         return self._running.training.norms.zero_count()
 
     def wait_for_parameters(self) -> None:
-        """Wait until the weights are those of the last step on every rank; needed with ``overlap_param_gather`` only."""
+        """Wait until the weights are those of the last step on every rank; needed with
+        ``overlap_param_gather`` only.
+        """
         if self.run is not None and self.run.has_trained:
             self.run.training.accumulation.gather.wait()
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
 
     @property
     @override
@@ -547,7 +614,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def _saves_plain_files(self) -> bool:
-        """Whether checkpoints are Lightning's own: with a plugin of the user's, and in a process that has no ranks (yet)."""
+        """Whether checkpoints are Lightning's own: with a plugin of the user's, and in a process
+        that has no ranks (yet).
+        """
         return self.run is None or users_io(self._checkpoint_io) is not None
 
     @property
@@ -557,13 +626,17 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def last_save(self) -> SaveReport | None:
-        """Cost of the last checkpoint on this rank: seconds that training waited, seconds until it was committed, bytes."""
+        """Cost of the last checkpoint on this rank: seconds that training waited, seconds until it
+        was committed, bytes.
+        """
         return None if self.run is None else self.run.checkpoints.saver.last
 
     @property
     def saves_in_background(self) -> bool:
         """Whether checkpoints are written while training continues."""
-        return self.options.checkpoint.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
+        return self.options.checkpoint.async_save or isinstance(
+            self._checkpoint_io, AsyncCheckpointIO
+        )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -572,14 +645,22 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global name."""
+        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global
+        name.
+        """
         if self._saves_plain_files:
             return super().optimizer_state(optimizer)
-        return OptimizerHandle(unwrapped(optimizer), self._running.training.accumulation.view(unwrapped(optimizer)))
+        return OptimizerHandle(
+            unwrapped(optimizer), self._running.training.accumulation.view(unwrapped(optimizer))
+        )
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a sharded checkpoint directory; a checkpoint plugin of the user's own gets Lightning's dict instead."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a sharded checkpoint directory; a checkpoint plugin of the user's own gets
+        Lightning's dict instead.
+        """
         if self._saves_plain_files:
             if self.run is not None:
                 checkpoint = self.run.checkpoints.state.write_to(checkpoint, self.module, self.part)
@@ -591,39 +672,52 @@ class MegatronStrategy(ParallelStrategy):
         self._running.checkpoints.save(checkpoint, str(filepath), self.part, background=background)
 
     def save_local_copy(self, filepath: str, folder: str) -> None:
-        """Keep every rank's state on its node's own disk and on the next node's, in the background; all ranks call this.
+        """Keep every rank's state on its node's own disk and on the next node's, in the background;
+        all ranks call this.
 
         Args:
-            filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path`` for resuming from them.
+            filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path``
+                for resuming from them.
             folder: Folder on each node; ``{node_rank}`` in it represents the node's number.
 
         Raises:
-            CheckpointError: On every rank, if this save, or the one before, failed on one of them and ``on_save_error`` is
-                "raise"; older copies are intact.
+            CheckpointError: On every rank, if this save, or the one before, failed on one of them
+                and ``on_save_error`` is "raise"; older copies are intact.
         """
         self._refuse_in_step("a checkpoint")
         self._running.checkpoints.save_local(filepath, folder, self.part)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint file."""
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint
+        file.
+        """
         if self.run is None:  # asked before the Trainer's setup: the module is full
-            full: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            full: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(
+                checkpoint_path, weights_only=weights_only
+            )
             return full
         if self._saves_plain_files:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             self.run.checkpoints.state.read_from(checkpoint, self.module)
             return checkpoint
         self.run.assemble()
-        if self.options.data_parallel == "fsdp":  # Lightning calls this before setup, and nothing can be read to ``meta``
+        # Lightning calls this before setup, and nothing can be read to ``meta``.
+        if self.options.data_parallel == "fsdp":
             self.run.place(self.precision_plugin)
-        return self.run.checkpoints.load(self.broadcast(committed_requeue(str(checkpoint_path))), self.part)
+        return self.run.checkpoints.load(
+            self.broadcast(committed_requeue(str(checkpoint_path))), self.part
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the optimizer states."""
         if not self._saves_plain_files:
-            views = [self._running.training.accumulation.view(optimizer) for optimizer in self.optimizers]
+            views = [
+                self._running.training.accumulation.view(optimizer) for optimizer in self.optimizers
+            ]
             self._running.checkpoints.load_optimizers(checkpoint, views, self.part)
             return
         super().load_optimizer_state_dict(checkpoint)
@@ -647,19 +741,24 @@ class MegatronStrategy(ParallelStrategy):
         if self.run is not None:
             self.run.checkpoints.saver.finish()
 
-    # --------------------------------------------------------------------------------------------------- teardown
+    # ------------------------------------------------------------------------------------- teardown
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Break this rank's connections, so that no rank waits for it; the launcher has told the others why."""
+        """Break this rank's connections, so that no rank waits for it; the launcher has told the
+        others why.
+        """
         if self.run is not None:
-            self.run.checkpoints.saver.finish_quietly()  # the other ranks' threads write their shards of it
+            # The other ranks' threads write their shards of it.
+            self.run.checkpoints.saver.finish_quietly()
         if self.ranks.failure_watch is not None and not isinstance(exception, AgreedStop):
             compat.abort_process_groups()
 
     @override
     def teardown(self) -> None:
-        """Undo what the run has replaced, after the last save is committed; the module stays where it is."""
+        """Undo what the run has replaced, after the last save is committed; the module stays where
+        it is.
+        """
         with ExitStack() as last_first:
             for owner in (self.accelerator, self.cluster_environment, self.precision_plugin):
                 if owner is not None:
@@ -672,4 +771,6 @@ class MegatronStrategy(ParallelStrategy):
             self.finish_saving()
 
 
-StrategyRegistry.register("megatron", MegatronStrategy, description="Megatron-style parallelism", override=True)
+StrategyRegistry.register(
+    "megatron", MegatronStrategy, description="Megatron-style parallelism", override=True
+)

@@ -1,4 +1,6 @@
-"""The LightningModule under a strategy: reduced to this rank's part when it is built, and placed on this rank's device."""
+"""The LightningModule under a strategy: reduced to this rank's part when it is built, and placed on
+this rank's device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.assemble import assemble, can_be_partitioned, is_assembled, is_full, reattach
+from megatron_lightning.assembly.assemble import (
+    assemble,
+    can_be_partitioned,
+    is_assembled,
+    is_full,
+    reattach,
+)
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
@@ -28,11 +36,14 @@ from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.step.overrides import override
 
 
-def wrap_configure_model(module: pl.LightningModule, assemble_it: Callable[[], None], undo: ExitStack) -> None:
-    """Call ``assemble_it`` when the module has its layers: now, or each time that ``configure_model`` returns.
+def wrap_configure_model(
+    module: pl.LightningModule, assemble_it: Callable[[], None], undo: ExitStack
+) -> None:
+    """Call ``assemble_it`` when the module has its layers: now, or each time that
+    ``configure_model`` returns.
 
-    Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so the module must be this
-    rank's part when that call returns.
+    Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so
+    the module must be this rank's part when that call returns.
     """
     if not is_overridden("configure_model", module):
         if can_be_partitioned(module):  # else it is built in a setup hook
@@ -69,7 +80,9 @@ def assemble_module(
         _synchronize_batch_norm(module, layer_sync, context.dp)
     if is_full(module, context):
         allocates = options.data_parallel != "fsdp" or context.dp_cp.size == 1
-        part = assemble(module, context, options.sharding_plan, placement, options.pipeline, allocates=allocates)
+        part = assemble(
+            module, context, options.sharding_plan, placement, options.pipeline, allocates=allocates
+        )
     else:
         part = reattach(module, context, placement, options.pipeline)
     apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
@@ -77,45 +90,64 @@ def assemble_module(
 
 
 def place_module(
-    module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions, precision: Precision
+    module: pl.LightningModule,
+    part: Part,
+    context: ParallelContext,
+    options: StrategyOptions,
+    precision: Precision,
 ) -> Part:
-    """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
+    """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's
+    shards.
+    """
     if part.units is not None:
         part.units.reshard()
     if part.units is None or not is_sharded(module):
         check_unsharded(module)
         if precision.convert_module(module) is not module:
             raise ConfigError(
-                f"{type(precision).__name__} replaces the LightningModule by another module, and the strategy divides the one "
-                "that it was given. Use a precision plugin that converts the module in place."
+                f"{type(precision).__name__} replaces the LightningModule by another module, and "
+                "the strategy divides the one that it was given. Use a precision plugin that "
+                "converts the module in place."
             )
         part = replace(part, units=None)
     device: Any = context.device
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-    built = {n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
+    built = {
+        n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)
+    }
     check_replicas(built, part.specs, context)
     if options.data_parallel == "fsdp" and part.units is None and context.dp_cp.size > 1:
-        units = shard_units(module, part, context, options.data, micro_batches=not options.is_native)
+        units = shard_units(
+            module, part, context, options.data, micro_batches=not options.is_native
+        )
         part = replace(part, units=units)
     module.to(device)
     return part
 
 
-def print_layout(module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions) -> None:
-    """Print layout and parameter counts on rank 0; Lightning's model summary sees one rank's part."""
+def print_layout(
+    module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions
+) -> None:
+    """Print layout and parameter counts on rank 0; Lightning's model summary sees one rank's
+    part.
+    """
     if context.world_size > 1:
         layout = options.layout
         shards = "" if part.units is None else f" {part.units.describe()}"
         rank_zero_info(
-            f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data {context.dp.size}, sequence parallel "
-            f"{'on' if layout.sp else 'off'}, {options.data_parallel}, schedule {options.schedule}. The model has "
-            f"{part.num_parameters:,} parameters; this rank holds {local_size(module):,} of them, which is what summaries show."
-            f"{shards}"
+            f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data "
+            f"{context.dp.size}, sequence parallel {'on' if layout.sp else 'off'}, "
+            f"{options.data_parallel}, schedule {options.schedule}. The model has "
+            f"{part.num_parameters:,} parameters; this rank holds {local_size(module):,} of them, "
+            f"which is what summaries show.{shards}"
         )
 
 
-def _synchronize_batch_norm(module: pl.LightningModule, layer_sync: LayerSync, replicas: AxisGroup) -> None:
-    """Convert BatchNorm layers in place to use the samples of all data-parallel replicas (``Trainer(sync_batchnorm=True)``).
+def _synchronize_batch_norm(
+    module: pl.LightningModule, layer_sync: LayerSync, replicas: AxisGroup
+) -> None:
+    """Convert BatchNorm layers in place to use the samples of all data-parallel replicas
+    (``Trainer(sync_batchnorm=True)``).
 
     Lightning's own plugin would take all ranks for replicas.
     """

@@ -28,7 +28,8 @@ class StrategyOptions:
     schedule: ScheduleChoice
     """Order of work in the pipeline."""
     micro_batch_size: int | None
-    """Samples of a micro-batch on one data-parallel rank; None: the whole batch is one micro-batch."""
+    """Samples of a micro-batch on one data-parallel rank; None: the whole batch is one
+    micro-batch."""
     pipeline: PipelineOptions
     """How the model is partitioned into stages and how micro-batches visit them."""
     data_parallel: DataParallel
@@ -55,5 +56,7 @@ class StrategyOptions:
 
     @property
     def is_native(self) -> bool:
-        """Whether Lightning's own steps do the work: one stage, the whole batch; the same for every batch and rank."""
+        """Whether Lightning's own steps do the work: one stage, the whole batch; the same for every
+        batch and rank.
+        """
         return self.layout.num_stages == 1 and self.micro_batch_size is None

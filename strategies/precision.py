@@ -1,15 +1,16 @@
 """Precision plugins: Lightning's own, made right for several ranks.
 
-``Trainer(precision=...)`` builds Lightning's plugin; the strategy exchanges it for ours, so strings and plugins both work:
+``Trainer(precision=...)`` builds Lightning's plugin; the strategy exchanges it for ours, so strings
+and plugins both work:
 
     32-true      as Lightning's
     bf16-mixed   as Lightning's: fp32 weights, autocast
-    16-mixed     autocast, and Megatron's dynamic loss scaling with one verdict on overflow for all ranks
-    bf16-true    bf16 weights; main params and reductions are fp32; the batch's masks and positions are left alone
+    16-mixed     autocast, and Megatron's dynamic loss scaling; all ranks agree on overflow
+    bf16-true    bf16 weights; main params and reductions are fp32; masks and positions are kept
     16-true      the same in fp16; without a loss scale, as Lightning's
 
-On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``; the plugin itself runs there:
-``Trainer(plugins=[MegatronMixedPrecision("16-mixed", device="cpu")])``.
+On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``; the plugin itself runs
+there: ``Trainer(plugins=[MegatronMixedPrecision("16-mixed", device="cpu")])``.
 """
 
 from __future__ import annotations
@@ -46,15 +47,20 @@ class MegatronMixedPrecision(MixedPrecision):
         device: str = "cuda",
         loss_scale: LossScaleOptions | None = None,
     ) -> None:
-        super().__init__("bf16-mixed", device)  # without the GradScaler that Lightning would make for fp16
+        # Without the GradScaler that Lightning would make for fp16.
+        super().__init__("bf16-mixed", device)
         if precision not in ("16-mixed", "bf16-mixed"):
-            raise ConfigError(f'precision is {precision!r} for {type(self).__name__}. Set it to "16-mixed" or "bf16-mixed".')
+            raise ConfigError(
+                f'precision is {precision!r} for {type(self).__name__}. Set it to "16-mixed" or '
+                '"bf16-mixed".'
+            )
         self.precision = precision
         self.loss_scale = DynamicLossScale(loss_scale) if precision == "16-mixed" else None
         self.ranks: AxisGroup | None = None
         """All ranks, which share one verdict on overflow; set by the strategy."""
         self.read_by: Callable[[Optimizer], list[Tensor]] | None = None
-        """Returns the gradients that an optimizer is going to read, also of copies that it steps; set by the strategy."""
+        """Returns the gradients that an optimizer is going to read, also of copies that it steps;
+        set by the strategy."""
         self._scaled_by = 1.0  # what the losses of the gradients that exist were multiplied by
         self.step_skipped = False
         """Whether the last optimizer step was skipped because of an overflow."""
@@ -73,7 +79,8 @@ class MegatronMixedPrecision(MixedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, run hooks and clipping, and step unless a gradient of any rank overflowed.
+        """Run the closure, unscale, run hooks and clipping, and step unless a gradient of any rank
+        overflowed.
 
         Raises:
             ConfigError: For LBFGS, which evaluates the loss several times a step.
@@ -82,11 +89,13 @@ class MegatronMixedPrecision(MixedPrecision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
-                "LBFGS evaluates the loss several times a step, and 16-mixed scales it once. Set another precision."
+                "LBFGS evaluates the loss several times a step, and 16-mixed scales it once. Set "
+                "another precision."
             )
         self.step_skipped = False
         result = closure()
-        if result is None and model.automatic_optimization:  # training_step returned None: there are no gradients
+        # Training_step returned None: there are no gradients.
+        if result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
             return result
         overflowed = self._unscale(optimizer, model.device)
@@ -96,10 +105,18 @@ class MegatronMixedPrecision(MixedPrecision):
         return result if overflowed else optimizer.step(**kwargs)
 
     def _unscale(self, optimizer: Optimizer, device: torch.device) -> bool:
-        """Divide this optimizer's gradients by the scale; return whether any rank found one that is not finite."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        """Divide this optimizer's gradients by the scale; return whether any rank found one that is
+        not finite.
+        """
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         gradients = gradients if self.read_by is None else self.read_by(optimizer)
-        found = unscale_(gradients, self._scaled_by, device)  # another optimizer's step may have moved the scale since
+        # Another optimizer's step may have moved the scale since.
+        found = unscale_(gradients, self._scaled_by, device)
         if self.ranks is not None and self.ranks.process_group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.ranks.process_group)
         return bool(found.item())
@@ -130,18 +147,27 @@ class MegatronHalfPrecision(HalfPrecision):
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
-        keep: Patterns of names of batch entries that keep their dtype: a mask that weights losses and fractional positions lose
-            digits in bf16, where 257 is 256.
+        keep: Patterns of names of batch entries that keep their dtype: a mask that weights losses
+            and fractional positions lose digits in bf16, where 257 is 256.
     """
 
-    def __init__(self, precision: Literal["bf16-true", "16-true"], keep: Sequence[str] = ("*mask*", "*position*")) -> None:
+    def __init__(
+        self,
+        precision: Literal["bf16-true", "16-true"],
+        keep: Sequence[str] = ("*mask*", "*position*"),
+    ) -> None:
         super().__init__(precision)
         self.keep = tuple(keep)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors of a batch; entries of (nested) mappings whose name matches ``keep`` stay as they are."""
+        """Cast floating tensors of a batch; entries of (nested) mappings whose name matches
+        ``keep`` stay as they are.
+        """
         if isinstance(data, Mapping):
-            entries = {name: value if self._keeps(name) else self.convert_input(value) for name, value in data.items()}
+            entries = {
+                name: value if self._keeps(name) else self.convert_input(value)
+                for name, value in data.items()
+            }
             kind: Any = type(data)
             return kind(entries)
         if isinstance(data, list | tuple):
@@ -150,7 +176,9 @@ class MegatronHalfPrecision(HalfPrecision):
         return super().convert_input(data)
 
     def _keeps(self, name: object) -> bool:
-        return isinstance(name, str) and any(fnmatch(name.lower(), pattern) for pattern in self.keep)
+        return isinstance(name, str) and any(
+            fnmatch(name.lower(), pattern) for pattern in self.keep
+        )
 
 
 def megatron_plugin(plugin: Precision) -> Precision:
@@ -161,7 +189,9 @@ def megatron_plugin(plugin: Precision) -> Precision:
     """
     if type(plugin) is MixedPrecision:
         _check_default_scaler(plugin)
-        return MegatronMixedPrecision("16-mixed" if plugin.precision == "16-mixed" else "bf16-mixed", plugin.device)
+        return MegatronMixedPrecision(
+            "16-mixed" if plugin.precision == "16-mixed" else "bf16-mixed", plugin.device
+        )
     if type(plugin) is HalfPrecision:
         return MegatronHalfPrecision(plugin.precision)
     return plugin
@@ -173,8 +203,12 @@ def _check_default_scaler(plugin: MixedPrecision) -> None:
         return
     default = torch.amp.GradScaler(device=plugin.device)
     settings = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
-    if type(scaler) is not type(default) or any(getattr(scaler, name) != getattr(default, name) for name in settings):
+    if type(scaler) is not type(default) or any(
+        getattr(scaler, name) != getattr(default, name) for name in settings
+    ):
         raise ConfigError(
-            f"MixedPrecision has a {type(scaler).__name__} of its own, and MegatronStrategy keeps the loss scale itself, equal "
-            'on all ranks. Pass MegatronMixedPrecision("16-mixed", loss_scale=LossScaleOptions(...)) instead.'
+            f"MixedPrecision has a {type(scaler).__name__} of its own, and MegatronStrategy keeps "
+            "the loss scale itself, equal "
+            'on all ranks. Pass MegatronMixedPrecision("16-mixed", '
+            "loss_scale=LossScaleOptions(...)) instead."
         )

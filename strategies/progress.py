@@ -1,4 +1,6 @@
-"""Counts of samples and steps, from which the position in the data follows, also after a checkpoint."""
+"""Counts of samples and steps, from which the position in the data follows, also after a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ class Progress:
     """Counts of one strategy over its runs; pickled with it, and saved in checkpoints."""
 
     consumed_samples: int = 0
-    """Samples that all data-parallel ranks together have trained on, those of skipped steps included."""
+    """Samples that all data-parallel ranks together have trained on, those of skipped steps
+    included."""
     skipped_steps: int = 0
     """Optimizer steps that were skipped because a gradient was not finite."""
     _batch: int = -1  # the batch counted last
@@ -22,7 +25,8 @@ class Progress:
         self._batch = -1
 
     def count(self, batch: int, num_samples: int) -> bool:
-        """Count the samples of a training batch over all ranks; return whether this batch is a new one.
+        """Count the samples of a training batch over all ranks; return whether this batch is a new
+        one.
 
         An optimizer that searches along a line runs the step several times with the same batch.
         """
@@ -33,7 +37,9 @@ class Progress:
         return True
 
     def forget(self, batch: int) -> bool:
-        """Take back the count of ``batch``, which was not trained on; return whether it was counted."""
+        """Take back the count of ``batch``, which was not trained on; return whether it was
+        counted.
+        """
         if batch != self._batch:
             return False
         self._batch = -1
@@ -45,5 +51,7 @@ class Progress:
         self._updating = step
 
     def is_updating(self, step: int) -> bool:
-        """Whether an optimizer step has begun that the Trainer has not counted: weights are of this step or of the next."""
+        """Whether an optimizer step has begun that the Trainer has not counted: weights are of this
+        step or of the next.
+        """
         return self._updating == step

@@ -1,7 +1,8 @@
 """One run of the Trainer: a fit, validate, test or predict, and the objects that live as long.
 
-A run begins when the ranks are connected, is complete after the strategy's ``setup``, and stays readable after its teardown,
-because users save after ``fit``. What is replaced on a foreign object for the run registers its undo on :attr:`Run.undo`.
+A run begins when the ranks are connected, is complete after the strategy's ``setup``, and stays
+readable after its teardown, because users save after ``fit``. What is replaced on a foreign object
+for the run registers its undo on :attr:`Run.undo`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of
-from megatron_lightning.strategies.module import assemble_module, place_module, print_layout, wrap_configure_model
+from megatron_lightning.strategies.module import (
+    assemble_module,
+    place_module,
+    print_layout,
+    wrap_configure_model,
+)
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.dataloaders import prepared_loader
@@ -67,7 +73,8 @@ class Run:
         self._progress = progress
         self._layer_sync = layer_sync
         self.undo = ExitStack()
-        """Restores what is replaced on foreign objects (module, Trainer, plugins, metrics) for this run."""
+        """Restores what is replaced on foreign objects (module, Trainer, plugins, metrics) for this
+        run."""
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._part: Part | None = None
@@ -76,8 +83,14 @@ class Run:
             self._earlier_part = previous._part
         self._training: Training | None = None if previous is None else previous._training
         self._steps: Steps | None = None
-        self._pipeline_executor: PipelineExecutor | None = None if previous is None else previous._pipeline_executor
-        saver: Saver = Saver(options.checkpoint, options.timeout) if previous is None else previous.checkpoints.saver
+        self._pipeline_executor: PipelineExecutor | None = (
+            None if previous is None else previous._pipeline_executor
+        )
+        saver: Saver = (
+            Saver(options.checkpoint, options.timeout)
+            if previous is None
+            else previous.checkpoints.saver
+        )
         self.checkpoints: Checkpoints = Checkpoints(
             module,
             ranks,
@@ -92,7 +105,7 @@ class Run:
         """Decides for all ranks when a validation by time is due."""
         wrap_configure_model(module, self._assemble_built, self._until_setup)
 
-    # ----------------------------------------------------------------------------------------------------- module
+    # --------------------------------------------------------------------------------------- module
 
     @property
     def part(self) -> Part:
@@ -102,65 +115,97 @@ class Run:
             ConfigError: Before the module is assembled.
         """
         if self._part is None:
-            raise ConfigError("the module has not been sharded yet; it is in or after configure_model.")
+            raise ConfigError(
+                "the module has not been sharded yet; it is in or after configure_model."
+            )
         return self._part
 
     def assemble(self) -> None:
-        """Reduce the module to this rank's part, unless it is, and hooks have not built layers since."""
+        """Reduce the module to this rank's part, unless it is, and hooks have not built layers
+        since.
+        """
         if self._part is None or not self._part.describes(self.module):
             self._assemble_built()
 
     def _assemble_built(self) -> None:
         before = self._part or self._earlier_part
-        self._part = assemble_module(self.module, before, self._ranks.context, self._options, self._layer_sync)
+        self._part = assemble_module(
+            self.module, before, self._ranks.context, self._options, self._layer_sync
+        )
 
     def forget_part(self) -> None:
         """Describe the module again: its layers hold groups of an earlier run."""
         self._part = None
 
     def place(self, precision: Precision) -> None:
-        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this rank's shards."""
-        self._part = place_module(self.module, self.part, self._ranks.context, self._options, precision)
+        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this
+        rank's shards.
+        """
+        self._part = place_module(
+            self.module, self.part, self._ranks.context, self._options, precision
+        )
 
-    # ------------------------------------------------------------------------------------------------------ setup
+    # ---------------------------------------------------------------------------------------- setup
 
     def begin_setup(self, trainer: pl.Trainer) -> None:
-        """Complete the module, and take over what Lightning would do to it and to its DataLoaders."""
+        """Complete the module, and take over what Lightning would do to it and to its
+        DataLoaders.
+        """
         connector = connector_of(trainer)
         self._until_setup.close()
         self.assemble()
-        self._injects_samplers = connector.use_distributed_sampler  # process_dataloader does it, in the user's order
-        self.undo.callback(setattr, connector, "use_distributed_sampler", connector.use_distributed_sampler)
+        # Process_dataloader does it, in the user's order.
+        self._injects_samplers = connector.use_distributed_sampler
+        self.undo.callback(
+            setattr, connector, "use_distributed_sampler", connector.use_distributed_sampler
+        )
         connector.use_distributed_sampler = False
         if self._layer_sync is not None:
             self.undo.callback(self._layer_sync.revert, self.module)
 
     def connect_pipeline(self, *, fitting: bool) -> None:
-        """Create the executor, and let linear layers defer their weight gradients if the schedule splits backward."""
+        """Create the executor, and let linear layers defer their weight gradients if the schedule
+        splits backward.
+        """
         schedule = self._options.schedule
-        if self._pipeline_executor is None or self._pipeline_executor.context is not self._ranks.context:
+        if (
+            self._pipeline_executor is None
+            or self._pipeline_executor.context is not self._ranks.context
+        ):
             self._pipeline_executor = PipelineExecutor(self._ranks.context, schedule.placement)
             self._pipeline_executor.transport.warm_up()
         print_layout(self.module, self.part, self._ranks.context, self._options)
-        if self._options.layout.tp * self._options.layout.num_stages > 1 or self.part.units is not None:
+        if (
+            self._options.layout.tp * self._options.layout.num_stages > 1
+            or self.part.units is not None
+        ):
             self._hide_example()
         if fitting and schedule.splits_backward:
             split, others = split_backwards(self.module, self.executor.weight_gradients)
             self.undo.callback(join_backwards, self.module)
             rank_zero_info(
-                f"MegatronStrategy: schedule {schedule.name} defers the weight gradients of {len(split)} layers on "
-                f"this rank. {len(others)} others with matrices compute theirs with the input gradients"
-                f"{': ' if others else ''}{', '.join(others[:5])}{', …' if len(others) > 5 else ''}."
+                f"MegatronStrategy: schedule {schedule.name} defers the weight gradients of "
+                f"{len(split)} layers on this rank. {len(others)} others with matrices compute "
+                "theirs with the input "
+                f"gradients{': ' if others else ''}{', '.join(others[:5])}"
+                f"{', …' if len(others) > 5 else ''}."
             )
 
     def _hide_example(self) -> None:
-        """Keep summaries and graphs from running this rank's part as if it were the full module, or without other ranks."""
+        """Keep summaries and graphs from running this rank's part as if it were the full module, or
+        without other ranks.
+        """
         if self.module.example_input_array is not None:
-            self.undo.callback(setattr, self.module, "example_input_array", self.module.example_input_array)
+            self.undo.callback(
+                setattr, self.module, "example_input_array", self.module.example_input_array
+            )
             self.module.example_input_array = None
 
     def begin_training(
-        self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig], precision: Precision
+        self,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[LRSchedulerConfig],
+        precision: Precision,
     ) -> None:
         """Reduce gradients for these optimizers from now on."""
         self._training = Training(self._scope(precision), optimizers, schedulers)
@@ -185,7 +230,9 @@ class Run:
         )
 
     def process_dataloader(self, loader: object) -> object:
-        """Give each data-parallel rank its share of the data; training continues where ``consumed_samples`` says."""
+        """Give each data-parallel rank its share of the data; training continues where
+        ``consumed_samples`` says.
+        """
         return prepared_loader(
             loader,
             self.module.trainer,
@@ -195,7 +242,7 @@ class Run:
             micro_batch_size=self._options.micro_batch_size,
         )
 
-    # ------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     @property
     def steps(self) -> Steps:
@@ -236,7 +283,9 @@ class Run:
         return self._training is not None
 
     def share_buffers(self) -> None:
-        """Make all buffers equal that have diverged between ranks which hold the same; a collective."""
+        """Make all buffers equal that have diverged between ranks which hold the same; a
+        collective.
+        """
         if self._steps is not None:
             self._steps.buffers.synchronize(compare=True)
 
@@ -249,7 +298,7 @@ class Run:
         if self._steps is not None:
             self._steps.refuse_in_step(what)
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
 
     def module_state(self) -> dict[str, Any]:
         """Return the state dict of this rank's part, with the weights of the last step."""
@@ -266,4 +315,6 @@ class Run:
         context = self._ranks.context
         if context.tp.size * context.pp.size == 1 and self.part.units is None:
             return None
-        return self.checkpoints.full_module_state(self.module_state(), folder, self.part, reads=reads)
+        return self.checkpoints.full_module_state(
+            self.module_state(), folder, self.part, reads=reads
+        )

@@ -1,4 +1,5 @@
-"""No test may leave anything behind: variables, threads, processes, process groups or files in the working directory."""
+"""No test may leave anything behind: variables, threads, processes, process groups or files in the
+working directory."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the fork server's ranks inherit it
+# Before torch is imported; the fork server's ranks inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 import pytest
 
-# Set by libraries on import or by Lightning for the life of the process; each is restored after the test.
+# Set by libraries on import or by Lightning for the life of the process; each is restored after the
+# test.
 LIBRARY_VARIABLES = frozenset(
     {
         "CUDA_DEVICE_ORDER",
@@ -39,7 +42,15 @@ LIBRARY_VARIABLES = frozenset(
     }
 )
 # Helpers of libraries that live as long as the process.
-LIBRARY_THREADS = ("asyncio", "pytest_timeout", "QueueFeederThread", "ThreadPoolExecutor", "Dummy", "pydevd", "tqdm")
+LIBRARY_THREADS = (
+    "asyncio",
+    "pytest_timeout",
+    "QueueFeederThread",
+    "ThreadPoolExecutor",
+    "Dummy",
+    "pydevd",
+    "tqdm",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,8 +72,12 @@ def no_leaked_variables() -> Iterator[None]:
     after = dict(os.environ)
     os.environ.clear()
     os.environ.update(before)
-    leaked = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)} - LIBRARY_VARIABLES
-    assert not leaked, f"the test left environment variables changed: {sorted(leaked)}; use monkeypatch.setenv"
+    leaked = {
+        name for name in after.keys() | before.keys() if after.get(name) != before.get(name)
+    } - LIBRARY_VARIABLES
+    assert not leaked, (
+        f"the test left environment variables changed: {sorted(leaked)}; use monkeypatch.setenv"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +89,9 @@ def no_leaked_threads() -> Iterator[None]:
         lambda: [
             thread
             for thread in threading.enumerate()
-            if thread not in before and not thread.name.startswith(LIBRARY_THREADS) and type(thread).__name__ != "TMonitor"
+            if thread not in before
+            and not thread.name.startswith(LIBRARY_THREADS)
+            and type(thread).__name__ != "TMonitor"
         ]
     )
     assert not leaked, f"the test left threads running: {leaked}"
@@ -85,7 +102,11 @@ def no_leaked_processes() -> Iterator[None]:
     """Fail a test that leaves child processes running, and end them."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    leaked = _remaining(lambda: [child for child in psutil.Process().children(recursive=True) if _is_leak(child, before)])
+    leaked = _remaining(
+        lambda: [
+            child for child in psutil.Process().children(recursive=True) if _is_leak(child, before)
+        ]
+    )
     for child in leaked:
         child.kill()
     assert not leaked, f"the test left processes running: {leaked}"
@@ -99,7 +120,9 @@ def no_leaked_process_group() -> Iterator[None]:
     initialized = dist is not None and dist.is_available() and dist.is_initialized()
     if dist is not None and initialized:
         dist.destroy_process_group()
-    assert not initialized, "the test left a process group; run it with tests.helpers.ranks.run_ranks"
+    assert not initialized, (
+        "the test left a process group; run it with tests.helpers.ranks.run_ranks"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +131,14 @@ def no_leaked_files() -> Iterator[None]:
     folder = Path.cwd()
     before = set(os.listdir(folder))
     yield
-    assert Path.cwd() == folder, f"the test changed the working directory to {Path.cwd()}; use monkeypatch.chdir"
-    leaked = {name for name in set(os.listdir(folder)) - before if not name.startswith((".", "__pycache__"))}
+    assert Path.cwd() == folder, (
+        f"the test changed the working directory to {Path.cwd()}; use monkeypatch.chdir"
+    )
+    leaked = {
+        name
+        for name in set(os.listdir(folder)) - before
+        if not name.startswith((".", "__pycache__"))
+    }
     assert not leaked, f"the test left files in {folder}: {sorted(leaked)}; use tmp_path"
 
 
@@ -119,7 +148,11 @@ def _is_leak(child: psutil.Process, before: set[psutil.Process]) -> bool:
         multiprocessing.resource_tracker._resource_tracker._pid,
     )
     try:
-        return child not in before and child.pid not in servers and child.status() != psutil.STATUS_ZOMBIE
+        return (
+            child not in before
+            and child.pid not in servers
+            and child.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.NoSuchProcess:
         return False
 

@@ -1,7 +1,8 @@
-"""Reduce a full module to this rank's part: equalize, partition into stages, parallelize, materialize.
+"""Reduce a full module to this rank's part: equalize, partition into stages, parallelize,
+materialize.
 
-:func:`assemble` does it once for a module and leaves a record on it, from which :func:`reattach` describes the part for a
-later run on the same layout.
+:func:`assemble` does it once for a module and leaves a record on it, from which :func:`reattach`
+describes the part for a later run on the same layout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.materialize import materialize
-from megatron_lightning.parallel.sharding import ShardingPlan, parallelize, record_ties, sharding_plans
+from megatron_lightning.parallel.sharding import (
+    ShardingPlan,
+    parallelize,
+    record_ties,
+    sharding_plans,
+)
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.stage import StagePartition, has_unit
 
@@ -26,7 +32,9 @@ _RECORD = "_megatron_record"
 
 
 class _Record(NamedTuple):
-    """Description of an assembled module, kept on it; plain values, so that the module stays copyable."""
+    """Description of an assembled module, kept on it; plain values, so that the module stays
+    copyable.
+    """
 
     layout: ParallelLayout
     placement: Placement
@@ -53,7 +61,8 @@ def assemble(
     Args:
         module: The full module, on a real device or ``meta``.
         context: Groups of this rank.
-        plan: Tensor-parallel plan by module path; None: the ``sharding_plan()`` of the modules that have one.
+        plan: Tensor-parallel plan by module path; None: the ``sharding_plan()`` of the modules that
+            have one.
         placement: Pipeline ranks of the stages.
         options: How the model is partitioned into stages.
         allocates: Whether to allocate and fill what is on ``meta``; False: FSDP2 shards it first.
@@ -66,36 +75,50 @@ def assemble(
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     equalize(module, context.axis("world"))
     path, partition = _partition(module, context, placement, options)
-    _parallelize(module, context, plan)  # after the partition: layers of other ranks need no parallel counterparts
+    # After the partition: layers of other ranks need no parallel counterparts.
+    _parallelize(module, context, plan)
     if allocates:
-        materialize(module, context.device)  # last, so that a rank never holds more than its shards and one full parameter
+        # Last, so that a rank never holds more than its shards and one full parameter.
+        materialize(module, context.device)
     stages = () if partition is None else partition.stages
-    module.__dict__[_RECORD] = _Record(context.layout, placement, options, path, stages, names, num_parameters)
+    module.__dict__[_RECORD] = _Record(
+        context.layout, placement, options, path, stages, names, num_parameters
+    )
     return describe_part(module, names, num_parameters, path, partition)
 
 
-def reattach(module: nn.Module, context: ParallelContext, placement: Placement, options: PipelineOptions) -> Part:
+def reattach(
+    module: nn.Module, context: ParallelContext, placement: Placement, options: PipelineOptions
+) -> Part:
     """Describe the part that an earlier run has made of ``module``, for a run on the same layout.
 
     Raises:
-        ConfigError: If the module was assembled for another layout, or its layers hold broken connections.
+        ConfigError: If the module was assembled for another layout, or its layers hold broken
+            connections.
     """
     record: _Record = module.__dict__[_RECORD]
     assembled, requested = record[:3], (context.layout, placement, options)
     if assembled != requested:
         raise ConfigError(
-            f"{type(module).__name__} was sharded for {_describe(*assembled)} by an earlier Trainer and cannot be used with "
-            f"{_describe(*requested)}. Create a new module, and load a checkpoint into it."
+            f"{type(module).__name__} was sharded for {_describe(*assembled)} by an earlier "
+            f"Trainer and cannot be used with {_describe(*requested)}. Create a new module, and "
+            "load a checkpoint into it."
         )
-    if any(isinstance(value, AxisGroup) and value.is_broken for layer in module.modules() for value in vars(layer).values()):
+    if any(
+        isinstance(value, AxisGroup) and value.is_broken
+        for layer in module.modules()
+        for value in vars(layer).values()
+    ):
         raise ConfigError(
-            f"the layers of {type(module).__name__} use connections that the exception in an earlier run has broken. "
-            "Create a new module, and load a checkpoint into it."
+            f"the layers of {type(module).__name__} use connections that the exception in an "
+            "earlier run has broken. Create a new module, and load a checkpoint into it."
         )
     partition = None
     if record.path is not None:
         own = placement.stages_of(context.pp.rank)
-        partition = StagePartition(module.get_submodule(record.path), record.stages, own, has_all_units=False)
+        partition = StagePartition(
+            module.get_submodule(record.path), record.stages, own, has_all_units=False
+        )
     return describe_part(module, record.names, record.num_parameters, record.path, partition)
 
 
@@ -107,7 +130,8 @@ def is_assembled(module: nn.Module) -> bool:
 def is_full(module: nn.Module, context: ParallelContext) -> bool:
     """Return whether the module has the layers of all ranks.
 
-    An assembled one may have them, too: weight averaging calls ``configure_model``, which builds them again.
+    An assembled one may have them, too: weight averaging calls ``configure_model``, which builds
+    them again.
     """
     record: _Record | None = module.__dict__.get(_RECORD)
     if record is None:
@@ -115,25 +139,40 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
     if record.layout != context.layout:
         return False
     if record.path is None:
-        return context.layout.tp > 1 and sum(parameter.numel() for parameter in module.parameters()) == record.num_parameters
+        return (
+            context.layout.tp > 1
+            and sum(parameter.numel() for parameter in module.parameters()) == record.num_parameters
+        )
     pipelined, own = module.get_submodule(record.path), record.placement.stages_of(context.pp.rank)
-    return any(has_unit(pipelined, unit) for stage, units in enumerate(record.stages) if stage not in own for unit in units)
+    return any(
+        has_unit(pipelined, unit)
+        for stage, units in enumerate(record.stages)
+        if stage not in own
+        for unit in units
+    )
 
 
 def can_be_partitioned(module: nn.Module) -> bool:
     """Return whether the model exists and declares how it is partitioned or sharded."""
-    return any(hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan") for child in module.modules())
+    return any(
+        hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan")
+        for child in module.modules()
+    )
 
 
 def find_plans(module: nn.Module, plan: ShardingPlan | None) -> dict[str, ShardingPlan]:
-    """Return ``plan`` for the module itself, or else those of its modules with a ``sharding_plan()``, by their paths."""
+    """Return ``plan`` for the module itself, or else those of its modules with a
+    ``sharding_plan()``, by their paths.
+    """
     return sharding_plans(module) if plan is None else {"": plan}
 
 
 def _partition(
     module: nn.Module, context: ParallelContext, placement: Placement, options: PipelineOptions
 ) -> tuple[str | None, StagePartition | None]:
-    """Drop the units of other pipeline ranks; return the path of the pipelined module, and its stages."""
+    """Drop the units of other pipeline ranks; return the path of the pipelined module, and its
+    stages.
+    """
     if context.layout.num_stages == 1:
         return None, None
     path, pipelined, stages = find_stages(module, placement, options)
@@ -149,8 +188,14 @@ def _parallelize(module: nn.Module, context: ParallelContext, plan: ShardingPlan
 
 
 def _describe(layout: ParallelLayout, placement: Placement, options: PipelineOptions) -> str:
-    text = f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp}"
+    text = (
+        f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp}"
+    )
     if layout.num_stages > 1:
         text += f", stages on pipeline ranks {', '.join(map(str, placement.pp_ranks))}"
-    changed = [f"{name}={value!r}" for name, value in vars(options).items() if value != getattr(PipelineOptions(), name)]
+    changed = [
+        f"{name}={value!r}"
+        for name, value in vars(options).items()
+        if value != getattr(PipelineOptions(), name)
+    ]
     return ", ".join([text, *changed]) + ")"

@@ -1,8 +1,10 @@
-"""Broadcast of buffers, such as the running statistics of BatchNorm, from the first replica to the others.
+"""Broadcast of buffers, such as the running statistics of BatchNorm, from the first replica to the
+others.
 
-Every data-parallel replica updates its buffers from its own samples, and outside of the pipelined module only the last stage
-updates what comes after the call. As in DistributedDataParallel, all ranks get the first rank's buffers before the next step.
-Most buffers never diverge (masks, position tables), so only those that did are sent.
+Every data-parallel replica updates its buffers from its own samples, and outside of the pipelined
+module only the last stage updates what comes after the call. As in DistributedDataParallel, all
+ranks get the first rank's buffers before the next step. Most buffers never diverge (masks, position
+tables), so only those that did are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 
 
 class BufferSync:
-    """Broadcast of the buffers of the first replica, and of the last stage, to the other ranks that hold them."""
+    """Broadcast of the buffers of the first replica, and of the last stage, to the other ranks that
+    hold them.
+    """
 
     def __init__(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
         self._module = module
@@ -31,14 +35,18 @@ class BufferSync:
         """Make the buffers equal that are known to diverge; a collective.
 
         Args:
-            compare: Whether to look first for those that have diverged, which reads every buffer: after the first step, and
-                before a checkpoint or evaluation uses them.
+            compare: Whether to look first for those that have diverged, which reads every buffer:
+                after the first step, and before a checkpoint or evaluation uses them.
         """
         for axis, group, buffers in self._replicated():
             if compare:
-                marks = torch.stack([fingerprint(buffer).to(self._context.device) for buffer in buffers.values()])
+                marks = torch.stack(
+                    [fingerprint(buffer).to(self._context.device) for buffer in buffers.values()]
+                )
                 names = list(buffers)
-                found = {names[index] for index in diverged(marks, group)} | set(self._diverged.get(axis, []))
+                found = {names[index] for index in diverged(marks, group)} | set(
+                    self._diverged.get(axis, [])
+                )
                 self._diverged[axis] = [name for name in names if name in found]
             self._broadcast(buffers, axis, group)
 
@@ -46,15 +54,22 @@ class BufferSync:
         """Yield (axis, ranks, buffers) of the buffers that several ranks hold."""
         buffers = dict(self._module.named_buffers())
         outside = {name: buffer for name, buffer in buffers.items() if not self._part.in_unit(name)}
-        for axis, group, held in (("pp", self._context.pp, outside), ("dp-cp", self._context.dp_cp, buffers)):
+        for axis, group, held in (
+            ("pp", self._context.pp, outside),
+            ("dp-cp", self._context.dp_cp, buffers),
+        ):
             if group.process_group is not None and held:
                 yield axis, group, held
 
     def _broadcast(self, buffers: dict[str, Tensor], axis: str, group: AxisGroup) -> None:
-        diverged = [buffers[name].detach() for name in self._diverged.get(axis, []) if name in buffers]
+        diverged = [
+            buffers[name].detach() for name in self._diverged.get(axis, []) if name in buffers
+        ]
         for dtype in sorted({buffer.dtype for buffer in diverged}, key=str):
             alike = [buffer for buffer in diverged if buffer.dtype == dtype]
             flat = torch.cat([buffer.reshape(-1).to(self._context.device) for buffer in alike])
             dist.broadcast(flat, src=group.ranks[0], group=group.process_group)
-            for buffer, values in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
+            for buffer, values in zip(
+                alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True
+            ):
                 buffer.copy_(values.view_as(buffer))

@@ -41,7 +41,8 @@ def check_unsharded(module: nn.Module) -> None:
     """
     if is_sharded(module):
         raise ConfigError(
-            f'{type(module).__name__} was sharded by an earlier Trainer with data_parallel="fsdp" and has no full parameters '
+            f'{type(module).__name__} was sharded by an earlier Trainer with data_parallel="fsdp" '
+            "and has no full parameters "
             "to start from. Create a new module, and load a checkpoint into it."
         )
 
@@ -56,18 +57,23 @@ def shard_units(
 ) -> ShardedUnits:
     """Shard the units of this rank's stages over the data-parallel ranks.
 
-    The assembled module has its dtype, and is on its device or ``meta``, whose parameters are filled one full parameter at a
-    time. ``micro_batches``: a step runs several.
+    The assembled module has its dtype, and is on its device or ``meta``, whose parameters are
+    filled one full parameter at a time. ``micro_batches``: a step runs several.
 
     Raises:
         ConfigError: If no submodule, or more than one, has ``pipeline_units()``.
     """
     path, pipelined = find_pipelined_module(module)
     prefix = f"{path}." if path else ""
-    stages = part.units_of_stage or {0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]}
+    stages = part.units_of_stage or {
+        0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]
+    }
     units = ShardedUnits(
         module,
-        {stage: [unit for unit in units if _is_module(module, unit)] for stage, units in stages.items()},
+        {
+            stage: [unit for unit in units if _is_module(module, unit)]
+            for stage, units in stages.items()
+        },
         root=path if part.partition is None else None,
         excluded={*part.tied, *part.tied.values()},
         specs=part.specs,
@@ -76,7 +82,11 @@ def shard_units(
         micro_batches=micro_batches,
         compute_dtype=_low_dtype(pipelined),
     )
-    shards = {name: parameter for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
+    shards = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
     for name in units.unfilled:
         shard, spec = shards[name], part.specs[name]
         full = initial_value(module, name, spec.global_shape, shard.dtype, context.device)

@@ -1,7 +1,8 @@
 """Tensors of a rank's part as shards of the full module's, for checkpoints and inference.
 
-A checkpoint names tensors as in ``checkpoint.naming``, ``state_dict.<name>`` for the module's own. Of a tied pair only the
-owner is written; a checkpoint that also has the copy (a plain one) is read as well.
+A checkpoint names tensors as in ``checkpoint.naming``, ``state_dict.<name>`` for the module's own.
+Of a tied pair only the owner is written; a checkpoint that also has the copy (a plain one) is read
+as well.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class ModuleState:
     context: ParallelContext
 
     def shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
-        """Describe the boxes of a global tensor that this rank holds, and the ranks that hold the same.
+        """Describe the boxes of a global tensor that this rank holds, and the ranks that hold the
+        same.
 
         Args:
             saved_as: Name in a checkpoint.
@@ -49,17 +51,24 @@ class ModuleState:
         writes = is_writer(spec, self.context)
         if isinstance(tensor, DTensor) and self.part.units is not None:
             rows, start = local_rows(tensor)
-            return TensorShards.flat(saved_as, spec, rows, start, writes=writes, replicas=self.part.units.groups.replicas)
-        return TensorShards.local(saved_as, spec, tensor, writes=writes, replicas=self.context.axis(spec.data_axes))
+            return TensorShards.flat(
+                saved_as, spec, rows, start, writes=writes, replicas=self.part.units.groups.replicas
+            )
+        return TensorShards.local(
+            saved_as, spec, tensor, writes=writes, replicas=self.context.axis(spec.data_axes)
+        )
 
     def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
         specs, tied = self.part.specs, self.part.tied
-        spec = specs.get(name) or specs.get(tied.get(name, ""))  # a copy that is the owner's tensor has no spec of its own
+        # A copy that is the owner's tensor has no spec of its own.
+        spec = specs.get(name) or specs.get(tied.get(name, ""))
         if spec is not None and spec.local_shape == tuple(tensor.shape):
             return spec
-        return ShardSpec.replicated(tensor.shape, partial_over=() if self.part.in_unit(name) else ("pp",))
+        return ShardSpec.replicated(
+            tensor.shape, partial_over=() if self.part.in_unit(name) else ("pp",)
+        )
 
-    # ------------------------------------------------------------------------------------------------------ save
+    # ----------------------------------------------------------------------------------------- save
 
     def module_shards(self, checkpoint: dict[str, Any]) -> list[TensorShards]:
         """Move every dict of tensors by module name out of ``checkpoint``; all ranks call this.
@@ -70,8 +79,12 @@ class ModuleState:
         for key, value in list(checkpoint.items()):
             if not (isinstance(value, Mapping) and holds_tensors(key, value)):
                 continue
-            ranks = self.context.pp.all_gather_object({k: v for k, v in value.items() if not isinstance(v, Tensor)})
-            checkpoint[key] = {name: other for rank in reversed(ranks) for name, other in rank.items()}
+            ranks = self.context.pp.all_gather_object(
+                {k: v for k, v in value.items() if not isinstance(v, Tensor)}
+            )
+            checkpoint[key] = {
+                name: other for rank in reversed(ranks) for name, other in rank.items()
+            }
             shards += [
                 self.shards(f"{key}.{name}", name, tensor)
                 for name, tensor in value.items()
@@ -80,14 +93,21 @@ class ModuleState:
         return shards
 
     def tied_shards(self) -> list[TensorShards]:
-        """Return this rank's tied copies under their owners' names, for ranks that lack the owners' shards."""
+        """Return this rank's tied copies under their owners' names, for ranks that lack the owners'
+        shards.
+        """
         local, tied = self.module.state_dict(), self.part.tied
-        return [self.shards(_MODULE + tied[name], name, local[name]) for name in tied if name in local]
+        return [
+            self.shards(_MODULE + tied[name], name, local[name]) for name in tied if name in local
+        ]
 
-    # ------------------------------------------------------------------------------------------------------ load
+    # ----------------------------------------------------------------------------------------- load
 
-    def load_module(self, source: CheckpointSource, *, prefix: str = _MODULE, strict: bool = True) -> dict[str, Tensor]:
-        """Read this rank's part into the module's own tensors, and return those; all ranks call this.
+    def load_module(
+        self, source: CheckpointSource, *, prefix: str = _MODULE, strict: bool = True
+    ) -> dict[str, Tensor]:
+        """Read this rank's part into the module's own tensors, and return those; all ranks call
+        this.
 
         Args:
             source: The checkpoint.
@@ -98,8 +118,12 @@ class ModuleState:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
         """
         local, stored = self._local_tensors(), source.tensors()
-        shards = [self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor) for name, tensor in local.items()]
-        for copy in self.part.tied:  # equal to its owner: expected, and not read on ranks without it
+        shards = [
+            self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor)
+            for name, tensor in local.items()
+        ]
+        # Equal to its owner: expected, and not read on ranks without it.
+        for copy in self.part.tied:
             info = stored.get(prefix + copy)
             if info is not None:
                 shards.append(TensorShards(prefix + copy, info.shape, info.dtype, []))
@@ -107,10 +131,12 @@ class ModuleState:
         return local
 
     def load_copies(self, source: CheckpointSource) -> dict[str, dict[str, Tensor]]:
-        """Read the other dicts of tensors by module name, such as averaged weights; all ranks call this.
+        """Read the other dicts of tensors by module name, such as averaged weights; all ranks call
+        this.
 
         Returns:
-            Key in the checkpoint -> name -> new tensor: a local shard, or the full tensor if the module lacks it.
+            Key in the checkpoint -> name -> new tensor: a local shard, or the full tensor if the
+            module lacks it.
 
         Raises:
             CheckpointError: On every rank: for what is misshaped or damaged.
@@ -122,7 +148,9 @@ class ModuleState:
                 found.setdefault(key, []).append(name)
         return {key: self._load_copy(source, key, names) for key, names in found.items()}
 
-    def _load_copy(self, source: CheckpointSource, key: str, names: Iterable[str]) -> dict[str, Tensor]:
+    def _load_copy(
+        self, source: CheckpointSource, key: str, names: Iterable[str]
+    ) -> dict[str, Tensor]:
         local, stored, prefix = self._local_tensors(), source.tensors(), f"{key}."
         fresh, shards = {}, []
         for name, tensor in local.items():
@@ -131,7 +159,8 @@ class ModuleState:
                 fresh[name] = tensor.clone()
                 shards.append(self.shards(prefix + saved_as, name, fresh[name]))
         known = {*local, *self.part.names}
-        for name in (name for name in names if name not in known):  # not in the module: every rank reads it
+        # Not in the module: every rank reads it.
+        for name in (name for name in names if name not in known):
             info = stored[prefix + name]
             fresh[name] = torch.empty(info.shape, dtype=info.dtype, device=self.context.device)
             shards.append(self.shards(prefix + name, name, fresh[name]))
@@ -139,19 +168,28 @@ class ModuleState:
         return fresh
 
     def _local_tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
+        return {
+            name: value
+            for name, value in self.module.state_dict().items()
+            if isinstance(value, Tensor)
+        }
 
     def _saved_as(self, name: str, prefix: str, stored: Mapping[str, TensorInfo]) -> str:
-        """Return the name under which a checkpoint has a tensor; for a tied copy it may be the owner's."""
+        """Return the name under which a checkpoint has a tensor; for a tied copy it may be the
+        owner's.
+        """
         return name if prefix + name in stored else self.part.tied.get(name, name)
 
     def vocabulary_shapes(self, plan: ShardingPlan | None) -> dict[str, Shape]:
-        """Return the global shapes of the parameters over the vocabulary, by their own and their owners' names.
+        """Return the global shapes of the parameters over the vocabulary, by their own and their
+        owners' names.
 
-        They are those whose module a plan declares :class:`VocabParallel`, with any number of ranks.
+        They are those whose module a plan declares :class:`VocabParallel`, with any number of
+        ranks.
 
         Args:
-            plan: The plan of the full module; None: the ``sharding_plan()`` of the modules that have one.
+            plan: The plan of the full module; None: the ``sharding_plan()`` of the modules that
+                have one.
         """
         specs, tied = self.part.specs, self.part.tied
         shapes = {}

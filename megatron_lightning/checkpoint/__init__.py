@@ -1,4 +1,5 @@
-"""Sharded checkpoints: save under any layout, load under any other; atomic, checksummed, no unrestricted pickle.
+"""Sharded checkpoints: save under any layout, load under any other; atomic, checksummed, no
+unrestricted pickle.
 
 A checkpoint is a directory (``manifest`` describes it byte by byte)::
 

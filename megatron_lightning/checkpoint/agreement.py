@@ -1,4 +1,6 @@
-"""Collective steps whose error on one rank becomes an error on every rank, so that no rank waits forever."""
+"""Collective steps whose error on one rank becomes an error on every rank, so that no rank waits
+forever.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
     """Run ``step``, which may not communicate, on every rank and return this rank's result.
 
     Raises:
-        CheckpointError: On every rank, if the step raised on any: ``doing`` failed on which ranks, and why.
+        CheckpointError: On every rank, if the step raised on any: ``doing`` failed on which ranks,
+            and why.
     """
     result: Any = None
     failure: Exception | None = None
@@ -54,10 +57,14 @@ def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     errors = group.all_gather_object(_describe(failure) if failure else None)
-    failed = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, errors, strict=True) if text]
+    failed = [
+        f"rank {rank}: {text}" for rank, text in zip(group.ranks, errors, strict=True) if text
+    ]
     if failed:
         more = f"; and {len(failed) - 8} more ranks" if len(failed) > 8 else ""
-        raise CheckpointError(f"{doing} failed on {len(failed)} rank(s): {'; '.join(failed[:8])}{more}") from failure
+        raise CheckpointError(
+            f"{doing} failed on {len(failed)} rank(s): {'; '.join(failed[:8])}{more}"
+        ) from failure
     own: T = result
     return own
 

@@ -1,7 +1,9 @@
-"""Asynchronous saves: training waits while its tensors are copied to host memory, and continues while a thread writes them.
+"""Asynchronous saves: training waits while its tensors are copied to host memory, and continues
+while a thread writes them.
 
-The memory of the copy is reused by the next save: a rank needs as many bytes as it writes, pinned where the tensors are on
-CUDA. The thread communicates over a process group of its own; every rank runs one job at a time, in the same order.
+The memory of the copy is reused by the next save: a rank needs as many bytes as it writes, pinned
+where the tensors are on CUDA. The thread communicates over a process group of its own; every rank
+runs one job at a time, in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy_of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with its values copied here, overwriting the previous copy; the values may change afterwards."""
+        """Return the snapshot with its values copied here, overwriting the previous copy; the
+        values may change afterwards.
+        """
         starts, size = [], 0
         for _, shard in snapshot.shards:
             starts.append(size)
@@ -45,7 +49,9 @@ class HostBuffer:
 
 
 class BackgroundJob:
-    """Runs one function in a thread that outlives the main thread's code: the process ends after it."""
+    """Runs one function in a thread that outlives the main thread's code: the process ends after
+    it.
+    """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work

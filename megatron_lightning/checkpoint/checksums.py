@@ -1,8 +1,8 @@
 """CRC-32 of blocks, by ISA-L's carry-less multiplication, or zlib where ``isal`` has no build.
 
-CRC-32 detects every change of up to 32 neighboring bits, and misses any other damage of a block once in 2^32. Both libraries
-give the same numbers and release the interpreter's lock, so that they overlap disk I/O; zlib takes about four times the
-processor time.
+CRC-32 detects every change of up to 32 neighboring bits, and misses any other damage of a block
+once in 2^32. Both libraries give the same numbers and release the interpreter's lock, so that they
+overlap disk I/O; zlib takes about four times the processor time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class BlockChecksums:
         """Add the next bytes of the stream."""
         while data:
             part = data[: BLOCK_BYTES - self._filled]
-            self._current, self._filled, data = crc32(part, self._current), self._filled + len(part), data[len(part) :]
+            self._current, self._filled, data = (
+                crc32(part, self._current),
+                self._filled + len(part),
+                data[len(part) :],
+            )
             if self._filled == BLOCK_BYTES:
                 self._finished.append(self._current)
                 self._current, self._filled = 0, 0
@@ -39,7 +43,9 @@ class BlockChecksums:
 
 
 def bad_blocks(data: memoryview, checksums: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, byte after the last) of each block of ``data`` whose checksum differs; ``checksums`` may be longer."""
+    """Yield (first byte, byte after the last) of each block of ``data`` whose checksum differs;
+    ``checksums`` may be longer.
+    """
     for index, begin in enumerate(range(0, len(data), BLOCK_BYTES)):
         block = data[begin : begin + BLOCK_BYTES]
         if crc32(block) != checksums[index]:

@@ -1,11 +1,19 @@
-"""``megatron-lightning checkpoint …``: the tools for checkpoints with a progress bar; signatures are the options."""
+"""``megatron-lightning checkpoint …``: the tools for checkpoints with a progress bar; signatures
+are the options.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from megatron_lightning.checkpoint import averaging, consolidation, pruning, resharding, verification
+from megatron_lightning.checkpoint import (
+    averaging,
+    consolidation,
+    pruning,
+    resharding,
+    verification,
+)
 from megatron_lightning.checkpoint.inspection import describe, readable_bytes
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.checkpoint.source import open_checkpoint
@@ -23,7 +31,8 @@ def inspect(path: str, tensors: str | None = None) -> None:
         tensors: List every tensor whose global name fits this pattern ("*" for all).
     """
     sizes = folder_of(path).sizes()
-    total = sum(size for name, size in sizes.items() if not name.endswith(".safetensors"))  # the others are not opened
+    # The others are not opened.
+    total = sum(size for name, size in sizes.items() if not name.endswith(".safetensors"))
     with progress_bar("inspecting", total) as advance:
         text = describe(path, tensors=tensors)
         advance(total)
@@ -47,20 +56,29 @@ def verify(path: str) -> None:
         shown = "; ".join(map(str, damages[:_LISTED]))
         more = f"; and {len(damages) - _LISTED} more" if len(damages) > _LISTED else ""
         raise CheckpointError(f"{path} is damaged in {len(damages)} places: {shown}{more}")
-    print(f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, {readable_bytes(total)}")
+    print(
+        f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
+        f"{readable_bytes(total)}"
+    )
 
 
-def reshard(source: str, target: str, num_files: int = 1, tensor_model_parallel_size: int = 1, like: str | None = None) -> None:
+def reshard(
+    source: str,
+    target: str,
+    num_files: int = 1,
+    tensor_model_parallel_size: int = 1,
+    like: str | None = None,
+) -> None:
     """Rewrite a checkpoint into other files; every layout reads it, before and after.
 
     Args:
         source: A checkpoint directory, or a plain .ckpt file (without its optimizer states).
         target: The checkpoint directory to write.
         num_files: Number of files of tensors, of about equal size.
-        tensor_model_parallel_size: Split matrices into so many blocks of columns too, so that ranks of that tensor parallel
-            size read only their own.
-        like: Instead of the two numbers: a checkpoint saved under the layout that will read this one. Each of its ranks
-            then finds in one file what it would have written itself.
+        tensor_model_parallel_size: Split matrices into so many blocks of columns too, so that ranks
+            of that tensor parallel size read only their own.
+        like: Instead of the two numbers: a checkpoint saved under the layout that will read this
+            one. Each of its ranks then finds in one file what it would have written itself.
     """
     with progress_bar("resharding", _num_bytes(source)) as advance:
         resharding.reshard(
@@ -73,15 +91,19 @@ def reshard(source: str, target: str, num_files: int = 1, tensor_model_parallel_
         )
 
 
-def consolidate(source: str, target: str, format: Literal["auto", "lightning", "state_dict", "safetensors"] = "auto") -> None:
+def consolidate(
+    source: str,
+    target: str,
+    format: Literal["auto", "lightning", "state_dict", "safetensors"] = "auto",
+) -> None:
     """Make one plain file of a checkpoint directory, with the module's own names.
 
     Args:
         source: The checkpoint directory.
         target: The file to write; an existing one is replaced.
-        format: lightning: a .ckpt that load_from_checkpoint and a plain Trainer read; state_dict: the module's tensors,
-            saved by torch; safetensors: the same as a safetensors file, in memory that does not grow with the model;
-            auto: by the ending of the target's name.
+        format: lightning: a .ckpt that load_from_checkpoint and a plain Trainer read; state_dict:
+            the module's tensors, saved by torch; safetensors: the same as a safetensors file, in
+            memory that does not grow with the model; auto: by the ending of the target's name.
     """
     chosen = consolidation.format_of(target) if format == "auto" else format
     with progress_bar("consolidating", consolidation.num_bytes(source, chosen)) as advance:
@@ -95,7 +117,9 @@ def average(target: str, sources: list[str]) -> None:
         target: The checkpoint directory to write; it holds weights, without optimizer states.
         sources: Checkpoints of one model, of any layouts.
     """
-    with progress_bar("averaging", sum(_num_bytes(source, "state_dict.") for source in sources)) as advance:
+    with progress_bar(
+        "averaging", sum(_num_bytes(source, "state_dict.") for source in sources)
+    ) as advance:
         averaging.average(target, sources, advance=advance)
 
 
@@ -110,7 +134,8 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
     """List what a folder of checkpoints no longer needs, and delete it with --delete.
 
     Args:
-        folder: The folder that holds checkpoints, or the URL of one. Leftovers of killed saves are always listed.
+        folder: The folder that holds checkpoints, or the URL of one. Leftovers of killed saves are
+            always listed.
         keep_last: List old checkpoints, except this many of the newest.
         keep_every: List old checkpoints, except those whose step is a multiple of this.
         keep: Never list names that fit one of these patterns.
@@ -118,7 +143,11 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
         delete: Delete what is listed. Without it nothing changes.
     """
     found = pruning.find_prunable(
-        folder, keep_last=keep_last, keep_every=keep_every, keep=keep or (), min_age_s=60.0 * min_age_minutes
+        folder,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep=keep or (),
+        min_age_s=60.0 * min_age_minutes,
     )
     for entry in found:
         print(f"{entry.path}  {readable_bytes(entry.size_bytes)}  {entry.reason}")
@@ -129,7 +158,8 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
                 pruning.prune([entry])
                 advance(entry.size_bytes)
     print(
-        f"{len(found)} entries, {readable_bytes(total)}: " + ("deleted" if delete else "nothing deleted; add --delete to do it")
+        f"{len(found)} entries, {readable_bytes(total)}: "
+        + ("deleted" if delete else "nothing deleted; add --delete to do it")
     )
 
 

@@ -1,19 +1,23 @@
-"""Atomic saves: a checkpoint is written next to an existing one of its name and becomes visible in one step.
+"""Atomic saves: a checkpoint is written next to an existing one of its name and becomes visible in
+one step.
 
 On a file system (:class:`_LocalSave`):
 
-    1. every rank writes and flushes its files into ``<name>.tmp-<id>``; their names carry the id of this save
-    2. the manifest is written there last
-    3. a new name: the directory is renamed; an existing checkpoint: the files move into it and the new manifest
-       replaces the old one. Either commits by a single rename: a reader sees the old checkpoint or the new one.
+    1. every rank writes and flushes its files into ``<name>.tmp-<id>``; their names carry the id of
+    this save 2. the manifest is written there last 3. a new name: the directory is renamed; an
+    existing checkpoint: the files move into it and the new manifest
+       replaces the old one. Either commits by a single rename: a reader sees the old checkpoint or
+       the new one.
     4. files of the old save are deleted
 
-An object store (:class:`_RemoteSave`) cannot rename, but an object appears complete or not at all: the files go straight to
-``<name>/``, whose manifest still lists the old ones, and the new manifest, put there last, is the commit.
+An object store (:class:`_RemoteSave`) cannot rename, but an object appears complete or not at all:
+the files go straight to ``<name>/``, whose manifest still lists the old ones, and the new manifest,
+put there last, is the commit.
 
-Killed before the commit, a save leaves the old checkpoint as it was, and files that a later save deletes. The writer locks its
-temporary directory, which distinguishes another job's running save from an abandoned one; in object stores, age does.
-If two jobs save under one name at once, one of the two checkpoints remains, complete.
+Killed before the commit, a save leaves the old checkpoint as it was, and files that a later save
+deletes. The writer locks its temporary directory, which distinguishes another job's running save
+from an abandoned one; in object stores, age does. If two jobs save under one name at once, one of
+the two checkpoints remains, complete.
 """
 
 from __future__ import annotations
@@ -72,7 +76,11 @@ def pending_save(path: str | os.PathLike[str], identifier: str) -> PendingSave:
         path: Final name of the checkpoint. The checkpoint there stays readable until the commit.
         identifier: From :func:`new_identifier`, the same on all ranks.
     """
-    return _RemoteSave(str(path), identifier) if is_remote(path) else _LocalSave(local_path(path), identifier)
+    return (
+        _RemoteSave(str(path), identifier)
+        if is_remote(path)
+        else _LocalSave(local_path(path), identifier)
+    )
 
 
 class PendingSave(ABC):
@@ -94,8 +102,12 @@ class PendingSave(ABC):
         self._state_bytes = self.folder.write(self._state_file, [state])
         self._state_checksum = zlib.crc32(state)
 
-    def commit(self, tensors: Mapping[str, TensorInfo], files: Mapping[str, int], info: Mapping[str, Any]) -> None:
-        """Write the manifest, of which ``files`` lacks the state file, and make the checkpoint visible under its name."""
+    def commit(
+        self, tensors: Mapping[str, TensorInfo], files: Mapping[str, int], info: Mapping[str, Any]
+    ) -> None:
+        """Write the manifest, of which ``files`` lacks the state file, and make the checkpoint
+        visible under its name.
+        """
         manifest = Manifest(
             tensors=tensors,
             files={**files, self._state_file: self._state_bytes},
@@ -108,7 +120,9 @@ class PendingSave(ABC):
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Delete the written files if the block raises; an existing checkpoint of the name is untouched."""
+        """Delete the written files if the block raises; an existing checkpoint of the name is
+        untouched.
+        """
         try:
             yield
         except BaseException:
@@ -158,7 +172,9 @@ class _LocalSave(PendingSave):
         self._unlock()
 
     def _displace(self) -> None:
-        """Replace a file or a link, over which a directory cannot be renamed; a link's target keeps its own name."""
+        """Replace a file or a link, over which a directory cannot be renamed; a link's target keeps
+        its own name.
+        """
         if exchange(self._temporary, self._path):
             self._temporary.unlink()
             return
@@ -175,7 +191,8 @@ class _LocalSave(PendingSave):
         """Put the new files and the manifest into the directory that has the name."""
         directory = os.open(self._path, os.O_RDONLY)
         try:
-            # One job at a time; where directories cannot be locked, only files of the replaced manifest are known garbage.
+            # One job at a time; where directories cannot be locked, only files of the replaced
+            # manifest are known garbage.
             alone = lock(directory)
             for name in manifest.files:
                 os.rename(self._temporary / name, self._path / name)
@@ -185,7 +202,9 @@ class _LocalSave(PendingSave):
             sync_directory(self._path)
             present = [name for name in os.listdir(self._path) if OUR_FILES.fullmatch(name)]
             LocalFolder(self._path).remove(
-                name for name in present if (alone or name in replaced) and name not in manifest.files
+                name
+                for name in present
+                if (alone or name in replaced) and name not in manifest.files
             )
         finally:
             release(directory)
@@ -214,10 +233,18 @@ class _RemoteSave(PendingSave):
         self.folder.files.makedirs(self.folder.root, exist_ok=True)
 
     def _commit(self, manifest: Manifest) -> None:
-        replaced = _files_listed(self.folder.files.cat_file(self._manifest)) if is_committed(self.folder.url) else ()
+        replaced = (
+            _files_listed(self.folder.files.cat_file(self._manifest))
+            if is_committed(self.folder.url)
+            else ()
+        )
         self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
         with suppress(Exception):  # it is committed; what remains is deleted when it is old
-            old = [name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and name not in manifest.files]
+            old = [
+                name
+                for name in self.folder.sizes()
+                if OUR_FILES.fullmatch(name) and name not in manifest.files
+            ]
             self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
 
     @property
@@ -239,14 +266,17 @@ class _RemoteSave(PendingSave):
     def _discard(self) -> None:
         mark = f".{self.identifier}."
         if not self._is_committed:
-            self.folder.remove(name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and mark in name)
+            self.folder.remove(
+                name for name in self.folder.sizes() if OUR_FILES.fullmatch(name) and mark in name
+            )
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint (directory, file or link); it disappears from view in one step.
 
-    Missing is fine, also if another job deletes it at the same time. A directory of other files stays: callbacks read the
-    names that they delete from the checkpoint that they resumed from, which anybody may have written.
+    Missing is fine, also if another job deletes it at the same time. A directory of other files
+    stays: callbacks read the names that they delete from the checkpoint that they resumed from,
+    which anybody may have written.
     """
     if is_remote(path):
         folder = RemoteFolder(str(path))
@@ -262,14 +292,20 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         to_delete = beside(local, f".tmp-{new_identifier()}")
         with suppress(FileNotFoundError):
             if not _TEMPORARY.fullmatch(local.name) and _is_foreign(os.listdir(local)):
-                warnings.warn(f"{local} is not deleted: it is a directory with other files, and no checkpoint.", stacklevel=2)
+                warnings.warn(
+                    f"{local} is not deleted: it is a directory with other files, and no "
+                    "checkpoint.",
+                    stacklevel=2,
+                )
                 return
             os.rename(local, to_delete)
         shutil.rmtree(to_delete, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete the temporary directories that killed saves left in ``folder``; none where directories cannot be locked."""
+    """Delete the temporary directories that killed saves left in ``folder``; none where directories
+    cannot be locked.
+    """
     for entry in folder.iterdir():
         if not _TEMPORARY.fullmatch(entry.name):
             continue
@@ -303,12 +339,14 @@ def _files_listed(text: bytes) -> frozenset[str]:
 
 
 def _is_foreign(names: Collection[str]) -> bool:
-    """Whether a directory holds files and none of ours; other programs call a file manifest.json too."""
+    """Whether a directory holds files and none of ours; other programs call a file manifest.json
+    too.
+    """
     return bool(names) and not any(OUR_FILES.fullmatch(name) for name in names)
 
 
 def _other_files(path: object) -> CheckpointError:
     return CheckpointError(
-        f"{path} is a directory with other files, and a checkpoint of that name would mix with them. "
-        "Choose another name or move the directory."
+        f"{path} is a directory with other files, and a checkpoint of that name would mix with "
+        "them. Choose another name or move the directory."
     )

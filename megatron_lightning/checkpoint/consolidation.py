@@ -11,7 +11,12 @@ from typing import IO, Any, Literal
 import torch
 
 from megatron_lightning.checkpoint.manifest import TensorInfo
-from megatron_lightning.checkpoint.naming import FULL_STATE, OWN, join_tensors, number_optimizer_state
+from megatron_lightning.checkpoint.naming import (
+    FULL_STATE,
+    OWN,
+    join_tensors,
+    number_optimizer_state,
+)
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import header_bytes, header_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
@@ -24,39 +29,53 @@ PlainFormat = Literal["lightning", "state_dict", "safetensors"]
 _MODULE = "state_dict."
 
 
-def read_full(path: str | os.PathLike[str], *, weights_only: bool = False, advance: Advance = silent) -> dict[str, Any]:
+def read_full(
+    path: str | os.PathLike[str], *, weights_only: bool = False, advance: Advance = silent
+) -> dict[str, Any]:
     """Read a full checkpoint into the nested dict that Lightning knows.
 
     Args:
         path: A checkpoint directory of any layout.
-        weights_only: Leave out what ``ModelCheckpoint(save_weights_only=True)`` leaves out: optimizers, schedulers, callbacks.
+        weights_only: Leave out what ``ModelCheckpoint(save_weights_only=True)`` leaves out:
+            optimizers, schedulers, callbacks.
         advance: Progress.
 
     Returns:
-        ``state_dict`` of full tensors, ``optimizer_states`` in torch's own form, loops, callbacks and the rest; all on the CPU.
+        ``state_dict`` of full tensors, ``optimizer_states`` in torch's own form, loops, callbacks
+        and the rest; all on the CPU.
     """
     source = open_checkpoint(path)
     left_out = FULL_STATE if weights_only else ()
-    stored = {name: info for name, info in source.tensors().items() if name.partition(".")[0] not in left_out}
+    stored = {
+        name: info
+        for name, info in source.tensors().items()
+        if name.partition(".")[0] not in left_out
+    }
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in stored.items()}
     for name, tensor in tensors.items():
         if tensor.numel():
             source.read([(name, Shard((0,) * tensor.dim(), tensor))])
             advance(tensor.nbytes)
-    checkpoint = join_tensors(tensors, {key: value for key, value in source.state().items() if key not in left_out})
+    checkpoint = join_tensors(
+        tensors, {key: value for key, value in source.state().items() if key not in left_out}
+    )
     for copy, owner in _tied(source).items():  # stored once, under the owner's name
         for values in checkpoint.values():
             if isinstance(values, dict) and isinstance(values.get(owner), torch.Tensor):
                 values.setdefault(copy, values[owner])
     if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [number_optimizer_state(entry) for entry in checkpoint["optimizer_states"]]
+        checkpoint["optimizer_states"] = [
+            number_optimizer_state(entry) for entry in checkpoint["optimizer_states"]
+        ]
     return checkpoint
 
 
 def plain_file(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Return a checkpoint directory as an open file for ``MyModule.load_from_checkpoint``, which reads only files.
+    """Return a checkpoint directory as an open file for ``MyModule.load_from_checkpoint``, which
+    reads only files.
 
-    It holds what :func:`read_full` returns with ``weights_only=True``, in a temporary file on disk until it is closed.
+    It holds what :func:`read_full` returns with ``weights_only=True``, in a temporary file on disk
+    until it is closed.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
     torch.save(read_full(path, weights_only=True), file)
@@ -71,8 +90,8 @@ def consolidate(
     format: PlainFormat = "lightning",
     advance: Advance = silent,
 ) -> None:
-    """Write a checkpoint directory as one plain file with the module's own names; it appears when it is complete. For the
-    arguments see ``commands.consolidate``.
+    """Write a checkpoint directory as one plain file with the module's own names; it appears when
+    it is complete. For the arguments see ``commands.consolidate``.
     """
     if not is_remote(output) and local_path(output).is_dir():
         raise ConfigError(f"{output} is a directory; the output is one file. Name another target.")
@@ -85,14 +104,21 @@ def consolidate(
         _write_safetensors(source, names, output, advance)
     else:
         stored = source.tensors()
-        tensors = {name: read_box(source, key, stored[key].dtype, Box.full(stored[key].shape)) for name, key in names.items()}
+        tensors = {
+            name: read_box(source, key, stored[key].dtype, Box.full(stored[key].shape))
+            for name, key in names.items()
+        }
         advance(sum(tensor.nbytes for tensor in tensors.values()))
         _save(tensors, output)
 
 
 def format_of(output: str | os.PathLike[str]) -> PlainFormat:
     """Return the format of a file name."""
-    by_suffix: Mapping[str, PlainFormat] = {".safetensors": "safetensors", ".pt": "state_dict", ".pth": "state_dict"}
+    by_suffix: Mapping[str, PlainFormat] = {
+        ".safetensors": "safetensors",
+        ".pt": "state_dict",
+        ".pth": "state_dict",
+    }
     return by_suffix.get(Path(output).suffix, "lightning")
 
 
@@ -123,7 +149,10 @@ def _save(value: Mapping[str, Any], output: str | os.PathLike[str]) -> None:
 
 
 def _write_safetensors(
-    source: CheckpointSource, names: Mapping[str, str], output: str | os.PathLike[str], advance: Advance
+    source: CheckpointSource,
+    names: Mapping[str, str],
+    output: str | os.PathLike[str],
+    advance: Advance,
 ) -> None:
     stored = source.tensors()
     # Wide dtypes first keeps every tensor aligned for readers that map the file.
@@ -142,7 +171,9 @@ def _write_safetensors(
                 file.write(chunk)
 
 
-def _bytes(source: CheckpointSource, name: str, info: TensorInfo, advance: Advance) -> Iterator[memoryview]:
+def _bytes(
+    source: CheckpointSource, name: str, info: TensorInfo, advance: Advance
+) -> Iterator[memoryview]:
     for box in slabs(info, PART_BYTES):
         values = read_box(source, name, info.dtype, box)
         advance(values.nbytes)

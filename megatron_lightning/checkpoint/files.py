@@ -21,14 +21,17 @@ def new_identifier() -> str:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a local file that does not exist yet, flush it to the disk and return its size in bytes."""
+    """Write a local file that does not exist yet, flush it to the disk and return its size in
+    bytes.
+    """
     with open(path, "xb", buffering=0) as file:
         begun = 0
         for chunk in chunks:
             rest = memoryview(chunk)
             while rest:
                 rest = rest[file.write(rest) :]
-            if file.tell() - begun >= _AHEAD_BYTES:  # the disk writes while the next chunk is computed
+            # The disk writes while the next chunk is computed.
+            if file.tell() - begun >= _AHEAD_BYTES:
                 _begin_writing(file.fileno(), begun, file.tell() - begun)
                 begun = file.tell()
         os.fsync(file.fileno())
@@ -39,19 +42,25 @@ def _begin_writing(descriptor: int, start: int, length: int) -> None:
     """Start writing bytes of a file to the disk, where the system has a call for that (Linux)."""
     try:
         write = 2  # SYNC_FILE_RANGE_WRITE
-        ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), write)
+        ctypes.CDLL(None).sync_file_range(
+            descriptor, ctypes.c_int64(start), ctypes.c_int64(length), write
+        )
     except (OSError, AttributeError):  # no such call in this C library
         return
 
 
 def beside(path: Path, mark: str) -> Path:
-    """Return a name in the same directory that ends with ``mark``; a name that is too long is truncated."""
+    """Return a name in the same directory that ends with ``mark``; a name that is too long is
+    truncated.
+    """
     start = os.fsencode(path.name)[: _MAX_NAME_BYTES - len(mark)].decode(errors="ignore")
     return path.with_name(start + mark)
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a local directory to the disk, where the file system can, so that a rename survives power loss."""
+    """Flush the names in a local directory to the disk, where the file system can, so that a rename
+    survives power loss.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +82,9 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def make_locked(directory: Path) -> int:
-    """Make a directory and return the descriptor that locks it; again, if another job deleted it before it was locked."""
+    """Make a directory and return the descriptor that locks it; again, if another job deleted it
+    before it was locked.
+    """
     while True:
         directory.mkdir()
         try:

@@ -18,7 +18,8 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
 
     Args:
         path: A checkpoint directory or a plain ``.ckpt`` file.
-        tensors: List every tensor whose global name fits this pattern (``"*"`` for all); None: totals only.
+        tensors: List every tensor whose global name fits this pattern (``"*"`` for all); None:
+            totals only.
     """
     source = open_checkpoint(path)
     stored = source.tensors()
@@ -28,7 +29,12 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
     lines += ["", "state: " + (", ".join(sorted(source.state())) or "nothing")]
     if tensors is not None:
         rows = [
-            [name, "x".join(map(str, entry.shape)) or "scalar", _dtype(entry), str(len(entry.shards) or 1)]
+            [
+                name,
+                "x".join(map(str, entry.shape)) or "scalar",
+                _dtype(entry),
+                str(len(entry.shards) or 1),
+            ]
             for name, entry in stored.items()
             if fnmatchcase(name, tensors)
         ]
@@ -57,7 +63,11 @@ def _facts(source: CheckpointSource) -> Iterator[tuple[str, Any]]:
         yield from source.manifest.info.items()
     else:
         state = source.state()
-        yield from ((key, state[key]) for key in ("epoch", "global_step", "pytorch-lightning_version") if key in state)
+        yield from (
+            (key, state[key])
+            for key in ("epoch", "global_step", "pytorch-lightning_version")
+            if key in state
+        )
 
 
 def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
@@ -68,7 +78,9 @@ def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
         if key == "optimizer_states":
             key = f"{key}.{rest.partition('.')[0]}: {name.rpartition('.')[2]}"
         groups.setdefault(key, []).append(entry)
-    return [_row(name, entries) for name, entries in groups.items()] + [_row("all", list(stored.values()))]
+    return [_row(name, entries) for name, entries in groups.items()] + [
+        _row("all", list(stored.values()))
+    ]
 
 
 def _row(name: str, entries: Sequence[TensorInfo]) -> list[str]:
@@ -90,4 +102,7 @@ def _short(value: Any) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]

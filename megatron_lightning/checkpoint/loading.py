@@ -1,7 +1,8 @@
 """Fill the tensors of all ranks from a checkpoint of any layout.
 
-A rank reads the byte ranges of its own shards, straight into its tensors. Ranks that hold the same shards (data-parallel
-replicas) each read a part and broadcast it to the others: the storage is read once, however many there are.
+A rank reads the byte ranges of its own shards, straight into its tensors. Ranks that hold the same
+shards (data-parallel replicas) each read a part and broadcast it to the others: the storage is read
+once, however many there are.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def load_sharded(
     strict: bool = True,
     group: AxisGroup = ALONE,
 ) -> LoadReport:
-    """Fill existing tensors from a checkpoint; all ranks of ``group`` call this. Nothing is changed if a name does not fit.
+    """Fill existing tensors from a checkpoint; all ranks of ``group`` call this. Nothing is changed
+    if a name does not fit.
 
     Args:
         source: The opened checkpoint (see ``open_checkpoint``).
-        tensors: The shards of this rank, whatever their ``writes``. Floating dtypes are converted to the shards' dtype.
-        prefix: Only the checkpoint's tensors whose names begin with this are expected (``"state_dict."``).
+        tensors: The shards of this rank, whatever their ``writes``. Floating dtypes are converted
+            to the shards' dtype.
+        prefix: Only the checkpoint's tensors whose names begin with this are expected
+            (``"state_dict."``).
         strict: Whether missing and unexpected names are errors.
         group: The ranks that load together.
     """
@@ -56,7 +60,9 @@ def load_sharded(
     missing = sorted({name for reply in replies for name in reply.missing})
     misfits = sorted({text for reply in replies for text in reply.misfits})
     asked = reduce(or_, (reply.asked for reply in replies))
-    unexpected = [name for i, name in enumerate(stored) if name.startswith(prefix) and not asked >> i & 1]
+    unexpected = [
+        name for i, name in enumerate(stored) if name.startswith(prefix) and not asked >> i & 1
+    ]
     report = LoadReport(tuple(missing), tuple(unexpected))
     _refuse_misfits(misfits, report, strict, prefix)
     together(group, "loading the checkpoint", lambda: source.read(_own_reads(request.wanted)))
@@ -86,8 +92,12 @@ def _request(tensors: Iterable[TensorShards], stored: Mapping[str, TensorInfo]) 
 
 def _misfit(shards: TensorShards, stored: TensorInfo) -> str | None:
     if shards.global_shape != stored.shape:
-        return f"{shards.name}: {stored.shape} in the checkpoint, {shards.global_shape} in the model"
-    if shards.dtype != stored.dtype and not (shards.dtype.is_floating_point and stored.dtype.is_floating_point):
+        return (
+            f"{shards.name}: {stored.shape} in the checkpoint, {shards.global_shape} in the model"
+        )
+    if shards.dtype != stored.dtype and not (
+        shards.dtype.is_floating_point and stored.dtype.is_floating_point
+    ):
         return f"{shards.name}: {stored.dtype} in the checkpoint, {shards.dtype} in the model"
     return None
 
@@ -99,11 +109,17 @@ def _own_reads(wanted: Sequence[TensorShards]) -> Iterator[tuple[str, Shard]]:
                 yield tensor.name, shard
             elif shard.data.numel():
                 parts = divide_shard(tensor.name, shard, tensor.replicas.size)
-                yield from ((tensor.name, part) for replica, part in parts if replica == tensor.replicas.rank)
+                yield from (
+                    (tensor.name, part)
+                    for replica, part in parts
+                    if replica == tensor.replicas.rank
+                )
 
 
 def _is_divided(tensor: TensorShards, shard: Shard) -> bool:
-    """Whether replicas each read a part; small shards are read by all, which is faster than communicating."""
+    """Whether replicas each read a part; small shards are read by all, which is faster than
+    communicating.
+    """
     return tensor.replicas.process_group is not None and shard.data.nbytes > MIN_DIVIDED_BYTES
 
 
@@ -130,10 +146,15 @@ def _refuse_misfits(misfits: Sequence[str], report: LoadReport, strict: bool, pr
     texts = [f"{len(names)} tensors {what}:\n{_listed(names)}" for what, names in problems if names]
     if texts:
         hint = "" if misfits else " strict=False loads the others."
-        if prefix.startswith("optimizer_states."):  # an error: an optimizer's state is never reset silently
+        # An error: an optimizer's state is never reset silently.
+        if prefix.startswith("optimizer_states."):
             hint = " To resume with other parameters, load the weights alone."
-        raise CheckpointError("\n".join(texts) + f"\nLoad it into the model it was saved from.{hint}")
+        raise CheckpointError(
+            "\n".join(texts) + f"\nLoad it into the model it was saved from.{hint}"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
-    return "\n".join(f"  {name}" for name in names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
+    return "\n".join(f"  {name}" for name in names[:20]) + (
+        f"\n  and {len(names) - 20} more" if len(names) > 20 else ""
+    )

@@ -1,14 +1,17 @@
-"""Copies of a run's state on each node's own disk, and on a neighbor's: recovery without the shared file system.
+"""Copies of a run's state on each node's own disk, and on a neighbor's: recovery without the shared
+file system.
 
-Every rank writes all its shards as an ordinary checkpoint of its own, its *part* of the copy, and sends it to the rank at its
-position on the next node, which keeps it too. A run that resumes under the same layout takes the newest copy of which each
-rank's part is on some node: on its own disk, or on the neighbor's if a node was replaced. A run of another layout takes the
-newest copy that is complete on every node (possible with one or two nodes), from whose parts each rank reads its boxes.
+Every rank writes all its shards as an ordinary checkpoint of its own, its *part* of the copy, and
+sends it to the rank at its position on the next node, which keeps it too. A run that resumes under
+the same layout takes the newest copy of which each rank's part is on some node: on its own disk, or
+on the neighbor's if a node was replaced. A run of another layout takes the newest copy that is
+complete on every node (possible with one or two nodes), from whose parts each rank reads its boxes.
 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
-A small file on the shared file system, the *pointer*, records where the copies are and which are the run's, so that all ranks
-know of them, whatever their own disks hold. The idea follows NVIDIA Resiliency Extension's local checkpointing.
+A small file on the shared file system, the *pointer*, records where the copies are and which are
+the run's, so that all ranks know of them, whatever their own disks hold. The idea follows NVIDIA
+Resiliency Extension's local checkpointing.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class Pointer:
     step: int
     """Step of the newest copy when the file was written."""
     layout: Mapping[str, Any]
-    """Values that determine the shards of a rank: sizes of the parallel axes, and the kind of data parallelism."""
+    """Values that determine the shards of a rank: sizes of the parallel axes, and the kind of data
+    parallelism."""
     copies: Sequence[str] = ()
     """Names of the run's copies, the newest first; the folder may hold others, of another run."""
 
@@ -74,13 +78,17 @@ class Pointer:
         with suppress(CheckpointError):  # a damaged one is replaced
             before = Pointer.read(path)
             known = before.copies if before is not None else ()
-        copies = [newest, *(name for name in known if _step_of(name) < _step_of(newest))][:_NUM_KEPT]
+        copies = [newest, *(name for name in known if _step_of(name) < _step_of(newest))][
+            :_NUM_KEPT
+        ]
         with completed_file(path) as file:
             file.write(json.dumps({"format": _FORMAT, **asdict(self), "copies": copies}).encode())
 
     @classmethod
     def read(cls, path: str) -> Pointer | None:
-        """Return a pointer file's content; None for any other file, for a directory and for nothing."""
+        """Return a pointer file's content; None for any other file, for a directory and for
+        nothing.
+        """
         file = Path(path)
         if not file.is_file() or file.stat().st_size > 1 << 16:
             return None
@@ -90,10 +98,24 @@ class Pointer:
             return None
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             return None
-        kinds = {"folder": str, "ranks_per_node": int, "num_ranks": int, "step": int, "layout": dict, "copies": list}
-        fits = content.keys() == kinds.keys() and all(isinstance(content[key], kind) for key, kind in kinds.items())
-        if not fits or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in content["copies"]):
-            raise CheckpointError(f"{path} is a pointer to local copies and is damaged. Delete it and resume from another.")
+        kinds = {
+            "folder": str,
+            "ranks_per_node": int,
+            "num_ranks": int,
+            "step": int,
+            "layout": dict,
+            "copies": list,
+        }
+        fits = content.keys() == kinds.keys() and all(
+            isinstance(content[key], kind) for key, kind in kinds.items()
+        )
+        if not fits or not all(
+            isinstance(name, str) and _NAME.fullmatch(name) for name in content["copies"]
+        ):
+            raise CheckpointError(
+                f"{path} is a pointer to local copies and is damaged. Delete it and resume from "
+                "another."
+            )
         return cls(**content)
 
 
@@ -111,33 +133,46 @@ class LocalCopies:
         self._ranks_per_node = ranks_per_node
         self._folder = Path(folder.replace(NODE, str(group.rank // ranks_per_node)))
 
-    def take_snapshot(self, step: int, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> Snapshot:
-        """Collect this rank's part of the copy of a step: all its shards, and on the first rank the rest of the state."""
+    def take_snapshot(
+        self, step: int, tensors: Iterable[TensorShards], state: Mapping[str, Any]
+    ) -> Snapshot:
+        """Collect this rank's part of the copy of a step: all its shards, and on the first rank the
+        rest of the state.
+        """
         name = f"step-{step:012d}-{on_first_rank(self._group, new_identifier)}"
         part = self._part(name, self._group.rank)
         mine = state if self._group.rank == 0 else {}
-        return together(self._group, "collecting a local copy", lambda: _part_snapshot(part, tensors, mine))
+        return together(
+            self._group, "collecting a local copy", lambda: _part_snapshot(part, tensors, mine)
+        )
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's part of a copy and send it to the next node; if a rank fails, older copies are intact."""
+        """Write this rank's part of a copy and send it to the next node; if a rank fails, older
+        copies are intact.
+        """
         name = Path(snapshot.path).parent.name
         together(self._group, "writing a local copy", lambda: write_snapshot(snapshot))
         self._replicate(name)
         together(self._group, "deleting old local copies", lambda: self._delete_old(name))
 
-    def open(self, names: Sequence[str], num_ranks: int, *, same_layout: bool) -> CheckpointSource | None:
+    def open(
+        self, names: Sequence[str], num_ranks: int, *, same_layout: bool
+    ) -> CheckpointSource | None:
         """Return the newest copy of which every part is where it is needed; None if there is none.
 
         Args:
             names: The copies that the pointer names, the newest first.
             num_ranks: Ranks of the run that wrote the copies.
-            same_layout: Whether each rank of this run needs exactly what the rank of its number wrote.
+            same_layout: Whether each rank of this run needs exactly what the rank of its number
+                wrote.
         """
         group, wanted = self._group, set(range(num_ranks))
         held = group.all_gather_object(self._held())
         places = [set().union(*held)] if same_layout else held
         complete = [
-            name for name in names if all({rank for found, rank in parts if found == name} >= wanted for parts in places)
+            name
+            for name in names
+            if all({rank for found, rank in parts if found == name} >= wanted for parts in places)
         ]
         if not complete:
             return None
@@ -145,7 +180,11 @@ class LocalCopies:
         if same_layout:
             self._fetch(name, [{rank for n, rank in parts if n == name} for parts in held])
         first = range(group.rank, num_ranks, group.size)
-        opened = together(group, "opening a local copy", lambda: [_open_part(self._part(name, rank)) for rank in first])
+        opened = together(
+            group,
+            "opening a local copy",
+            lambda: [_open_part(self._part(name, rank)) for rank in first],
+        )
         shapes: dict[str, TensorInfo] = {}
         for described in group.all_gather_object([part.tensors for part in opened]):
             for tensors in described:
@@ -162,7 +201,11 @@ class LocalCopies:
         found = set()
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             if _NAME.fullmatch(folder.name):
-                parts = [part for part in folder.iterdir() if re.fullmatch(r"rank-\d{5}", part.name) and is_committed(part)]
+                parts = [
+                    part
+                    for part in folder.iterdir()
+                    if re.fullmatch(r"rank-\d{5}", part.name) and is_committed(part)
+                ]
                 found |= {(folder.name, int(part.name[5:])) for part in parts}
         return found
 
@@ -175,10 +218,14 @@ class LocalCopies:
         send = partial(self._send, self._part(name, group.rank), to)
         receive = partial(self._receive, self._part(name, source), source)
         is_even = group.rank // step % 2 == 0  # even nodes send first, odd ones receive first
-        self._run_transfers([send, receive] if is_even else [receive, send], "sending a local copy to the next node")
+        self._run_transfers(
+            [send, receive] if is_even else [receive, send], "sending a local copy to the next node"
+        )
 
     def _fetch(self, name: str, held: Sequence[set[int]]) -> None:
-        """Send each part to its rank's node and to the next one, if it is not there: a new node gets what the old one had."""
+        """Send each part to its rank's node and to the next one, if it is not there: a new node
+        gets what the old one had.
+        """
         transfers = []
         for rank in range(self._group.size):
             holder = next(holder for holder, parts in enumerate(held) if rank in parts)
@@ -210,7 +257,9 @@ class LocalCopies:
         return rank if alone else (rank + self._ranks_per_node) % self._group.size
 
     def _send(self, part: Path, rank: int) -> None:
-        """Send the files of a part; if they cannot be read, the reason, which the receiver raises."""
+        """Send the files of a part; if they cannot be read, the reason, which the receiver
+        raises.
+        """
         failure = ""
         try:
             for name in sorted(os.listdir(part)):
@@ -242,7 +291,9 @@ class LocalCopies:
         """Yield (file name, next bytes of it) as another rank sends them."""
         received: list[Any] = [None]
         while True:
-            dist.recv_object_list(received, self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
+            dist.recv_object_list(
+                received, self._group.ranks[rank], self._group.process_group, torch.device("cpu")
+            )
             if not isinstance(received[0], tuple):
                 break
             yield received[0]
@@ -250,12 +301,16 @@ class LocalCopies:
             raise CheckpointError(received[0])
 
     def _send_object(self, value: Any, rank: int) -> None:
-        dist.send_object_list([value], self._group.ranks[rank], self._group.process_group, torch.device("cpu"))
+        dist.send_object_list(
+            [value], self._group.ranks[rank], self._group.process_group, torch.device("cpu")
+        )
 
     def _delete_old(self, newest: str) -> None:
         """Keep the copy just written and earlier ones; later steps are of an abandoned run."""
         if self._group.rank % self._ranks_per_node == 0:
-            names = {folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)}
+            names = {
+                folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)
+            }
             before = sorted(name for name in names if _step_of(name) < _step_of(newest))
             for name in names - {newest, *before[1 - _NUM_KEPT :]}:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
@@ -277,7 +332,9 @@ class _RankCopy(NamedTuple):
     """The rest of the state; of the first rank only."""
 
 
-def _part_snapshot(path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]) -> Snapshot:
+def _part_snapshot(
+    path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]
+) -> Snapshot:
     held: list[TensorShards] = []
     boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
     shapes: dict[str, tuple[Shape, str]] = {}
@@ -294,16 +351,28 @@ def _open_part(path: Path) -> _RankCopy:
     source = open_checkpoint(path)
     content = source.state()
     check_structure(content["state"], str(path))
-    boxes = {name: [(stored, Box(tuple(o), tuple(n))) for stored, o, n in found] for name, found in content["boxes"].items()}
-    shapes = {name: TensorInfo(tuple(shape), dtype_of(dtype)) for name, (shape, dtype) in content["tensors"].items()}
+    boxes = {
+        name: [(stored, Box(tuple(o), tuple(n))) for stored, o, n in found]
+        for name, found in content["boxes"].items()
+    }
+    shapes = {
+        name: TensorInfo(tuple(shape), dtype_of(dtype))
+        for name, (shape, dtype) in content["tensors"].items()
+    }
     return _RankCopy(source, boxes, shapes, content["state"])
 
 
 class _PartsSource:
-    """The parts of a copy on this node as one checkpoint; further parts are opened when a shard needs them."""
+    """The parts of a copy on this node as one checkpoint; further parts are opened when a shard
+    needs them.
+    """
 
     def __init__(
-        self, opened: Sequence[_RankCopy], others: Iterable[Path], tensors: Mapping[str, TensorInfo], state: dict[str, Any]
+        self,
+        opened: Sequence[_RankCopy],
+        others: Iterable[Path],
+        tensors: Mapping[str, TensorInfo],
+        state: dict[str, Any],
     ) -> None:
         self._opened = list(opened)
         self._others = [path for path in others if is_committed(path)]
@@ -325,7 +394,9 @@ class _PartsSource:
             self._opened[number].source.read(reads)
 
     def _found(self, name: str, shard: Shard) -> Iterator[tuple[int, tuple[str, Shard]]]:
-        """Yield (number of a part, what to read from it) until every element of the shard is covered."""
+        """Yield (number of a part, what to read from it) until every element of the shard is
+        covered.
+        """
         rest, seen = shard.data.numel(), set()
         for number, part in enumerate(self._parts()):
             if not rest:

@@ -1,19 +1,22 @@
-"""The manifest of a checkpoint: every tensor's name, shape and dtype, and which bytes of which file hold which box.
+"""The manifest of a checkpoint: every tensor's name, shape and dtype, and which bytes of which file
+hold which box.
 
 ``manifest.json`` is one JSON object::
 
     {"format": "megatron_lightning", "version": 1, "block_bytes": 1048576,
-     "files":   {"tensors.5f….00000.000.safetensors": 4096, …},     size of every file of the checkpoint, in bytes
+     "files":   {"tensors.5f….00000.000.safetensors": 4096, …},     size of each file in bytes
      "state":   {"file": "state.5f….pt", "checksum": 123},
      "tensors": {"state_dict.layer.weight": {"shape": [8, 16], "dtype": "float32", "shards":
-                    [[file index, first byte, [global offset], [shape], [checksum of each block]], …]}, …},
-     "info":    {…},                                                layout, versions, hyper-parameters, for display
+                    [[file index, first byte, [global offset], [shape], [checksum of each block]],
+                    …]}, …},
+     "info":    {…},                   for display: layout, versions, hyper-parameters
      "checksum": 456}
 
-A shard is stored row-major and little-endian; the shards of a tensor tile it exactly once. Its bytes are checksummed (CRC-32)
-in blocks of ``block_bytes``, so that a part of it can be read and verified. The text is dumped with separators "," and ":"; its
-last entry is the CRC-32 of the text without that entry. The content is not trusted: names, ranges and tiling are checked before
-any file is opened.
+A shard is stored row-major and little-endian; the shards of a tensor tile it exactly once. Its
+bytes are checksummed (CRC-32) in blocks of ``block_bytes``, so that a part of it can be read and
+verified. The text is dumped with separators "," and ":"; its last entry is the CRC-32 of the text
+without that entry. The content is not trusted: names, ranges and tiling are checked before any file
+is opened.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ _CHECKSUM = ',"checksum":'
 
 # torch dtype name -> code in the header of a safetensors file
 DTYPE_CODES: Mapping[str, str] = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
@@ -51,14 +55,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the manifest's name of a dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_CODES:
-        raise CheckpointError(f"dtype {name} cannot be stored in a checkpoint; it holds {', '.join(DTYPE_CODES)}.")
+        raise CheckpointError(
+            f"dtype {name} cannot be stored in a checkpoint; it holds {', '.join(DTYPE_CODES)}."
+        )
     return name
 
 
 def dtype_of(name: object) -> torch.dtype:
     """Return the dtype of a manifest's name."""
     if name not in DTYPE_CODES:
-        raise CheckpointError(f"the checkpoint names an unknown dtype {name!r}. Resume from another checkpoint.")
+        raise CheckpointError(
+            f"the checkpoint names an unknown dtype {name!r}. Resume from another checkpoint."
+        )
     dtype: torch.dtype = getattr(torch, str(name))
     return dtype
 
@@ -79,7 +87,9 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Description of one tensor of a checkpoint; where it is stored does not count in comparisons."""
+    """Description of one tensor of a checkpoint; where it is stored does not count in
+    comparisons.
+    """
 
     shape: Shape
     """Global shape."""
@@ -114,8 +124,13 @@ class Manifest:
 
     def __post_init__(self) -> None:
         for name in self.files:
-            _check(_is_plain_name(name), f"file name {name!r} leads out of the checkpoint's directory")
-        _check(self.state_file in self.files, f"the state file {self.state_file!r} is not among the files")
+            _check(
+                _is_plain_name(name), f"file name {name!r} leads out of the checkpoint's directory"
+            )
+        _check(
+            self.state_file in self.files,
+            f"the state file {self.state_file!r} is not among the files",
+        )
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name, entry in self.tensors.items():
             check_tiling(name, entry.shape, [shard.box for shard in entry.shards])
@@ -123,10 +138,16 @@ class Manifest:
                 num_bytes = entry.num_bytes(shard.box.shape)
                 ranges.setdefault(shard.file, []).append((shard.start, shard.start + num_bytes))
                 _check(
-                    shard.file in self.files and shard.start >= 0 and shard.start + num_bytes <= self.files[shard.file],
-                    f"{name}: bytes {shard.start} to {shard.start + num_bytes} are not inside {shard.file!r}",
+                    shard.file in self.files
+                    and shard.start >= 0
+                    and shard.start + num_bytes <= self.files[shard.file],
+                    f"{name}: bytes {shard.start} to {shard.start + num_bytes} are not inside "
+                    f"{shard.file!r}",
                 )
-                _check(len(shard.checksums) == -(-num_bytes // BLOCK_BYTES), f"{name}: wrong number of checksums")
+                _check(
+                    len(shard.checksums) == -(-num_bytes // BLOCK_BYTES),
+                    f"{name}: wrong number of checksums",
+                )
         for file, parts in ranges.items():
             parts.sort()
             for (_, end), (start, _) in pairwise(parts):
@@ -145,7 +166,10 @@ class Manifest:
                 name: {
                     "shape": entry.shape,
                     "dtype": dtype_name(entry.dtype),
-                    "shards": [[index[s.file], s.start, s.box.offset, s.box.shape, s.checksums] for s in entry.shards],
+                    "shards": [
+                        [index[s.file], s.start, s.box.offset, s.box.shape, s.checksums]
+                        for s in entry.shards
+                    ],
                 }
                 for name, entry in self.tensors.items()
             },
@@ -165,17 +189,25 @@ class Manifest:
         try:
             body = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"manifest.json is damaged ({error}). Resume from another checkpoint.") from error
-        _check(isinstance(body, dict) and body.get("format") == FORMAT, f"it is not a {FORMAT} manifest")
+            raise CheckpointError(
+                f"manifest.json is damaged ({error}). Resume from another checkpoint."
+            ) from error
+        _check(
+            isinstance(body, dict) and body.get("format") == FORMAT,
+            f"it is not a {FORMAT} manifest",
+        )
         _check(
             body.get("version") == VERSION and body.get("block_bytes") == BLOCK_BYTES,
-            f"it has version {body.get('version')!r}, and this release reads {VERSION}; install the release that wrote it",
+            f"it has version {body.get('version')!r}, and this release reads {VERSION}; install "
+            "the release that wrote it",
         )
         _check(body.get("checksum") == _checksum(text), "its checksum does not match its content")
         try:
             return cls._of_body(body)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"manifest.json is malformed ({error!r}). Resume from another checkpoint.") from error
+            raise CheckpointError(
+                f"manifest.json is malformed ({error!r}). Resume from another checkpoint."
+            ) from error
 
     @classmethod
     def _of_body(cls, body: dict[str, Any]) -> Manifest:
@@ -184,44 +216,71 @@ class Manifest:
         tensors = {}
         for name, entry in body["tensors"].items():
             shards = tuple(
-                StoredShard(names[_count(file)], _count(start), Box(_counts(offset), _counts(shape)), _counts(checksums))
+                StoredShard(
+                    names[_count(file)],
+                    _count(start),
+                    Box(_counts(offset), _counts(shape)),
+                    _counts(checksums),
+                )
                 for file, start, offset, shape, checksums in entry["shards"]
             )
             tensors[name] = TensorInfo(_counts(entry["shape"]), dtype_of(entry["dtype"]), shards)
         state, info = body["state"], body["info"]
         _check(isinstance(info, dict), "info is not an object")
-        return cls(tensors=tensors, files=files, state_file=state["file"], state_checksum=state["checksum"], info=info)
+        return cls(
+            tensors=tensors,
+            files=files,
+            state_file=state["file"],
+            state_checksum=state["checksum"],
+            info=info,
+        )
 
 
 def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """Check that boxes cover every element of a tensor exactly once.
 
-    A sum of boxes equals one box if and only if their signed corners do (the mixed difference of an indicator function
-    determines it), which takes one pass over the boxes instead of comparing them in pairs.
+    A sum of boxes equals one box if and only if their signed corners do (the mixed difference of an
+    indicator function determines it), which takes one pass over the boxes instead of comparing them
+    in pairs.
     """
-    _check(len(shape) <= _MAX_DIMS, f"{name}: {len(shape)} dims are more than the {_MAX_DIMS} that a checkpoint holds")
-    _check(prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS, f"{name}: shape {shape} is larger than any tensor")
+    _check(
+        len(shape) <= _MAX_DIMS,
+        f"{name}: {len(shape)} dims are more than the {_MAX_DIMS} that a checkpoint holds",
+    )
+    _check(
+        prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS,
+        f"{name}: shape {shape} is larger than any tensor",
+    )
     corners: Counter[Shape] = Counter()
     for box in boxes:
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             n > 0 and o + n <= full for o, n, full in zip(box.offset, box.shape, shape, strict=True)
         )
-        _check(inside, f"{name}: a shard of shape {box.shape} at {box.offset} is not inside shape {shape}")
+        _check(
+            inside,
+            f"{name}: a shard of shape {box.shape} at {box.offset} is not inside shape {shape}",
+        )
     covered = sum(prod(box.shape) for box in boxes)
     if covered == prod(shape):  # a hostile manifest may have many corners
         split = [dim for dim, n in enumerate(shape) if any(box.shape[dim] != n for box in boxes)]
         _check(
-            len(boxes) << len(split) <= _MAX_CORNERS, f"{name}: {len(boxes)} shards, split in {len(split)} dims, are too many"
+            len(boxes) << len(split) <= _MAX_CORNERS,
+            f"{name}: {len(boxes)} shards, split in {len(split)} dims, are too many",
         )
         for box in boxes:
-            for sign, corner in _corners([box.offset[dim] for dim in split], [box.shape[dim] for dim in split]):
+            for sign, corner in _corners(
+                [box.offset[dim] for dim in split], [box.shape[dim] for dim in split]
+            ):
                 corners[corner] += sign
-        for sign, corner in _corners([0] * len(split), [shape[dim] for dim in split]) if covered else ():
+        for sign, corner in (
+            _corners([0] * len(split), [shape[dim] for dim in split]) if covered else ()
+        ):
             corners[corner] -= sign
     if covered != prod(shape) or any(corners.values()):
         raise CheckpointError(
-            f"{name}: its {len(boxes)} shards hold {covered} elements and do not cover the {prod(shape)} elements of shape "
-            f"{shape} exactly once. Every element needs exactly one rank that writes it."
+            f"{name}: its {len(boxes)} shards hold {covered} elements and do not cover the "
+            f"{prod(shape)} elements of shape {shape} exactly once. Every element needs exactly "
+            "one rank that writes it."
         )
 
 
@@ -241,14 +300,18 @@ def _is_plain_name(name: str) -> bool:
 
 def _check(condition: bool, problem: str) -> None:
     if not condition:
-        raise CheckpointError(f"the checkpoint's manifest cannot be used: {problem}. Resume from another checkpoint.")
+        raise CheckpointError(
+            f"the checkpoint's manifest cannot be used: {problem}. Resume from another checkpoint."
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object; two readers might see different values of a repeated name."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError(f"{max(result, key=[name for name, _ in pairs].count)!r} occurs in one object twice")
+        raise ValueError(
+            f"{max(result, key=[name for name, _ in pairs].count)!r} occurs in one object twice"
+        )
     return result
 
 
@@ -260,7 +323,8 @@ def _count(value: object) -> int:
 
 def _counts(values: Sequence[object]) -> Shape:
     counts: Any = tuple(values)
-    if not set(map(type, counts)) <= {int} or (counts and min(counts) < 0):  # a checkpoint has millions of checksums
+    # A checkpoint has millions of checksums.
+    if not set(map(type, counts)) <= {int} or (counts and min(counts) < 0):
         raise ValueError(f"{counts!r} are not counts")
     return counts  # type: ignore[no-any-return]
 

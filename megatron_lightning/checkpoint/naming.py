@@ -2,10 +2,11 @@
 
     state_dict[fqn]                              state_dict.<fqn>
     optimizer_states[i]["state"][fqn][key]       optimizer_states.<i>.state.<fqn>.<key>
-    <key>[name], every value a tensor            <key>.<name>            (weight averaging's copies, say)
+    <key>[name], every value a tensor            <key>.<name>   (copies of weight averaging, say)
 
-*fqn* is a parameter's name in the full model. Optimizer states exist in two forms: *named* (by fqn, in a
-sharded checkpoint) and *numbered* (torch's own, by position in the concatenated parameter groups, in a plain one).
+*fqn* is a parameter's name in the full model. Optimizer states exist in two forms: *named* (by fqn,
+in a sharded checkpoint) and *numbered* (torch's own, by position in the concatenated parameter
+groups, in a plain one).
 """
 
 from __future__ import annotations
@@ -18,24 +19,44 @@ from torch import Tensor
 from megatron_lightning.errors import CheckpointError
 
 OWN = "megatron_lightning"
-"""Key of this package's entries in a Lightning checkpoint; ``tied`` there maps copies of parameters to their owners."""
+"""Key of this package's entries in a Lightning checkpoint; ``tied`` there maps copies of parameters
+to their owners."""
 
-FULL_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "MegatronMixedPrecision")
+FULL_STATE = (
+    "optimizer_states",
+    "lr_schedulers",
+    "callbacks",
+    "MixedPrecision",
+    "MegatronMixedPrecision",
+)
 """Keys of a Lightning checkpoint that a save of weights alone leaves out."""
 
 _OPTIMIZERS = "optimizer_states"
 
 
 def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a checkpoint with named optimizer states into (global name -> tensor, everything else)."""
+    """Split a checkpoint with named optimizer states into (global name -> tensor, everything
+    else).
+    """
     tensors: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
     for key, value in checkpoint.items():
         if key == _OPTIMIZERS:
-            state[key] = [_split_optimizer(entry, f"{key}.{i}.state.", tensors) for i, entry in enumerate(value)]
+            state[key] = [
+                _split_optimizer(entry, f"{key}.{i}.state.", tensors)
+                for i, entry in enumerate(value)
+            ]
         elif isinstance(value, Mapping) and holds_tensors(key, value):
-            tensors.update({f"{key}.{name}": tensor for name, tensor in value.items() if isinstance(tensor, Tensor)})
-            state[key] = {name: other for name, other in value.items() if not isinstance(other, Tensor)}
+            tensors.update(
+                {
+                    f"{key}.{name}": tensor
+                    for name, tensor in value.items()
+                    if isinstance(tensor, Tensor)
+                }
+            )
+            state[key] = {
+                name: other for name, other in value.items() if not isinstance(other, Tensor)
+            }
         else:
             state[key] = value
     return tensors, state
@@ -43,10 +64,15 @@ def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
 
 def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
     """Undo :func:`split_tensors`."""
-    checkpoint = {key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()}
+    checkpoint = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()
+    }
     if _OPTIMIZERS in state:
         checkpoint[_OPTIMIZERS] = [
-            {**entry, "state": {fqn: dict(values) for fqn, values in entry.get("state", {}).items()}}
+            {
+                **entry,
+                "state": {fqn: dict(values) for fqn, values in entry.get("state", {}).items()},
+            }
             for entry in state[_OPTIMIZERS]
         ]
     for name, tensor in tensors.items():
@@ -55,7 +81,10 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
             index, _, path = rest.partition(".state.")
             fqn, _, entry = path.rpartition(".")
             if not index.isdecimal() or int(index) >= len(checkpoint.get(key, ())):
-                raise CheckpointError(f"{name} is in the checkpoint, whose state has no optimizer {index}. It is incomplete.")
+                raise CheckpointError(
+                    f"{name} is in the checkpoint, whose state has no optimizer {index}. It is "
+                    "incomplete."
+                )
             checkpoint[key][int(index)]["state"].setdefault(fqn, {})[entry] = tensor
         else:
             checkpoint.setdefault(key, {})[rest] = tensor
@@ -68,18 +97,23 @@ def name_optimizer_state(numbered: Mapping[str, Any], names: Sequence[str]) -> d
     count = len(numbers)
     if not {*numbers, *numbered["state"]} <= {*range(count)} or len({*numbers}) < count:
         raise CheckpointError(
-            f"the checkpoint's optimizer does not number its {count} parameters from 0, as torch.optim does; another strategy "
-            "saved it. Save it again under one device, or load the weights alone."
+            f"the checkpoint's optimizer does not number its {count} parameters from 0, as "
+            "torch.optim does; another strategy saved it. Save it again under one device, or load "
+            "the weights alone."
         )
     if count != len(names):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {count} parameters, and this model's optimizer has {len(names)}. Resume with the "
-            "model and parameter groups that it was saved with, or load the weights alone."
+            f"the checkpoint's optimizer has {count} parameters, and this model's optimizer has "
+            f"{len(names)}. Resume with the model and parameter groups that it was saved with, or "
+            "load the weights alone."
         )
     return {
         **numbered,
         "state": {names[index]: values for index, values in numbered["state"].items()},
-        "param_groups": [{**g, "params": [names[index] for index in g["params"]]} for g in numbered["param_groups"]],
+        "param_groups": [
+            {**g, "params": [names[index] for index in g["params"]]}
+            for g in numbered["param_groups"]
+        ],
     }
 
 
@@ -90,20 +124,36 @@ def number_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **named,
         "state": {numbers[fqn]: named["state"][fqn] for fqn in order if fqn in named["state"]},
-        "param_groups": [{**g, "params": [numbers[fqn] for fqn in g["params"]]} for g in named["param_groups"]],
+        "param_groups": [
+            {**g, "params": [numbers[fqn] for fqn in g["params"]]} for g in named["param_groups"]
+        ],
     }
 
 
-def _split_optimizer(entry: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _split_optimizer(
+    entry: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
     rest: dict[str, dict[str, Any]] = {}
     for fqn, values in entry.get("state", {}).items():
-        tensors.update({f"{prefix}{fqn}.{key}": value for key, value in values.items() if isinstance(value, Tensor)})
+        tensors.update(
+            {
+                f"{prefix}{fqn}.{key}": value
+                for key, value in values.items()
+                if isinstance(value, Tensor)
+            }
+        )
         rest[fqn] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
     return {**entry, "state": {fqn: values for fqn, values in rest.items() if values}}
 
 
 def holds_tensors(key: str, value: Mapping[Any, Any]) -> bool:
-    """Return whether the entry ``key`` of a checkpoint is a dict of tensors by name, as in the table at the top."""
+    """Return whether the entry ``key`` of a checkpoint is a dict of tensors by name, as in the
+    table at the top.
+    """
     if key == "state_dict":
         return True
-    return "." not in key and bool(value) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+    return (
+        "." not in key
+        and bool(value)
+        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+    )

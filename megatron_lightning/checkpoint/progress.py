@@ -18,5 +18,7 @@ def silent(num_bytes: int) -> None:
 @contextmanager
 def progress_bar(title: str, total_bytes: int) -> Iterator[Advance]:
     """Show a bar of ``total_bytes`` on stderr while the block runs."""
-    with tqdm(desc=title, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+    with tqdm(
+        desc=title, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, leave=False
+    ) as bar:
         yield bar.update

@@ -1,4 +1,6 @@
-"""Find what a folder of checkpoints no longer needs: leftovers of interrupted saves, and old checkpoints by rule."""
+"""Find what a folder of checkpoints no longer needs: leftovers of interrupted saves, and old
+checkpoints by rule.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.checkpoint.commit import MANIFEST, OUR_FILES, is_committed, remove_checkpoint
+from megatron_lightning.checkpoint.commit import (
+    MANIFEST,
+    OUR_FILES,
+    is_committed,
+    remove_checkpoint,
+)
 from megatron_lightning.checkpoint.files import release, try_lock
 from megatron_lightning.checkpoint.source import open_checkpoint
-from megatron_lightning.checkpoint.storage import Folder, folder_of, is_remote, list_folders, local_path
+from megatron_lightning.checkpoint.storage import (
+    Folder,
+    folder_of,
+    is_remote,
+    list_folders,
+    local_path,
+)
 from megatron_lightning.checkpoint.verification import read_manifest
 from megatron_lightning.errors import CheckpointError, ConfigError
 
@@ -50,14 +63,18 @@ class Prunable(NamedTuple):
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
-    """Return the committed checkpoint directories in a folder or under a URL, the newest last; links are not followed."""
+    """Return the committed checkpoint directories in a folder or under a URL, the newest last;
+    links are not followed.
+    """
     found = []
     for path in list_folders(folder):
         if not _LEFTOVER.fullmatch(_name(path)) and is_committed(path):
             step = read_manifest(path).info.get("global_step")
             saved_at = folder_of(path).modified(MANIFEST) or 0.0
             found.append(StoredCheckpoint(path, step if isinstance(step, int) else -1, saved_at))
-    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path))
+    return sorted(
+        found, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path)
+    )
 
 
 def find_prunable(
@@ -68,18 +85,22 @@ def find_prunable(
     keep: Sequence[str] = (),
     min_age_s: float = 3600.0,
 ) -> list[Prunable]:
-    """Return what may be deleted from a folder of checkpoints. Only our own files and directories are ever named.
+    """Return what may be deleted from a folder of checkpoints. Only our own files and directories
+    are ever named.
 
-    Always: leftovers of saves that were killed, unless a running save holds them or they are younger than ``min_age_s``.
-    With ``keep_last`` or ``keep_every``: every committed checkpoint that no rule keeps. Targets of links in the folder, and the
-    best and last checkpoints of the newest one's callbacks, are kept. One that lacks a file neither counts nor is deleted. For
-    the arguments see ``commands.prune``.
+    Always: leftovers of saves that were killed, unless a running save holds them or they are
+    younger than ``min_age_s``. With ``keep_last`` or ``keep_every``: every committed checkpoint
+    that no rule keeps. Targets of links in the folder, and the best and last checkpoints of the
+    newest one's callbacks, are kept. One that lacks a file neither counts nor is deleted. For the
+    arguments see ``commands.prune``.
     """
     top = str(folder) if is_remote(folder) else local_path(folder)
     try:
         list_folders(top)
     except OSError as error:
-        raise ConfigError(f"{top} is not a directory. Name the folder that holds the checkpoints.") from error
+        raise ConfigError(
+            f"{top} is not a directory. Name the folder that holds the checkpoints."
+        ) from error
     for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
         if number is not None and number < 1:
             raise ConfigError(f"{name} is {number}. It must be a positive integer, or left out.")
@@ -90,10 +111,13 @@ def find_prunable(
         return found
     checkpoints = list_checkpoints(top)
     kept = _referred_to(top, checkpoints)
-    sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]  # nobody can resume from the others
+    # Nobody can resume from the others.
+    sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]
     kept |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
     for checkpoint in sound:
-        by_step = keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
+        by_step = (
+            keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
+        )
         by_name = any(fnmatchcase(checkpoint.name, pattern) for pattern in keep)
         if checkpoint.path not in kept and not by_step and not by_name:
             size_bytes = sum(folder_of(checkpoint.path).sizes().values())
@@ -107,7 +131,9 @@ def _has_its_files(path: str) -> bool:
 
 
 def prune(found: Sequence[Prunable]) -> None:
-    """Delete what :func:`find_prunable` returned; each checkpoint disappears from view in one step."""
+    """Delete what :func:`find_prunable` returned; each checkpoint disappears from view in one
+    step.
+    """
     for entry in found:
         if entry.files:
             folder_of(entry.path).remove(entry.files)
@@ -126,7 +152,11 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
         # The replaced file is the only copy if its successor was never renamed.
         superseded = leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])
         if superseded and not _is_in_use(path):
-            size = sum(e.stat().st_size for e in path.rglob("*")) if path.is_dir() else path.stat().st_size
+            size = (
+                sum(e.stat().st_size for e in path.rglob("*"))
+                if path.is_dir()
+                else path.stat().st_size
+            )
             yield Prunable(str(path), size, "left by an interrupted save")
 
 
@@ -171,20 +201,31 @@ def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) ->
     names: set[str] = set()
     for checkpoint in reversed(checkpoints):
         try:
-            names = {_name(path) for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))}
+            names = {
+                _name(path)
+                for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))
+            }
         except CheckpointError:
             continue  # damaged: use an older one
         break
     if not isinstance(folder, Path):
         return {checkpoint.path for checkpoint in checkpoints if checkpoint.name in names}
-    kept = {path.resolve() for path in folder.iterdir() if path.is_symlink()} | {(folder / name).resolve() for name in names}
-    return {checkpoint.path for checkpoint in checkpoints if Path(checkpoint.path).resolve() in kept}
+    kept = {path.resolve() for path in folder.iterdir() if path.is_symlink()} | {
+        (folder / name).resolve() for name in names
+    }
+    return {
+        checkpoint.path for checkpoint in checkpoints if Path(checkpoint.path).resolve() in kept
+    }
 
 
 def _paths_in(callbacks: Any) -> Iterator[str]:
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if isinstance(state, dict):
-            named = [state.get("best_model_path"), state.get("last_model_path"), *(state.get("best_k_models") or ())]
+            named = [
+                state.get("best_model_path"),
+                state.get("last_model_path"),
+                *(state.get("best_k_models") or ()),
+            ]
             yield from (path for path in named if path and isinstance(path, str))
 
 

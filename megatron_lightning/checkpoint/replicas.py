@@ -15,12 +15,14 @@ MIN_DIVIDED_BYTES = 4 << 20
 def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[int, Shard]]:
     """Divide a shard among the ranks that hold it: yield (replica, its slice).
 
-    The answer depends on nothing but the arguments, so all ranks agree without communication. Small shards go to one replica,
-    which the tensor's name chooses, so that many of them are spread evenly.
+    The answer depends on nothing but the arguments, so all ranks agree without communication. Small
+    shards go to one replica, which the tensor's name chooses, so that many of them are spread
+    evenly.
     """
     offset, data = shard
     first = zlib.crc32(name.encode()) % num_replicas
-    dim = next((dim for dim, n in enumerate(data.shape) if n > 1), None)  # slices of a contiguous shard are contiguous
+    # Slices of a contiguous shard are contiguous.
+    dim = next((dim for dim, n in enumerate(data.shape) if n > 1), None)
     wanted = min(num_replicas, -(-data.nbytes // MIN_DIVIDED_BYTES))
     if dim is None or wanted <= 1:
         yield first, shard

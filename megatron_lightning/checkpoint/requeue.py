@@ -1,4 +1,6 @@
-"""The checkpoint of a job that Slurm has queued again: Lightning takes the largest number, also of a save that was killed."""
+"""The checkpoint of a job that Slurm has queued again: Lightning takes the largest number, also of
+a save that was killed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 def committed_requeue(path: str) -> str:
-    """Return the newest ``hpc_ckpt_<n>.ckpt`` that was committed if ``path`` is such a name with nothing behind it."""
+    """Return the newest ``hpc_ckpt_<n>.ckpt`` that was committed if ``path`` is such a name with
+    nothing behind it.
+    """
     folder, _, name = path.rpartition("/")
     if not _REQUEUED.fullmatch(name) or is_committed(path) or is_plain_file(path):
         return path
@@ -20,7 +24,10 @@ def committed_requeue(path: str) -> str:
         found = [(_numbered(other), other) for other in list_folders(folder or ".")]
     except FileNotFoundError:
         return path
-    return max(((int(number[1]), other) for number, other in found if number and is_committed(other)), default=(0, path))[1]
+    return max(
+        ((int(number[1]), other) for number, other in found if number and is_committed(other)),
+        default=(0, path),
+    )[1]
 
 
 def _numbered(path: str) -> re.Match[str] | None:

@@ -10,7 +10,13 @@ from math import prod
 from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, TensorInfo
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
-from megatron_lightning.checkpoint.streaming import PART_BYTES, read_box, slabs, spread_evenly, write_checkpoint
+from megatron_lightning.checkpoint.streaming import (
+    PART_BYTES,
+    read_box,
+    slabs,
+    spread_evenly,
+    write_checkpoint,
+)
 from megatron_lightning.checkpoint.verification import read_manifest
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shape
@@ -25,20 +31,32 @@ def reshard(
     like: str | os.PathLike[str] | None = None,
     advance: Advance = silent,
 ) -> None:
-    """Rewrite a checkpoint into other files, as ``commands.reshard`` describes; ``target`` may be ``source``."""
-    for name, number in (("num_files", num_files), ("tensor_model_parallel_size", tensor_model_parallel_size)):
+    """Rewrite a checkpoint into other files, as ``commands.reshard`` describes; ``target`` may be
+    ``source``.
+    """
+    for name, number in (
+        ("num_files", num_files),
+        ("tensor_model_parallel_size", tensor_model_parallel_size),
+    ):
         if number < 1:
             raise ConfigError(f"{name} is {number}; it must be a positive integer.")
     if like is not None and (num_files, tensor_model_parallel_size) != (1, 1):
-        raise ConfigError(f"like={like} says how many files there are and how they are split. Leave the numbers out.")
+        raise ConfigError(
+            f"like={like} says how many files there are and how they are split. Leave the numbers "
+            "out."
+        )
     opened = open_checkpoint(source)
     stored = opened.tensors()
     info = dict(opened.manifest.info) if isinstance(opened, DirectorySource) else {}
     if like is None:
-        files = spread_evenly(stored, lambda info: column_boxes(info, tensor_model_parallel_size), num_files)
+        files = spread_evenly(
+            stored, lambda info: column_boxes(info, tensor_model_parallel_size), num_files
+        )
     else:
         template = read_manifest(like)
-        info |= {key: template.info[key] for key in ("layout", "world_size") if key in template.info}
+        info |= {
+            key: template.info[key] for key in ("layout", "world_size") if key in template.info
+        }
         files = files_of_ranks(template, stored, str(like))
     write_checkpoint(
         target,
@@ -51,13 +69,21 @@ def reshard(
     )
 
 
-def files_of_ranks(template: Manifest, stored: Mapping[str, TensorInfo], path: str) -> Iterator[list[tuple[str, Box]]]:
-    """Yield the boxes of ``stored`` that each rank wrote of the checkpoint ``template``, in slabs of about 64 MiB.
+def files_of_ranks(
+    template: Manifest, stored: Mapping[str, TensorInfo], path: str
+) -> Iterator[list[tuple[str, Box]]]:
+    """Yield the boxes of ``stored`` that each rank wrote of the checkpoint ``template``, in slabs
+    of about 64 MiB.
 
     Raises:
-        CheckpointError: If the tensors are not those of the template at ``path``, by name and shape.
+        CheckpointError: If the tensors are not those of the template at ``path``, by name and
+            shape.
     """
-    differing = sorted(name for name in {*stored, *template.tensors} if _shape(stored, name) != _shape(template.tensors, name))
+    differing = sorted(
+        name
+        for name in {*stored, *template.tensors}
+        if _shape(stored, name) != _shape(template.tensors, name)
+    )
     if differing:
         name = differing[0]
         raise CheckpointError(
@@ -70,7 +96,8 @@ def files_of_ranks(template: Manifest, stored: Mapping[str, TensorInfo], path: s
         for shard in info.shards:
             slabs_of_shard = slabs(TensorInfo(shard.box.shape, stored[name].dtype), PART_BYTES)
             boxes = [(name, slab.shifted(shard.box.offset)) for slab in slabs_of_shard]
-            ranks.setdefault(shard.file.rsplit(".", 2)[0], []).extend(boxes)  # a rank may have several files
+            # A rank may have several files.
+            ranks.setdefault(shard.file.rsplit(".", 2)[0], []).extend(boxes)
     yield from (ranks[rank] for rank in sorted(ranks))
 
 
@@ -79,11 +106,16 @@ def _shape(tensors: Mapping[str, TensorInfo], name: str) -> Shape | None:
 
 
 def column_boxes(info: TensorInfo, num_columns: int) -> Iterator[Box]:
-    """Split a tensor along every dim but the first, where that dim divides evenly and a box keeps a block of checksum."""
+    """Split a tensor along every dim but the first, where that dim divides evenly and a box keeps a
+    block of checksum.
+    """
     shape = info.shape
     counts = [1] * len(shape)
     for dim in range(1, len(shape)):
-        if shape[dim] % num_columns == 0 and info.num_bytes() // prod(counts) >= num_columns * BLOCK_BYTES:
+        if (
+            shape[dim] % num_columns == 0
+            and info.num_bytes() // prod(counts) >= num_columns * BLOCK_BYTES
+        ):
             counts[dim] = num_columns
     extent = tuple(n // count for n, count in zip(shape, counts, strict=True))
     for index in product(*(range(count) for count in counts)):

@@ -1,7 +1,8 @@
-"""Write checkpoints, at once or in the background, and delete old ones, but never the last good one.
+"""Write checkpoints, at once or in the background, and delete old ones, but never the last good
+one.
 
-Callbacks delete an old checkpoint as soon as the Trainer's save returns. While the new one is still being written, or if it
-failed, the old one may be the only one; so deletions wait for a commit.
+Callbacks delete an old checkpoint as soon as the Trainer's save returns. While the new one is still
+being written, or if it failed, the old one may be the only one; so deletions wait for a commit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class SaveReport:
     path: str
     """The checkpoint."""
     stall_s: float
-    """Seconds that training waited: for the previous save, the copy, and without ``async_save`` the writing."""
+    """Seconds that training waited: for the previous save, the copy, and without ``async_save`` the
+    writing."""
     written_s: float | None = None
     """Seconds from the call to the commit; None: it is not committed."""
     num_bytes: int = 0
@@ -49,7 +51,8 @@ class Save:
     write: Callable[[Snapshot, AxisGroup], None]
     """Writes and commits them over a group; all ranks call it."""
     replaces: bool = True
-    """Whether older checkpoints may be deleted when it is committed, and must stay when it failed."""
+    """Whether older checkpoints may be deleted when it is committed, and must stay when it
+    failed."""
 
 
 class Saver:
@@ -62,7 +65,8 @@ class Saver:
         self._job: BackgroundJob | None = None
         self._group: AxisGroup | None = None
         self._rank = 0
-        self._lock = threading.Lock()  # guards the state that the main thread and the job share on the first rank:
+        # Guards the state that the main thread and the job share on the first rank:
+        self._lock = threading.Lock()
         self._writing = self._failed = False
         self._to_delete: list[str] = []
         self.last: SaveReport | None = None
@@ -75,8 +79,9 @@ class Saver:
         """Write a checkpoint; all ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if one failed in this save or in the previous background save, and
-                ``on_save_error`` is "raise". An existing checkpoint of the name is intact.
+            CheckpointError: On every rank, if one failed in this save or in the previous background
+                save, and ``on_save_error`` is "raise". An existing checkpoint of the name is
+                intact.
         """
         began, self._rank = time.monotonic(), context.axis("world").rank
         self.finish()
@@ -87,13 +92,19 @@ class Saver:
             snapshot = live = plan.take(context.axis("world"))
             if background:  # a host may run out of memory
                 group = self.group(context)
-                snapshot = together(group, f"copying {plan.path}", lambda: self._buffer.copy_of(live))
-                self.last = SaveReport(plan.path, time.monotonic() - began, num_bytes=snapshot.num_bytes)
+                snapshot = together(
+                    group, f"copying {plan.path}", lambda: self._buffer.copy_of(live)
+                )
+                self.last = SaveReport(
+                    plan.path, time.monotonic() - began, num_bytes=snapshot.num_bytes
+                )
                 self._job = BackgroundJob(lambda: self._write(plan, snapshot, group, began))
                 return
             self.last = SaveReport(plan.path, 0.0, num_bytes=snapshot.num_bytes)
             self._write(plan, snapshot, context.axis("world"), began)
-            self.last = SaveReport(plan.path, time.monotonic() - began, self.last.written_s, snapshot.num_bytes)
+            self.last = SaveReport(
+                plan.path, time.monotonic() - began, self.last.written_s, snapshot.num_bytes
+            )
         except CheckpointError as error:
             self._finish_save(plan, committed=False)
             self._report(error)
@@ -107,24 +118,32 @@ class Saver:
         finally:
             self._finish_save(plan, committed=committed)
         if self.last is not None:
-            self.last = SaveReport(self.last.path, self.last.stall_s, time.monotonic() - began, self.last.num_bytes)
+            self.last = SaveReport(
+                self.last.path, self.last.stall_s, time.monotonic() - began, self.last.num_bytes
+            )
 
     def _finish_save(self, plan: Save, *, committed: bool) -> None:
         if not plan.replaces:
             return
         with self._lock:
             self._writing, self._failed = False, not committed
-            to_delete, self._to_delete = (self._to_delete, []) if committed else ([], self._to_delete)
+            to_delete, self._to_delete = (
+                (self._to_delete, []) if committed else ([], self._to_delete)
+            )
         for path in to_delete:
             remove_checkpoint(path)
 
     def group(self, context: ParallelContext) -> AxisGroup:
-        """Return all ranks with a communicator for background saves of CPU tensors; creating it is a collective."""
+        """Return all ranks with a communicator for background saves of CPU tensors; creating it is
+        a collective.
+        """
         world = context.axis("world")
         if self._group is None or self._group.ranks != world.ranks or self._group.is_broken:
             process_group = None
             if world.process_group is not None:
-                process_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="checkpoint")
+                process_group = dist.new_group(
+                    backend="gloo", timeout=self._timeout, group_desc="checkpoint"
+                )
             self._group = AxisGroup("checkpoint", world.ranks, world.rank, process_group)
         return self._group
 
@@ -137,10 +156,14 @@ class Saver:
         if isinstance(error, CheckpointError):
             self._report(error)
         elif error is not None:
-            raise CheckpointError(f"the save in the background failed: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"the save in the background failed: {type(error).__name__}: {error}"
+            ) from error
 
     def finish_quietly(self) -> None:
-        """Wait for the background save while an exception propagates; its error becomes a warning."""
+        """Wait for the background save while an exception propagates; its error becomes a
+        warning.
+        """
         try:
             self.finish()
         except CheckpointError as error:

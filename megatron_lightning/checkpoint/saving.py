@@ -1,4 +1,6 @@
-"""Write the tensors of all ranks as one checkpoint: take a snapshot while training waits, then write it."""
+"""Write the tensors of all ranks as one checkpoint: take a snapshot while training waits, then
+write it.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +39,27 @@ def save_sharded(
     group: AxisGroup = ALONE,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
-    """Write a checkpoint directory; all ranks of ``group`` call this, and all return once it is committed.
+    """Write a checkpoint directory; all ranks of ``group`` call this, and all return once it is
+    committed.
 
     An existing checkpoint at ``path`` stays readable until then, and stays if any rank fails.
 
     Args:
         path: The directory, on a file system that all ranks share.
-        tensors: The shards of this rank; may be a generator, whose errors are reported like those of writing.
+        tensors: The shards of this rank; may be a generator, whose errors are reported like those
+            of writing.
         state: Everything else, as the first rank has it (see ``state`` for what it may hold).
         info: Layout, hyper-parameters, consumed samples …, for display; stored as JSON.
         group: The ranks that save together.
         max_file_bytes: Largest size of a file of a rank.
 
     Raises:
-        CheckpointError: On every rank, if one of them failed, the state has no plain form, or the tensors written by all
-            ranks do not cover each global tensor exactly once.
+        CheckpointError: On every rank, if one of them failed, the state has no plain form, or the
+            tensors written by all ranks do not cover each global tensor exactly once.
     """
-    write_snapshot(take_snapshot(path, tensors, state, info=info, group=group), group, max_file_bytes)
+    write_snapshot(
+        take_snapshot(path, tensors, state, info=info, group=group), group, max_file_bytes
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,9 @@ def take_snapshot(
     info: Mapping[str, Any] | None = None,
     group: AxisGroup = ALONE,
 ) -> Snapshot:
-    """Collect the content of a save; all ranks of ``group`` call this. For arguments and errors see :func:`save_sharded`."""
+    """Collect the content of a save; all ranks of ``group`` call this. For arguments and errors see
+    :func:`save_sharded`.
+    """
 
     def collect() -> Snapshot:
         held = [tensor for tensor in tensors if tensor.writes]
@@ -102,12 +110,20 @@ def take_snapshot(
     return replace(snapshot, identifier=on_first_rank(group, new_identifier))
 
 
-def write_snapshot(snapshot: Snapshot, group: AxisGroup = ALONE, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
-    """Write a snapshot and commit it; all ranks of ``group`` call this. For errors see :func:`save_sharded`."""
+def write_snapshot(
+    snapshot: Snapshot, group: AxisGroup = ALONE, max_file_bytes: int = _MAX_FILE_BYTES
+) -> None:
+    """Write a snapshot and commit it; all ranks of ``group`` call this. For errors see
+    :func:`save_sharded`.
+    """
     pending = pending_save(snapshot.path, snapshot.identifier)
     with pending.discarded_on_error():
         on_first_rank(group, lambda: pending.begin(snapshot.state))
-        written = together(group, f"saving {snapshot.path}", lambda: _write_rank(pending, group.rank, snapshot, max_file_bytes))
+        written = together(
+            group,
+            f"saving {snapshot.path}",
+            lambda: _write_rank(pending, group.rank, snapshot, max_file_bytes),
+        )
         reports = gather(group, written)
         sizes = {file.name: file.size_bytes for report in reports for file in report.files}
         on_first_rank(group, lambda: pending.commit(_merged_tensors(reports), sizes, snapshot.info))
@@ -118,9 +134,13 @@ class _RankReport(NamedTuple):
     tensors: dict[str, TensorInfo]
 
 
-def _write_rank(pending: PendingSave, rank: int, snapshot: Snapshot, max_file_bytes: int) -> _RankReport:
+def _write_rank(
+    pending: PendingSave, rank: int, snapshot: Snapshot, max_file_bytes: int
+) -> _RankReport:
     stem = f"tensors.{pending.identifier}.{rank:05d}"
-    return _RankReport(write_shards(pending.folder, stem, snapshot.shards, max_file_bytes), dict(snapshot.tensors))
+    return _RankReport(
+        write_shards(pending.folder, stem, snapshot.shards, max_file_bytes), dict(snapshot.tensors)
+    )
 
 
 def _merged_tensors(reports: Sequence[_RankReport]) -> dict[str, TensorInfo]:
@@ -131,17 +151,23 @@ def _merged_tensors(reports: Sequence[_RankReport]) -> dict[str, TensorInfo]:
             first = described.setdefault(name, info)
             if first != info:
                 raise CheckpointError(
-                    f"{name} has shape {first.shape} and {first.dtype} on one rank, {info.shape} and {info.dtype} on another. "
-                    "Its sharding is declared wrongly."
+                    f"{name} has shape {first.shape} and {first.dtype} on one rank, {info.shape} "
+                    f"and {info.dtype} on another. Its sharding is declared wrongly."
                 )
         for file in report.files:
             for name, shard in file.shards:
                 shards.setdefault(name, []).append(shard)
-    return {name: replace(info, shards=tuple(shards.get(name, ()))) for name, info in described.items()}
+    return {
+        name: replace(info, shards=tuple(shards.get(name, ()))) for name, info in described.items()
+    }
 
 
 def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
-    versions = {"megatron_lightning": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {
+        "megatron_lightning": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     versions |= {name: version(name) for name in ("lightning", "numpy", "safetensors")}
     # Values that JSON lacks become text; so do NaN and infinity, which other readers refuse.
     text = json.dumps({"versions": versions, **info}, default=str, skipkeys=True)

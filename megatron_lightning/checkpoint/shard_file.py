@@ -1,9 +1,11 @@
-"""One rank's safetensors files: written in one pass with checksums, read by byte range with verification.
+"""One rank's safetensors files: written in one pass with checksums, read by byte range with
+verification.
 
-A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype, shape, data_offsets) and
-the data. Any safetensors reader opens the files; we read through the manifest, whose ranges are checked, and compare its
-dtypes with the header's. A thread computes the checksums of a chunk while the previous one is written, and compares those of
-a chunk while the next one is read.
+A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype,
+shape, data_offsets) and the data. Any safetensors reader opens the files; we read through the
+manifest, whose ranges are checked, and compare its dtypes with the header's. A thread computes the
+checksums of a chunk while the previous one is written, and compares those of a chunk while the next
+one is read.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class WrittenFile(NamedTuple):
     """(tensor name, shard) of its content."""
 
 
-# ---------------------------------------------------------------------------------------------------------------- write
+# -------------------------------------------------------------------------------------------- write
 
 
 def _data(name: str, shard: Shard) -> Tensor:
@@ -52,15 +54,18 @@ def write_shards(
     *,
     fetch: Callable[[str, Shard], Tensor] = _data,
 ) -> list[WrittenFile]:
-    """Write shards to ``<stem>.<n>.safetensors``, starting a new file when one would exceed ``max_file_bytes``.
+    """Write shards to ``<stem>.<n>.safetensors``, starting a new file when one would exceed
+    ``max_file_bytes``.
 
-    The data may be on any device, contiguous or not: no more than about 16 MiB are copied at a time. ``fetch`` returns the data
-    of a shard when it is written.
+    The data may be on any device, contiguous or not: no more than about 16 MiB are copied at a
+    time. ``fetch`` returns the data of a shard when it is written.
     """
     batches: list[list[tuple[str, Shard]]] = []
     filled = 0
     # Wide dtypes first keeps every tensor aligned for readers that map the file.
-    for name, shard in sorted((s for s in shards if s[1].data.numel()), key=lambda s: -s[1].data.itemsize):
+    for name, shard in sorted(
+        (s for s in shards if s[1].data.numel()), key=lambda s: -s[1].data.itemsize
+    ):
         if not batches or filled + shard.data.nbytes > max_file_bytes:
             batches.append([])
             filled = 0
@@ -68,7 +73,10 @@ def write_shards(
         filled += shard.data.nbytes
     with ThreadPoolExecutor(1, "checkpoint-checksums") as thread:
         names = (f"{stem}.{i:03d}.safetensors" for i in range(len(batches)))
-        return [_write_one(folder, name, batch, fetch, thread) for name, batch in zip(names, batches, strict=True)]
+        return [
+            _write_one(folder, name, batch, fetch, thread)
+            for name, batch in zip(names, batches, strict=True)
+        ]
 
 
 def box_name(name: str, box: Box) -> str:
@@ -77,12 +85,20 @@ def box_name(name: str, box: Box) -> str:
 
 
 def header_entry(dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
-    """Return the header entry of one tensor of a safetensors file; bytes are counted from the header's end."""
-    return {"dtype": DTYPE_CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [start, stop]}
+    """Return the header entry of one tensor of a safetensors file; bytes are counted from the
+    header's end.
+    """
+    return {
+        "dtype": DTYPE_CODES[dtype_name(dtype)],
+        "shape": list(shape),
+        "data_offsets": [start, stop],
+    }
 
 
 def header_bytes(entries: Mapping[str, Any]) -> bytes:
-    """Return the beginning of a safetensors file: the header's length, and the header, padded to 8 bytes."""
+    """Return the beginning of a safetensors file: the header's length, and the header, padded to 8
+    bytes.
+    """
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -98,7 +114,9 @@ def _write_one(
     header, position = {}, 0
     for name, shard in shards:
         end = position + shard.data.nbytes
-        header[box_name(name, shard.box)] = header_entry(shard.data.dtype, shard.box.shape, position, end)
+        header[box_name(name, shard.box)] = header_entry(
+            shard.data.dtype, shard.box.shape, position, end
+        )
         position = end
     begin = header_bytes(header)
     checksums = [BlockChecksums() for _ in shards]
@@ -125,7 +143,9 @@ def _write_one(
 
 
 def _chunks(view: Tensor) -> Iterator[Tensor]:
-    """Yield the elements of a tensor in row-major order as flat contiguous tensors of about ``_CHUNK_BYTES``."""
+    """Yield the elements of a tensor in row-major order as flat contiguous tensors of about
+    ``_CHUNK_BYTES``.
+    """
     if view.is_contiguous():
         flat, length = view.view(-1), _CHUNK_BYTES // view.itemsize
         for start in range(0, len(flat), length):
@@ -140,7 +160,7 @@ def _chunks(view: Tensor) -> Iterator[Tensor]:
             yield from _chunks(view[start : start + rows])
 
 
-# ----------------------------------------------------------------------------------------------------------------- read
+# --------------------------------------------------------------------------------------------- read
 
 
 class RangeRead(NamedTuple):
@@ -166,7 +186,10 @@ class RangeRead(NamedTuple):
     @property
     def end(self) -> int:
         """End of the last block that is read, inside the shard."""
-        return min(-(-self.stop // BLOCK_BYTES) * BLOCK_BYTES, prod(self.shard.box.shape) * self.dtype.itemsize)
+        return min(
+            -(-self.stop // BLOCK_BYTES) * BLOCK_BYTES,
+            prod(self.shard.box.shape) * self.dtype.itemsize,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -180,20 +203,27 @@ class RangeRead(NamedTuple):
         return full and self.target.is_cpu and self.target.dtype == self.dtype
 
 
-def plan_reads(shard: StoredShard, low: Shape, target: Tensor, dtype: torch.dtype) -> Iterator[RangeRead]:
-    """Divide the read of a box into ``target`` into reads of about 8 MiB; ``low`` is its first index inside the shard."""
+def plan_reads(
+    shard: StoredShard, low: Shape, target: Tensor, dtype: torch.dtype
+) -> Iterator[RangeRead]:
+    """Divide the read of a box into ``target`` into reads of about 8 MiB; ``low`` is its first
+    index inside the shard.
+    """
     extent = tuple(target.shape)
     shape = shard.box.shape
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     first = sum(index * stride for index, stride in zip(low, strides, strict=True))
     count = 1 + sum((n - 1) * stride for n, stride in zip(extent, strides, strict=True))
     start, stop = first * dtype.itemsize, (first + count) * dtype.itemsize
-    if count == target.numel() and target.is_contiguous():  # one range of bytes: split where checksums begin
+    # One range of bytes: split where checksums begin.
+    if count == target.numel() and target.is_contiguous():
         flat = target.view(-1)
         while start < stop:
             end = min(stop, (start // BLOCK_BYTES * BLOCK_BYTES) + _CHUNK_BYTES)
             done = start // dtype.itemsize - first
-            yield RangeRead(shard, start, end, flat[done : done + (end - start) // dtype.itemsize], (1,), dtype)
+            yield RangeRead(
+                shard, start, end, flat[done : done + (end - start) // dtype.itemsize], (1,), dtype
+            )
             start = end
     elif stop - start > _CHUNK_BYTES:
         dim = next(dim for dim, n in enumerate(extent) if n > 1)
@@ -206,7 +236,9 @@ def plan_reads(shard: StoredShard, low: Shape, target: Tensor, dtype: torch.dtyp
 
 
 class ReadQueue:
-    """Reads of one file, in order of position, which is fastest; one thread reads while another verifies."""
+    """Reads of one file, in order of position, which is fastest; one thread reads while another
+    verifies.
+    """
 
     def __init__(self, reader: RangeReader, reads: Iterable[RangeRead], file: str) -> None:
         self._reader = reader
@@ -220,7 +252,8 @@ class ReadQueue:
         Raises:
             CheckpointError: If a block's checksum differs, naming file and bytes.
         """
-        buffer = torch.empty(0, dtype=torch.uint8)  # reused: new memory costs more than reading into it
+        # Reused: new memory costs more than reading into it.
+        buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             with self._turn:
                 read = next(self._reads, None)
@@ -229,13 +262,19 @@ class ReadQueue:
                 if read.is_direct:
                     data = read.target.detach().view(torch.uint8)
                 else:
-                    buffer = buffer if len(buffer) >= read.num_bytes else torch.empty(read.num_bytes, dtype=torch.uint8)
+                    buffer = (
+                        buffer
+                        if len(buffer) >= read.num_bytes
+                        else torch.empty(read.num_bytes, dtype=torch.uint8)
+                    )
                     data = buffer[: read.num_bytes]
                 self._reader.read_into(read.shard.start + read.begin, data.numpy().data)
             _verify(self._file, read, data.numpy().data)
             if not read.is_direct:
                 values = data[read.start - read.begin : read.stop - read.begin].view(read.dtype)
-                read.target.detach().copy_(values.as_strided(tuple(read.target.shape), read.strides))
+                read.target.detach().copy_(
+                    values.as_strided(tuple(read.target.shape), read.strides)
+                )
 
     def stop(self) -> None:
         """End the threads after their current read."""
@@ -243,7 +282,9 @@ class ReadQueue:
             self._reads = iter(())
 
 
-def check_dtypes(reader: RangeReader, dtypes: Mapping[int, tuple[str, torch.dtype]], file: str) -> None:
+def check_dtypes(
+    reader: RangeReader, dtypes: Mapping[int, tuple[str, torch.dtype]], file: str
+) -> None:
     """Compare the manifest's dtypes with those in a file's header, which no checksum covers.
 
     Args:
@@ -257,15 +298,18 @@ def check_dtypes(reader: RangeReader, dtypes: Mapping[int, tuple[str, torch.dtyp
     if len(data) < base <= first:
         data += read_range(reader, len(data), base - len(data))
     try:
-        entries = [entry for name, entry in json.loads(data[8:base]).items() if name != "__metadata__"]
+        entries = [
+            entry for name, entry in json.loads(data[8:base]).items() if name != "__metadata__"
+        ]
         codes = {base + entry["data_offsets"][0]: entry["dtype"] for entry in entries}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         codes = {}
     for start, (name, dtype) in dtypes.items():
         if codes.get(start) != DTYPE_CODES[dtype_name(dtype)]:
             raise CheckpointError(
-                f"{file} is damaged: its header says that {name} is {codes.get(start, 'not there')}, and the manifest that it "
-                f"is {dtype_name(dtype)}. Restore the file or resume from another checkpoint."
+                f"{file} is damaged: its header says that {name} is "
+                f"{codes.get(start, 'not there')}, and the manifest that it is "
+                f"{dtype_name(dtype)}. Restore the file or resume from another checkpoint."
             )
 
 
@@ -273,6 +317,6 @@ def _verify(file: str, read: RangeRead, data: memoryview) -> None:
     for first, stop in bad_blocks(data, read.shard.checksums[read.begin // BLOCK_BYTES :]):
         at = read.shard.start + read.begin
         raise CheckpointError(
-            f"{file} is damaged: bytes {at + first} to {at + stop} do not match their checksum. Restore the file or "
-            "resume from another checkpoint."
+            f"{file} is damaged: bytes {at + first} to {at + stop} do not match their checksum. "
+            "Restore the file or resume from another checkpoint."
         )

@@ -1,4 +1,6 @@
-"""Sources of a checkpoint's tensors: a sharded directory, or a plain Lightning ``.ckpt`` file, behind one interface."""
+"""Sources of a checkpoint's tensors: a sharded directory, or a plain Lightning ``.ckpt`` file,
+behind one interface.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class CheckpointSource(Protocol):
     """A checkpoint to read from."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Return every tensor by its global name (``naming`` says how names are made), in the same order on all ranks."""
+        """Return every tensor by its global name (``naming`` says how names are made), in the same
+        order on all ranks.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
@@ -52,7 +56,9 @@ class CheckpointSource(Protocol):
         ...
 
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        """Fill (tensor name, shard) with the checkpoint's values; the tensors exist and enclose the shards."""
+        """Fill (tensor name, shard) with the checkpoint's values; the tensors exist and enclose the
+        shards.
+        """
         ...
 
 
@@ -87,12 +93,18 @@ class DirectorySource:
                 if common is not None:
                     target = shard.data[common.relative_to(shard.offset).slices]
                     inside = common.relative_to(stored.box.offset)
-                    by_file.setdefault(stored.file, []).extend(plan_reads(stored, inside.offset, target, info.dtype))
+                    by_file.setdefault(stored.file, []).extend(
+                        plan_reads(stored, inside.offset, target, info.dtype)
+                    )
                     dtypes.setdefault(stored.file, {})[stored.start] = name, info.dtype
         files = list(by_file)
         with ThreadPoolExecutor(_READ_THREADS, "checkpoint-read") as threads:
             for first in range(0, len(files), _OPEN_FILES):
-                self._read_files({file: by_file[file] for file in files[first : first + _OPEN_FILES]}, dtypes, threads)
+                self._read_files(
+                    {file: by_file[file] for file in files[first : first + _OPEN_FILES]},
+                    dtypes,
+                    threads,
+                )
 
     def _read_files(
         self,
@@ -100,15 +112,21 @@ class DirectorySource:
         dtypes: Mapping[str, Mapping[int, tuple[str, torch.dtype]]],
         threads: ThreadPoolExecutor,
     ) -> None:
-        """Read from several files at once; two threads share a file if there are fewer files than threads."""
+        """Read from several files at once; two threads share a file if there are fewer files than
+        threads.
+        """
         with ExitStack() as stack:
             streams: list[ReadQueue] = []
             checks: list[Callable[[], None]] = []
             for file, boxes in reads.items():
-                reader = stack.enter_context(opened(self.folder, file, self.manifest.files[file], once=self._alone))
+                reader = stack.enter_context(
+                    opened(self.folder, file, self.manifest.files[file], once=self._alone)
+                )
                 checks.append(partial(check_dtypes, reader, dtypes[file], f"{self.folder}/{file}"))
                 ordered = sorted(boxes, key=lambda read: read.shard.start + read.start)
-                parts = (ordered[first :: reader.num_streams] for first in range(reader.num_streams))
+                parts = (
+                    ordered[first :: reader.num_streams] for first in range(reader.num_streams)
+                )
                 streams += [ReadQueue(reader, part, f"{self.folder}/{file}") for part in parts]
             work = [stream.work for _ in range(2) for stream in streams]
             pending = [threads.submit(task) for task in (*checks, *work)]
@@ -127,11 +145,13 @@ class PlainSource:
 
     Args:
         path: The file.
-        optimizer_parameters: For each optimizer the names of its parameters, in the order of the concatenated parameter
-            groups on one device; without them only the number of optimizers is known.
+        optimizer_parameters: For each optimizer the names of its parameters, in the order of the
+            concatenated parameter groups on one device; without them only the number of optimizers
+            is known.
 
     Raises:
-        CheckpointError: If the file cannot be read as plain data, or its optimizers have other parameters.
+        CheckpointError: If the file cannot be read as plain data, or its optimizers have other
+            parameters.
     """
 
     def __init__(self, path: str, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
@@ -142,22 +162,35 @@ class PlainSource:
             optimizers = optimizers or []
             if len(optimizers) != len(optimizer_parameters):
                 raise CheckpointError(
-                    f"{path} holds the states of {len(optimizers)} optimizers, and the model has {len(optimizer_parameters)}. "
-                    "Return as many from configure_optimizers, or load the weights alone."
+                    f"{path} holds the states of {len(optimizers)} optimizers, and the model has "
+                    f"{len(optimizer_parameters)}. Return as many from configure_optimizers, or "
+                    "load the weights alone."
                 )
             pairs = zip(optimizers, optimizer_parameters, strict=True)
-            checkpoint["optimizer_states"] = [name_optimizer_state(entry, names) for entry, names in pairs]
+            checkpoint["optimizer_states"] = [
+                name_optimizer_state(entry, names) for entry, names in pairs
+            ]
         elif optimizers is not None:
             checkpoint["optimizer_states"] = [{"state": {}, "param_groups": []} for _ in optimizers]
         self._tensors, self._state = split_tensors(checkpoint)
         for name, tensor in self._tensors.items():
             if tensor.layout != torch.strided or tensor.is_meta:
-                kind = "without values (meta)" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-                raise CheckpointError(f"{path}: {name} is {kind}, and only dense tensors can be read. Save it as a dense one.")
+                kind = (
+                    "without values (meta)"
+                    if tensor.is_meta
+                    else str(tensor.layout).removeprefix("torch.")
+                )
+                raise CheckpointError(
+                    f"{path}: {name} is {kind}, and only dense tensors can be read. Save it as a "
+                    "dense one."
+                )
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
-        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+        return {
+            name: TensorInfo(tuple(tensor.shape), tensor.dtype)
+            for name, tensor in self._tensors.items()
+        }
 
     def state(self) -> dict[str, Any]:
         """See :class:`CheckpointSource`; tensors in it are memory-mapped."""
@@ -170,11 +203,15 @@ class PlainSource:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, optimizer_parameters: Sequence[Sequence[str]] = (), group: AxisGroup = ALONE
+    path: str | os.PathLike[str],
+    *,
+    optimizer_parameters: Sequence[Sequence[str]] = (),
+    group: AxisGroup = ALONE,
 ) -> CheckpointSource:
     """Open a checkpoint directory or a plain Lightning ``.ckpt`` file; no tensor is read yet.
 
-    The first rank finds out what is at ``path`` and reads manifest and state for all, so that ranks cannot differ.
+    The first rank finds out what is at ``path`` and reads manifest and state for all, so that ranks
+    cannot differ.
 
     Args:
         path: Directory or file.
@@ -199,8 +236,12 @@ def open_checkpoint(
     return together(group, f"opening {path}", build)
 
 
-def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tuple[bytes, bytes] | None:
-    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing; append the parsed manifest."""
+def _read_directory(
+    path: str | os.PathLike[str], parsed: list[Manifest]
+) -> tuple[bytes, bytes] | None:
+    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing;
+    append the parsed manifest.
+    """
     if is_plain_file(path):
         return None
     folder = folder_of(path)
@@ -209,8 +250,8 @@ def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tup
         return _MISSING
     if MANIFEST not in sizes:
         raise CheckpointError(
-            f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of this package. "
-            "Resume from another checkpoint."
+            f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of "
+            "this package. Resume from another checkpoint."
         )
     text = manifest_text(folder, sizes[MANIFEST])
     try:
@@ -226,7 +267,10 @@ def _read_directory(path: str | os.PathLike[str], parsed: list[Manifest]) -> tup
     with opened(folder, manifest.state_file, manifest.files[manifest.state_file]) as reader:
         state = bytes(read_range(reader, 0, manifest.files[manifest.state_file]))
     if zlib.crc32(state) != manifest.state_checksum:
-        raise CheckpointError(f"{path}/{manifest.state_file} is damaged: its checksum differs. Resume from another checkpoint.")
+        raise CheckpointError(
+            f"{path}/{manifest.state_file} is damaged: its checksum differs. Resume from another "
+            "checkpoint."
+        )
     return text, state
 
 
@@ -234,8 +278,8 @@ def manifest_text(folder: Folder, size_bytes: int) -> bytes:
     """Return the content of a folder's manifest."""
     if size_bytes > _MAX_MANIFEST_BYTES:
         raise CheckpointError(
-            f"{folder}/{MANIFEST} has {size_bytes} bytes, more than {_MAX_MANIFEST_BYTES}: it is no manifest. "
-            "Resume from another checkpoint."
+            f"{folder}/{MANIFEST} has {size_bytes} bytes, more than {_MAX_MANIFEST_BYTES}: it is "
+            "no manifest. Resume from another checkpoint."
         )
     with opened(folder, MANIFEST, size_bytes) as reader:
         return bytes(read_range(reader, 0, size_bytes))

@@ -1,7 +1,9 @@
-"""Storage of a checkpoint's files: a folder of this machine's file system, or of an object store that fsspec reaches.
+"""Storage of a checkpoint's files: a folder of this machine's file system, or of an object store
+that fsspec reaches.
 
-A shared file system (NFS, Lustre) is a local path; ``s3://bucket/run/step=5.ckpt`` is a remote one. Errors of the storage
-propagate unchanged (``OSError``, or those of its client); callers turn them into a ``CheckpointError``.
+A shared file system (NFS, Lustre) is a local path; ``s3://bucket/run/step=5.ckpt`` is a remote one.
+Errors of the storage propagate unchanged (``OSError``, or those of its client); callers turn them
+into a ``CheckpointError``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Folder(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Return the regular files of the folder and their sizes in bytes; nothing if it does not exist."""
+        """Return the regular files of the folder and their sizes in bytes; nothing if it does not
+        exist.
+        """
         ...
 
     def remove(self, names: Iterable[str]) -> None:
@@ -105,11 +109,12 @@ def is_plain_file(path: str | os.PathLike[str]) -> bool:
 
 
 def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
-    """Advise the system on the use of a file up to byte ``stop`` (0: its end), where it takes advice.
+    """Advise the system on the use of a file up to byte ``stop`` (0: its end), where it takes
+    advice.
 
-    SEQUENTIAL reads far ahead. (WILLNEED of the exact ranges costs three times the processor time: Linux then reads page by
-    page.) DONTNEED behind the reader reuses a few pages for the full file: a virtual machine takes two seconds to provide
-    another GiB of memory.
+    SEQUENTIAL reads far ahead. (WILLNEED of the exact ranges costs three times the processor time:
+    Linux then reads page by page.) DONTNEED behind the reader reuses a few pages for the full file:
+    a virtual machine takes two seconds to provide another GiB of memory.
     """
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # a file system that takes none
@@ -121,13 +126,17 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         files, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
-        raise CheckpointError(f"{url} cannot be reached: {error}. Install fsspec's package for it, or name a path.") from error
+        raise CheckpointError(
+            f"{url} cannot be reached: {error}. Install fsspec's package for it, or name a path."
+        ) from error
     return files, str(path)
 
 
 @contextmanager
 def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a file to write; it is renamed to ``target``, a local path or a URL, when the block ends without an error."""
+    """Yield a file to write; it is renamed to ``target``, a local path or a URL, when the block
+    ends without an error.
+    """
     if is_remote(target):
         files, name = _file_system(str(target))
         with files.transaction, files.open(name, "wb") as file:
@@ -148,7 +157,9 @@ def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def opened(folder: Folder, name: str, size_bytes: int, *, once: bool = False) -> Iterator[RangeReader]:
+def opened(
+    folder: Folder, name: str, size_bytes: int, *, once: bool = False
+) -> Iterator[RangeReader]:
     """Open a file of a folder for the block, see :meth:`Folder.open`."""
     reader = folder.open(name, size_bytes, once=once)
     try:
@@ -186,7 +197,11 @@ class LocalFolder:
         if not self.path.is_dir():
             return {}
         with os.scandir(self.path) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
+            }
 
     def remove(self, names: Iterable[str]) -> None:
         """See :class:`Folder`."""
@@ -221,7 +236,9 @@ class _LocalReader:
             try:
                 count = os.preadv(self._descriptor, [view], position)
             except OSError as error:  # a bad disk
-                raise unreadable(f"{self._path}: bytes {position} to {position + len(view)}", str(error)) from error
+                raise unreadable(
+                    f"{self._path}: bytes {position} to {position + len(view)}", str(error)
+                ) from error
             if count == 0:
                 raise _ended(self._path, position)
             view, position = view[count:], position + count
@@ -255,7 +272,10 @@ class RemoteFolder:
         self.files.invalidate_cache(self.root)
         found = self.files.size(path)
         if found != size_bytes:
-            raise CheckpointError(f"{self.url}/{name} has {found} bytes after {size_bytes} were written to it. Save again.")
+            raise CheckpointError(
+                f"{self.url}/{name} has {found} bytes after {size_bytes} were written to it. Save "
+                "again."
+            )
         return size_bytes
 
     def open(self, name: str, size_bytes: int, *, once: bool = False) -> RangeReader:
@@ -269,7 +289,11 @@ class RemoteFolder:
             entries = self.files.ls(self.root, detail=True)
         except FileNotFoundError:
             return {}
-        return {entry["name"].rpartition("/")[2]: entry["size"] or 0 for entry in entries if entry["type"] == "file"}
+        return {
+            entry["name"].rpartition("/")[2]: entry["size"] or 0
+            for entry in entries
+            if entry["type"] == "file"
+        }
 
     def remove(self, names: Iterable[str]) -> None:
         """See :class:`Folder`."""
@@ -289,7 +313,11 @@ class RemoteFolder:
         """Return the URLs of the folders in it."""
         self.files.invalidate_cache(self.root)
         entries = self.files.ls(self.root, detail=True)
-        return [f"{self.url}/{e['name'].rstrip('/').rpartition('/')[2]}" for e in entries if e["type"] == "directory"]
+        return [
+            f"{self.url}/{e['name'].rstrip('/').rpartition('/')[2]}"
+            for e in entries
+            if e["type"] == "directory"
+        ]
 
 
 class _RemoteReader:
@@ -319,18 +347,20 @@ class _RemoteReader:
 def wrong_size(file: object, found: int, expected: int) -> CheckpointError:
     """Return the error for a file of another size than the manifest says."""
     return CheckpointError(
-        f"{file} has {found} bytes, and the manifest says {expected}: the file was truncated or replaced. "
-        "Restore it or resume from another checkpoint."
+        f"{file} has {found} bytes, and the manifest says {expected}: the file was truncated or "
+        "replaced. Restore it or resume from another checkpoint."
     )
 
 
 def unreadable(file: object, reason: str) -> CheckpointError:
     """Return the error for a file that the manifest names and that cannot be read."""
     return CheckpointError(
-        f"{file} cannot be read ({reason}), and the checkpoint's manifest names it. Restore the file or "
-        "resume from another checkpoint."
+        f"{file} cannot be read ({reason}), and the checkpoint's manifest names it. Restore the "
+        "file or resume from another checkpoint."
     )
 
 
 def _ended(file: object, position: int) -> CheckpointError:
-    return CheckpointError(f"{file} ended at byte {position} while it was read. Resume from another checkpoint.")
+    return CheckpointError(
+        f"{file} ended at byte {position} while it was read. Resume from another checkpoint."
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints larger than memory: tensors are read box by box, and computed while a new checkpoint is written."""
+"""Checkpoints larger than memory: tensors are read box by box, and computed while a new checkpoint
+is written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PART_BYTES = 64 << 20
 
 
 def slabs(info: TensorInfo, max_bytes: int) -> Iterator[Box]:
-    """Split a tensor into boxes of at most ``max_bytes`` whose row-major bytes, in order, are those of the full tensor."""
+    """Split a tensor into boxes of at most ``max_bytes`` whose row-major bytes, in order, are those
+    of the full tensor.
+    """
     shape, max_elements = info.shape, max(1, max_bytes // info.dtype.itemsize)
     if 0 in shape:
         return
@@ -84,21 +88,30 @@ def write_checkpoint(
     with pending.discarded_on_error():
         pending.begin(dump_state(state))
         for number, content in enumerate(files):
-            meta = ((n, b, torch.empty(b.shape, dtype=tensors[n].dtype, device="meta")) for n, b in content)
+            meta = (
+                (n, b, torch.empty(b.shape, dtype=tensors[n].dtype, device="meta"))
+                for n, b in content
+            )
             held = [(name, Shard(box.offset, placeholder)) for name, box, placeholder in meta]
             stem = f"tensors.{pending.identifier}.{number:05d}"
-            for file in write_shards(pending.folder, stem, held, sum(s.data.nbytes for _, s in held), fetch=fetched):
+            for file in write_shards(
+                pending.folder, stem, held, sum(s.data.nbytes for _, s in held), fetch=fetched
+            ):
                 sizes[file.name] = file.size_bytes
                 for name, shard in file.shards:
                     shards[name].append(shard)
-        stored = {name: replace(entry, shards=tuple(shards[name])) for name, entry in tensors.items()}
+        stored = {
+            name: replace(entry, shards=tuple(shards[name])) for name, entry in tensors.items()
+        }
         pending.commit(stored, sizes, info)
 
 
 def spread_evenly(
     tensors: Mapping[str, TensorInfo], boxes: Callable[[TensorInfo], Iterable[Box]], num_files: int
 ) -> Iterator[list[tuple[str, Box]]]:
-    """Divide the boxes of all tensors, in order, among at most ``num_files`` files of about equal bytes; yield each file's."""
+    """Divide the boxes of all tensors, in order, among at most ``num_files`` files of about equal
+    bytes; yield each file's.
+    """
     stored = [(name, box) for name, info in tensors.items() for box in boxes(info)]
     sizes = [tensors[name].num_bytes(box.shape) for name, box in stored]
     total, done = sum(sizes), 0

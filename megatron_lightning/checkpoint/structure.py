@@ -28,7 +28,9 @@ _OWN: Mapping[str, type] = {**_PROGRESS, "skipped_steps": int, "tied": Mapping}
 
 
 def check_structure(state: Mapping[Any, Any], origin: str) -> None:
-    """Check the outer form of a checkpoint without its tensors, but not the entries of plugins and callbacks."""
+    """Check the outer form of a checkpoint without its tensors, but not the entries of plugins and
+    callbacks.
+    """
     for key in state:
         _require(isinstance(key, str), f"the key {key!r}", str, key, origin)
     _check_entries(state, _LIGHTNING, "", origin)
@@ -41,7 +43,13 @@ def check_structure(state: Mapping[Any, Any], origin: str) -> None:
             _require(isinstance(group, Mapping), place, Mapping, group, origin)
             _check_entries(group, {"params": list}, place, origin, needed=True)
         for name, values in entry["state"].items():
-            _require(isinstance(values, Mapping), f"optimizer_states[{i}]['state'][{name!r}]", Mapping, values, origin)
+            _require(
+                isinstance(values, Mapping),
+                f"optimizer_states[{i}]['state'][{name!r}]",
+                Mapping,
+                values,
+                origin,
+            )
     own = state.get(OWN)
     if own is not None:
         _require(isinstance(own, Mapping), f"[{OWN!r}]", Mapping, own, origin)
@@ -54,17 +62,28 @@ def check_progress(own: Mapping[str, Any]) -> None:
 
 
 def _check_entries(
-    values: Mapping[str, Any], kinds: Mapping[str, type], place: str, origin: str, *, needed: bool = False
+    values: Mapping[str, Any],
+    kinds: Mapping[str, type],
+    place: str,
+    origin: str,
+    *,
+    needed: bool = False,
 ) -> None:
     for key, kind in kinds.items():
         if needed or key in values:
-            _require(isinstance(values.get(key), kind), f"{place}[{key!r}]", kind, values.get(key), origin)
+            _require(
+                isinstance(values.get(key), kind),
+                f"{place}[{key!r}]",
+                kind,
+                values.get(key),
+                origin,
+            )
 
 
 def _require(condition: bool, place: str, kind: type, found: Any, origin: str) -> None:
     if not condition:
         raise CheckpointError(
-            f"{origin} has not the form of a checkpoint: {place} should be a {kind.__name__} and is "
-            f"{'missing' if found is None else f'a {type(found).__name__}'}. "
-            "Use another checkpoint."
+            f"{origin} has not the form of a checkpoint: {place} should be a {kind.__name__} and "
+            f"is {'missing' if found is None else f'a {type(found).__name__}'}. Use another "
+            "checkpoint."
         )

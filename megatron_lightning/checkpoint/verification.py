@@ -15,7 +15,14 @@ from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, Stored
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.shard_file import box_name, header_entry
 from megatron_lightning.checkpoint.source import manifest_text
-from megatron_lightning.checkpoint.storage import Folder, RangeReader, folder_of, is_plain_file, opened, read_range
+from megatron_lightning.checkpoint.storage import (
+    Folder,
+    RangeReader,
+    folder_of,
+    is_plain_file,
+    opened,
+    read_range,
+)
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 _READ_BYTES = 8 * BLOCK_BYTES
@@ -45,13 +52,19 @@ _Stored = tuple[str, TensorInfo, StoredShard]  # a shard with its tensor's name 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the checked manifest of a checkpoint directory."""
     if is_plain_file(path):
-        raise CheckpointError(f"{path} is a plain file, which has neither manifest nor checksums. Name a checkpoint directory.")
+        raise CheckpointError(
+            f"{path} is a plain file, which has neither manifest nor checksums. Name a checkpoint "
+            "directory."
+        )
     folder = folder_of(path)
     sizes = folder.sizes()
     if MANIFEST not in sizes:
         if not sizes:
             raise MissingCheckpointError.at(path)
-        raise CheckpointError(f"{path} has no {MANIFEST}, so it is not a committed checkpoint directory. Name one that is.")
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}, so it is not a committed checkpoint directory. Name one "
+            "that is."
+        )
     try:
         return Manifest.loads(manifest_text(folder, sizes[MANIFEST]))
     except CheckpointError as error:
@@ -59,7 +72,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def verify(path: str | os.PathLike[str], *, advance: Advance = silent) -> list[Damage]:
-    """Read a checkpoint directory and return everything that differs from its manifest, in the order of the files."""
+    """Read a checkpoint directory and return everything that differs from its manifest, in the
+    order of the files.
+    """
     folder, manifest = folder_of(path), read_manifest(path)
     stored: dict[str, list[_Stored]] = {name: [] for name in manifest.files}
     for name, info in manifest.tensors.items():
@@ -74,7 +89,9 @@ def verify(path: str | os.PathLike[str], *, advance: Advance = silent) -> list[D
         return [damage for found in pool.map(check, manifest.files) for damage in found]
 
 
-def _check_file(folder: Folder, manifest: Manifest, file: str, stored: Sequence[_Stored], advance: Advance) -> Iterator[Damage]:
+def _check_file(
+    folder: Folder, manifest: Manifest, file: str, stored: Sequence[_Stored], advance: Advance
+) -> Iterator[Damage]:
     size = manifest.files[file]
     try:
         with opened(folder, file, size, once=True) as reader:
@@ -84,14 +101,23 @@ def _check_file(folder: Folder, manifest: Manifest, file: str, stored: Sequence[
                 advance(size)
             else:
                 if stored and not _header_matches(reader, stored):
-                    yield Damage(file, 0, stored[0][2].start, "are not the header that the manifest describes")
+                    yield Damage(
+                        file,
+                        0,
+                        stored[0][2].start,
+                        "are not the header that the manifest describes",
+                    )
                 for name, info, shard in stored:
-                    yield from _check_shard(reader, name, shard, info.num_bytes(shard.box.shape), advance)
+                    yield from _check_shard(
+                        reader, name, shard, info.num_bytes(shard.box.shape), advance
+                    )
     except CheckpointError as error:  # missing, truncated, unreadable
         yield Damage(file, 0, 0, str(error))
 
 
-def _check_shard(reader: RangeReader, name: str, shard: StoredShard, length: int, advance: Advance) -> Iterator[Damage]:
+def _check_shard(
+    reader: RangeReader, name: str, shard: StoredShard, length: int, advance: Advance
+) -> Iterator[Damage]:
     for begin in range(0, length, _READ_BYTES):
         at, count = shard.start + begin, min(_READ_BYTES, length - begin)
         try:
@@ -100,7 +126,9 @@ def _check_shard(reader: RangeReader, name: str, shard: StoredShard, length: int
             yield Damage(shard.file, at, at + count, f"cannot be read ({name})")
         else:
             for first, stop in bad_blocks(data, shard.checksums[begin // BLOCK_BYTES :]):
-                yield Damage(shard.file, at + first, at + stop, f"do not match their checksum ({name})")
+                yield Damage(
+                    shard.file, at + first, at + stop, f"do not match their checksum ({name})"
+                )
         advance(count)
 
 
@@ -114,6 +142,10 @@ def _header_matches(reader: RangeReader, stored: Sequence[_Stored]) -> bool:
         stop = start + info.num_bytes(shard.box.shape)
         expected[box_name(name, shard.box)] = header_entry(info.dtype, shard.box.shape, start, stop)
     try:
-        return base <= len(data) and {k: v for k, v in json.loads(data[8:base]).items() if k != "__metadata__"} == expected
+        return (
+            base <= len(data)
+            and {k: v for k, v in json.loads(data[8:base]).items() if k != "__metadata__"}
+            == expected
+        )
     except ValueError:
         return False

@@ -1,4 +1,6 @@
-"""Checkpoints whose vocabulary has more rows than the model's, or fewer: Megatron pads it to a multiple of the ranks."""
+"""Checkpoints whose vocabulary has more rows than the model's, or fewer: Megatron pads it to a
+multiple of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from megatron_lightning.parallel.spec import Shape, Shard
 
 
 class ResizedVocabulary:
-    """Wrap the source to resize vocabulary tensors to the model's: rows are left out, or are zeros."""
+    """Wrap the source to resize vocabulary tensors to the model's: rows are left out, or are
+    zeros.
+    """
 
     def __init__(self, source: CheckpointSource, rows: Mapping[str, int]) -> None:
         self.source = source
@@ -24,7 +28,10 @@ class ResizedVocabulary:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
         stored = self.source.tensors()
-        resized = {name: TensorInfo((rows, *stored[name].shape[1:]), stored[name].dtype) for name, rows in self._rows.items()}
+        resized = {
+            name: TensorInfo((rows, *stored[name].shape[1:]), stored[name].dtype)
+            for name, rows in self._rows.items()
+        }
         return {**stored, **resized}
 
     def state(self) -> dict[str, Any]:
@@ -34,14 +41,17 @@ class ResizedVocabulary:
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
         """See :class:`CheckpointSource`; rows that the checkpoint lacks become zeros."""
         stored = self.source.tensors()
-        clipped = [(n, _stored_rows(s, stored[n].shape[0]) if n in self._rows else s) for n, s in shards]
+        clipped = [
+            (n, _stored_rows(s, stored[n].shape[0]) if n in self._rows else s) for n, s in shards
+        ]
         self.source.read([(name, shard) for name, shard in clipped if shard.data.numel()])
 
 
 def fit_vocabulary(
     source: CheckpointSource, shapes: Mapping[str, Shape], context: ParallelContext, *, resize: bool
 ) -> CheckpointSource:
-    """Return a source whose tensors over the vocabulary are as large as the model's; all ranks call this.
+    """Return a source whose tensors over the vocabulary are as large as the model's; all ranks call
+    this.
 
     Args:
         source: The checkpoint.
@@ -55,16 +65,25 @@ def fit_vocabulary(
     stored, rows = source.tensors(), {}
     for full, info in stored.items():
         shape = shapes.get(_parameter_of(full))
-        if shape is not None and info.shape[1:] == shape[1:] and info.shape[:1] not in ((), shape[:1]):
+        if (
+            shape is not None
+            and info.shape[1:] == shape[1:]
+            and info.shape[:1] not in ((), shape[:1])
+        ):
             rows[full] = shape[0]
-    texts = [f"{full}: {stored[full].shape[0]} rows in the checkpoint, {size} in the model" for full, size in rows.items()]
-    together(context.axis("world"), "loading the checkpoint", lambda: _refuse([] if resize else texts))
+    texts = [
+        f"{full}: {stored[full].shape[0]} rows in the checkpoint, {size} in the model"
+        for full, size in rows.items()
+    ]
+    together(
+        context.axis("world"), "loading the checkpoint", lambda: _refuse([] if resize else texts)
+    )
     if not rows:
         return source
     if context.tp.rank == context.dp_cp.rank == 0:  # each stage for its own tensors
         warnings.warn(
-            "The checkpoint's vocabulary has another size. Rows beyond the model's are left out, and rows that the checkpoint "
-            f"lacks are zeros: {'; '.join(texts)}.",
+            "The checkpoint's vocabulary has another size. Rows beyond the model's are left out, "
+            f"and rows that the checkpoint lacks are zeros: {'; '.join(texts)}.",
             stacklevel=2,
         )
     return ResizedVocabulary(source, rows)
@@ -87,6 +106,8 @@ def _refuse(texts: Sequence[str]) -> None:
     if texts:
         listed = "\n  ".join(texts)
         raise CheckpointError(
-            f"the checkpoint's vocabulary has another size than the model's:\n  {listed}\nIf the difference is padding, set "
-            "MegatronStrategy(checkpoint_options=CheckpointOptions(resize_vocabulary=True)), which drops rows or adds zeros."
+            f"the checkpoint's vocabulary has another size than the model's:\n  {listed}\nIf the "
+            "difference is padding, set "
+            "MegatronStrategy(checkpoint_options=CheckpointOptions(resize_vocabulary=True)), which "
+            "drops rows or adds zeros."
         )

@@ -1,4 +1,6 @@
-"""Real text in, fixed-length samples out: tokenizers, Megatron's ``.bin``/``.idx`` files and its sample index."""
+"""Real text in, fixed-length samples out: tokenizers, Megatron's ``.bin``/``.idx`` files and its
+sample index.
+"""
 
 from typing import TYPE_CHECKING
 

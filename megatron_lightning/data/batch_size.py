@@ -1,5 +1,5 @@
-"""Global batch sizes that grow during training, as functions of the samples consumed: a ramp of equal increments, or steps
-at given positions (Megatron-Core's ``num_microbatches_calculator``).
+"""Global batch sizes that grow during training, as functions of the samples consumed: a ramp of
+equal increments, or steps at given positions (Megatron-Core's ``num_microbatches_calculator``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _UNITS: Mapping[str, int] = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeSchedule:
-    """Global batch size (samples of a batch over all data-parallel ranks) as a function of the samples consumed.
+    """Global batch size (samples of a batch over all data-parallel ranks) as a function of the
+    samples consumed.
 
     Raises:
         ConfigError: If the values contradict each other.
@@ -27,40 +28,51 @@ class BatchSizeSchedule:
     global_batch_size: int
     """Samples of a batch at the end of the schedule."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """(size of the first batches, increment, samples of the ramp); all sizes last for equally many samples of the ramp."""
+    """(size of the first batches, increment, samples of the ramp); all sizes last for equally many
+    samples of the ramp."""
     step_batch_size_schedule: str | None = None
     """Positions and sizes, such as "0:16 1000:32 5000:64"; positions may end in K, M, B or T."""
     sequence_length: int | None = None
     """Tokens of a sample, if the positions of step_batch_size_schedule are in tokens."""
     decrease_batch_size_if_needed: bool = False
-    """Round a size down that does not split into full micro-batches on all data-parallel ranks, instead of refusing it."""
+    """Round a size down that does not split into full micro-batches on all data-parallel ranks,
+    instead of refusing it."""
 
     def __post_init__(self) -> None:
-        ways = {"rampup_batch_size": self.rampup_batch_size, "step_batch_size_schedule": self.step_batch_size_schedule}
+        ways = {
+            "rampup_batch_size": self.rampup_batch_size,
+            "step_batch_size_schedule": self.step_batch_size_schedule,
+        }
         if all(ways.values()):
-            raise ConfigError("rampup_batch_size and step_batch_size_schedule are both set. Leave one out.")
+            raise ConfigError(
+                "rampup_batch_size and step_batch_size_schedule are both set. Leave one out."
+            )
         if self.rampup_batch_size is not None:
             self._check_ramp(*self.rampup_batch_size)
         sizes = self.sizes
         if min(sizes) < 1 or any(later < earlier for earlier, later in pairwise(sizes)):
-            raise ConfigError(f"the global batch sizes are {sizes}; they must be positive and must not decrease. Order them.")
+            raise ConfigError(
+                f"the global batch sizes are {sizes}; they must be positive and must not decrease. "
+                "Order them."
+            )
         if sizes[-1] != self.global_batch_size:
             raise ConfigError(
-                f"step_batch_size_schedule ends with {sizes[-1]}, and global_batch_size is {self.global_batch_size}. Set both "
-                "to the final size."
+                f"step_batch_size_schedule ends with {sizes[-1]}, and global_batch_size is "
+                f"{self.global_batch_size}. Set both to the final size."
             )
 
     def _check_ramp(self, start: int, increment: int, samples: int) -> None:
         if increment < 1 or samples < 0 or start > self.global_batch_size:
             raise ConfigError(
-                f"rampup_batch_size={[start, increment, samples]} does not lead up to global_batch_size="
-                f"{self.global_batch_size}. Set a start below it, a positive increment, and the samples of the ramp."
+                f"rampup_batch_size={[start, increment, samples]} does not lead up to "
+                f"global_batch_size={self.global_batch_size}. Set a start below it, a positive "
+                "increment, and the samples of the ramp."
             )
         if (self.global_batch_size - start) % increment:
             raise ConfigError(
-                f"rampup_batch_size={[start, increment, samples]}: the difference from {start} to global_batch_size="
-                f"{self.global_batch_size} is not a multiple of the increment. Set an increment that divides "
-                f"{self.global_batch_size - start}."
+                f"rampup_batch_size={[start, increment, samples]}: the difference from {start} to "
+                f"global_batch_size={self.global_batch_size} is not a multiple of the increment. "
+                f"Set an increment that divides {self.global_batch_size - start}."
             )
 
     @cached_property
@@ -75,11 +87,19 @@ class BatchSizeSchedule:
             factor = _UNITS.get(position[-1:].upper(), 1)
             digits = position[:-1] if factor > 1 else position
             if not (colon and digits.isdecimal() and size.isdecimal()):
-                raise ConfigError(f"step_batch_size_schedule={text!r}: {entry!r} is not position:size, such as 1M:32.")
+                raise ConfigError(
+                    f"step_batch_size_schedule={text!r}: {entry!r} is not position:size, such as "
+                    "1M:32."
+                )
             steps.append((int(digits) * factor // (self.sequence_length or 1), int(size)))
-        if not steps or steps[0][0] != 0 or any(later[0] <= earlier[0] for earlier, later in pairwise(steps)):
+        if (
+            not steps
+            or steps[0][0] != 0
+            or any(later[0] <= earlier[0] for earlier, later in pairwise(steps))
+        ):
             raise ConfigError(
-                f"step_batch_size_schedule={text!r} does not begin at 0, or is not ordered. Order it by position."
+                f"step_batch_size_schedule={text!r} does not begin at 0, or is not ordered. Order "
+                "it by position."
             )
         return steps
 
@@ -90,20 +110,30 @@ class BatchSizeSchedule:
             return [size for _, size in self._steps]
         start, increment, samples = self.rampup_batch_size
         return (
-            [*range(start, self.global_batch_size, increment), self.global_batch_size] if samples else [self.global_batch_size]
+            [*range(start, self.global_batch_size, increment), self.global_batch_size]
+            if samples
+            else [self.global_batch_size]
         )
 
     def batch_size(self, consumed_samples: int) -> int:
         """Return the global batch size after ``consumed_samples``."""
         if self.rampup_batch_size is None:
-            return next(size for position, size in reversed(self._steps) if consumed_samples >= position)
+            return next(
+                size for position, size in reversed(self._steps) if consumed_samples >= position
+            )
         start, increment, samples = self.rampup_batch_size
         if consumed_samples > samples or samples == 0 or start == self.global_batch_size:
             return self.global_batch_size
-        return start + int(consumed_samples / (samples / ((self.global_batch_size - start) // increment))) * increment
+        return (
+            start
+            + int(consumed_samples / (samples / ((self.global_batch_size - start) // increment)))
+            * increment
+        )
 
     def running_batch_size(self, consumed_samples: int, unit: int) -> int:
-        """Return the global batch size, rounded down to ``unit`` (micro-batch size x data-parallel size) if configured."""
+        """Return the global batch size, rounded down to ``unit`` (micro-batch size x data-parallel
+        size) if configured.
+        """
         size = self.batch_size(consumed_samples)
         return size // unit * unit if self.decrease_batch_size_if_needed else size
 
@@ -117,18 +147,20 @@ class BatchSizeSchedule:
         for size in self.sizes:
             if size < unit or (size % unit and not self.decrease_batch_size_if_needed):
                 raise ConfigError(
-                    f"global batch size ({size}) is not divisible by micro batch size ({micro_batch_size}) times data parallel "
-                    f"size ({data_parallel_size}). Set the sizes of the batch size schedule to multiples of {unit}"
+                    f"global batch size ({size}) is not divisible by micro batch size "
+                    f"({micro_batch_size}) times data parallel size ({data_parallel_size}). Set "
+                    f"the sizes of the batch size schedule to multiples of {unit}"
                     + (", or decrease_batch_size_if_needed." if size > unit else ".")
                 )
         return list(dict.fromkeys(size // unit for size in self.sizes))
 
 
 class ScheduledBatchSampler(BatchSampler):
-    """Batches whose size follows a :class:`BatchSizeSchedule`: ``DataLoader(dataset, batch_sampler=…)``.
+    """Batches whose size follows a :class:`BatchSizeSchedule`: ``DataLoader(dataset,
+    batch_sampler=…)``.
 
-    MegatronStrategy splits each batch over the data-parallel ranks, and resumes from a checkpoint at its position. The number
-    of batches differs from pass to pass, so there is no length.
+    MegatronStrategy splits each batch over the data-parallel ranks, and resumes from a checkpoint
+    at its position. The number of batches differs from pass to pass, so there is no length.
 
     Args:
         sampler: The order of the samples.
@@ -153,14 +185,18 @@ class ScheduledBatchSampler(BatchSampler):
         self.unit = micro_batch_size * num_replicas
         schedule.num_microbatches(micro_batch_size, num_replicas)
         self.consumed_samples = 0
-        """Samples of all batches yielded, over all ranks; a sampler that counts takes precedence."""
+        """Samples of all batches yielded, over all ranks; a sampler that counts takes
+        precedence."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batch: list[int] = []
         start = True
         for index in self.sampler:
             if start:  # the sampler has begun its pass only now
-                self.consumed_samples, start = getattr(self.sampler, "consumed_samples", self.consumed_samples), False
+                self.consumed_samples, start = (
+                    getattr(self.sampler, "consumed_samples", self.consumed_samples),
+                    False,
+                )
             batch.append(index)
             size = self.schedule.running_batch_size(self.consumed_samples, self.unit)
             if len(batch) * self.num_replicas >= size:

@@ -1,6 +1,8 @@
-"""Readers of documents: JSON-lines files, plain-text files, and the Python standard library's own source.
+"""Readers of documents: JSON-lines files, plain-text files, and the Python standard library's own
+source.
 
-They yield raw records, cheap to send to a worker, which decodes and parses them. A record has its file and line.
+They yield raw records, cheap to send to a worker, which decodes and parses them. A record has its
+file and line.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from megatron_lightning.errors import DataError
 
 STDLIB = "stdlib"
 """Input name of the standard library's source: 12 MB of real text that every machine has."""
-_NOT_EVERYWHERE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NOT_EVERYWHERE = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 _JSON_SUFFIXES = (".jsonl", ".json")
 
 
@@ -46,15 +50,17 @@ class Record:
         except UnicodeDecodeError as error:
             line = self.line + self.raw.count(b"\n", 0, error.start)
             raise DataError(
-                f"{self.path}:{line}: not UTF-8: byte 0x{self.raw[error.start]:02x} at offset {error.start} of the document "
-                f"({error.reason}); convert the file, for instance with `iconv -t UTF-8`"
+                f"{self.path}:{line}: not UTF-8: byte 0x{self.raw[error.start]:02x} at offset "
+                f"{error.start} of the document ({error.reason}); convert the file, for instance "
+                "with `iconv -t UTF-8`"
             ) from error
 
     def texts(self, json_keys: Sequence[str]) -> list[str]:
         """Return the text under every key of ``json_keys``; plain text counts as every key.
 
         Raises:
-            DataError: If the record is undecodable, invalid JSON, or lacks a key; with file and line.
+            DataError: If the record is undecodable, invalid JSON, or lacks a key; with file and
+                line.
         """
         text = self.text()
         if not self.is_json:
@@ -62,12 +68,21 @@ class Record:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            column = min(error.pos, len(text.rstrip())) + 1  # truncated JSON ends before the newline
-            raise DataError(f"{self.where}: invalid JSON at column {column}: {error.msg}; a line must be one object") from error
+            # Truncated JSON ends before the newline.
+            column = min(error.pos, len(text.rstrip())) + 1
+            raise DataError(
+                f"{self.where}: invalid JSON at column {column}: {error.msg}; a line must be one "
+                "object"
+            ) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.where}: unreadable JSON ({error}); a line must be one object") from error
+            raise DataError(
+                f"{self.where}: unreadable JSON ({error}); a line must be one object"
+            ) from error
         if not isinstance(fields, dict):
-            raise DataError(f"{self.where}: a line must be a JSON object with a text, found {type(fields).__name__}")
+            raise DataError(
+                f"{self.where}: a line must be a JSON object with a text, found "
+                f"{type(fields).__name__}"
+            )
         return [self._field(fields, key) for key in json_keys]
 
     def _field(self, fields: dict[str, object], key: str) -> str:
@@ -77,22 +92,34 @@ class Record:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise DataError(
-                    f"{self.where}: half a character under key {key!r}: {value[error.start]!a} at character {error.start + 1} "
-                    "is one of two escapes that make a character together; write both, or remove it"
+                    f"{self.where}: half a character under key {key!r}: {value[error.start]!a} at "
+                    f"character {error.start + 1} is one of two escapes that make a character "
+                    "together; write both, or remove it"
                 ) from error
             return value
-        found = f"{type(value).__name__} under key {key!r}" if key in fields else f"no key {key!r}, only {sorted(fields)}"
-        raise DataError(f"{self.where}: {found}; set json_keys to keys that hold text in every line")
+        found = (
+            f"{type(value).__name__} under key {key!r}"
+            if key in fields
+            else f"no key {key!r}, only {sorted(fields)}"
+        )
+        raise DataError(
+            f"{self.where}: {found}; set json_keys to keys that hold text in every line"
+        )
 
 
 def stdlib_files() -> list[Path]:
-    """Return the standard library's source files by name, without tests, installed packages and blank files."""
+    """Return the standard library's source files by name, without tests, installed packages and
+    blank files.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NOT_EVERYWHERE]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted((path for path in files if path.read_bytes().strip()), key=lambda path: path.relative_to(root).as_posix())
+    return sorted(
+        (path for path in files if path.read_bytes().strip()),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
 
 
 def input_files(inputs: str | Sequence[str]) -> list[Path]:
@@ -102,23 +129,32 @@ def input_files(inputs: str | Sequence[str]) -> list[Path]:
         DataError: If there is none, or one is missing, is a folder or cannot be read.
     """
     names = [inputs] if isinstance(inputs, str) else inputs
-    files = [path for name in names for path in (stdlib_files() if name == STDLIB else [Path(name)])]
+    files = [
+        path for name in names for path in (stdlib_files() if name == STDLIB else [Path(name)])
+    ]
     if not files:
-        raise DataError(f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files")
+        raise DataError(
+            f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files"
+        )
     for path in files:
         if path.is_dir():
-            raise DataError(f"{path} is a directory, and input takes files; list those in it, as in --input {path}/*.txt")
+            raise DataError(
+                f"{path} is a directory, and input takes files; list those in it, as in --input "
+                f"{path}/*.txt"
+            )
         try:
             path.open("rb").close()
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}); set input to {STDLIB!r} or to existing files"
+                f"{path}: cannot be read ({error.strerror}); set input to {STDLIB!r} or to "
+                "existing files"
             ) from error
     return files
 
 
 def read_records(files: Sequence[Path]) -> Iterator[Record]:
-    """Yield the documents of ``files`` in order: each line of a ``.jsonl`` or ``.json`` file, each other file as a whole.
+    """Yield the documents of ``files`` in order: each line of a ``.jsonl`` or ``.json`` file, each
+    other file as a whole.
 
     A blank line of a JSON-lines file is no document.
 
@@ -137,4 +173,7 @@ def read_records(files: Sequence[Path]) -> Iterator[Record]:
                     yield Record(str(path), number, line, is_json=True)
                     empty = False
     if empty:
-        raise DataError(f"{', '.join(map(str, files))}: no document, only blank lines; set input to files with text")
+        raise DataError(
+            f"{', '.join(map(str, files))}: no document, only blank lines; set input to files with "
+            "text"
+        )

@@ -1,4 +1,6 @@
-"""Atomic writes: files are written under a hidden name beside the target and renamed when complete."""
+"""Atomic writes: files are written under a hidden name beside the target and renamed when
+complete.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import BinaryIO
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a name in ``path``'s folder that no other process, on this machine or another, will choose."""
+    """Return a name in ``path``'s folder that no other process, on this machine or another, will
+    choose.
+    """
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
@@ -23,7 +27,9 @@ def flush_to_disk(file: BinaryIO) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a name to write to that becomes ``path`` when the block ends, and vanishes if it raises (Ctrl-C included)."""
+    """Yield a name to write to that becomes ``path`` when the block ends, and vanishes if it raises
+    (Ctrl-C included).
+    """
     temporary = temporary_beside(path)
     try:
         yield temporary
@@ -34,7 +40,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that becomes ``path`` when the block ends, and vanishes if it raises (Ctrl-C included)."""
+    """Open a binary file that becomes ``path`` when the block ends, and vanishes if it raises
+    (Ctrl-C included).
+    """
     with atomic_path(path) as temporary, temporary.open("xb") as file:
         yield file
         flush_to_disk(file)

@@ -1,4 +1,6 @@
-"""Fixed-length samples for causal language models, with the sample order and cache of Megatron's GPTDataset."""
+"""Fixed-length samples for causal language models, with the sample order and cache of Megatron's
+GPTDataset.
+"""
 
 from __future__ import annotations
 
@@ -48,23 +50,34 @@ class GPTDatasetConfig:
     tokenizer: Tokenizer | None = None
     """Tokenizer of the data, for its padding and end-of-document ids; part of the cache's name."""
     vocab_size: int | None = None
-    """Size of the model's vocabulary; a larger id in the data is an error. None: the tokenizer's, else unchecked."""
+    """Size of the model's vocabulary; a larger id in the data is an error. None: the tokenizer's,
+    else unchecked."""
     cache_dir: str | None = None
     """Folder of the index cache. None: ``{data_prefix}/cache/GPTDataset_indices``."""
     eod_mask_loss: bool = False
     """Whether positions of an end of document have no loss."""
     add_extra_token_to_sequence: bool = True
-    """Whether a sample reads one more token, the label of its last position; else that position has no loss."""
+    """Whether a sample reads one more token, the label of its last position; else that position has
+    no loss."""
     drop_last_partial_validation_sequence: bool = True
     """Whether validation drops the tokens that do not fill a sample; else they are padded."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
-            raise ConfigError(f"sequence_length={self.sequence_length}: must be a positive integer; set it to 1 or more")
+            raise ConfigError(
+                f"sequence_length={self.sequence_length}: must be a positive integer; set it to 1 "
+                "or more"
+            )
         if self.eod_mask_loss and self.tokenizer is None:
-            raise ConfigError("eod_mask_loss=True needs the end-of-document id; set tokenizer_model, or eod_mask_loss to False")
+            raise ConfigError(
+                "eod_mask_loss=True needs the end-of-document id; set tokenizer_model, or "
+                "eod_mask_loss to False"
+            )
         if not 0 <= self.random_seed < 2**32:
-            raise ConfigError(f"seed={self.random_seed} is not a seed of NumPy's generator; set it to 0 or more, below 2**32")
+            raise ConfigError(
+                f"seed={self.random_seed} is not a seed of NumPy's generator; set it to 0 or more, "
+                "below 2**32"
+            )
         split_matrix(self.split)
 
     @property
@@ -75,13 +88,21 @@ class GPTDatasetConfig:
     @property
     def num_ids(self) -> int | None:
         """Size of the vocabulary; None: unknown."""
-        return self.tokenizer.vocab_size if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
+        return (
+            self.tokenizer.vocab_size
+            if self.vocab_size is None and self.tokenizer is not None
+            else self.vocab_size
+        )
 
 
 def plan_part(
-    indexed: IndexedDataset, config: GPTDatasetConfig, index_split: IndexSplit, num_samples: int | None
+    indexed: IndexedDataset,
+    config: GPTDatasetConfig,
+    index_split: IndexSplit,
+    num_samples: int | None,
 ) -> tuple[npt.NDArray[np.int32], EpochPlan]:
-    """Return the sequences [D] of one part of the split, and its epochs; reads the sequences' lengths only.
+    """Return the sequences [D] of one part of the split, and its epochs; reads the sequences'
+    lengths only.
 
     Raises:
         ConfigError: If the part has no weight.
@@ -89,21 +110,30 @@ def plan_part(
     """
     bounds = split_matrix(config.split)[_SPLITS.index(index_split)]
     if bounds is None:
-        raise ConfigError(f"split={config.split!r}: the {index_split} part has no weight; set it above 0")
+        raise ConfigError(
+            f"split={config.split!r}: the {index_split} part has no weight; set it above 0"
+        )
     sequences, extra = split_sequences(bounds, len(indexed)), config.extra_tokens
-    lengths = indexed.sequence_lengths[sequences[0] : sequences[-1] + 1] if len(sequences) else np.empty(0, np.int32)
+    lengths = (
+        indexed.sequence_lengths[sequences[0] : sequences[-1] + 1]
+        if len(sequences)
+        else np.empty(0, np.int32)
+    )
     num_tokens = int(lengths.sum(dtype=np.int64))
     if num_tokens == 0:
         raise DataError(
-            f"{indexed.prefix}: the {index_split} part of split={config.split!r} gets {len(sequences)} of {len(indexed)} "
-            "documents and no token; give it a larger weight, or 0 to go without it"
+            f"{indexed.prefix}: the {index_split} part of split={config.split!r} gets "
+            f"{len(sequences)} of {len(indexed)} documents and no token; give it a larger weight, "
+            "or 0 to go without it"
         )
-    plan = plan_epochs(num_tokens, num_samples, config.sequence_length, extra, _drops_last(config, index_split))
+    plan = plan_epochs(
+        num_tokens, num_samples, config.sequence_length, extra, _drops_last(config, index_split)
+    )
     if plan.num_samples == 0:
         raise DataError(
-            f"{indexed.prefix}: the {index_split} part of split={config.split!r} has {num_tokens} tokens, but a sample takes "
-            f"{config.sequence_length + extra}; set a smaller sequence_length, a larger weight, or num_samples to read it "
-            "repeatedly"
+            f"{indexed.prefix}: the {index_split} part of split={config.split!r} has {num_tokens} "
+            f"tokens, but a sample takes {config.sequence_length + extra}; set a smaller "
+            "sequence_length, a larger weight, or num_samples to read it repeatedly"
         )
     return sequences, plan
 
@@ -113,11 +143,13 @@ def _drops_last(config: GPTDatasetConfig, index_split: IndexSplit) -> bool:
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
-    """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s], "loss_mask": float32 [s]}``.
+    """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s],
+    "loss_mask": float32 [s]}``.
 
-    Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled once, here, so that the position in
-    the data is a single number. The index arrays are cached under Megatron's names and shared by all processes through the
-    page cache; several processes or nodes may build them at once.
+    Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled once,
+    here, so that the position in the data is a single number. The index arrays are cached under
+    Megatron's names and shared by all processes through the page cache; several processes or nodes
+    may build them at once.
 
     Args:
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
@@ -131,7 +163,11 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self, data_prefix: str, config: GPTDatasetConfig, index_split: IndexSplit = "train", num_samples: int | None = None
+        self,
+        data_prefix: str,
+        config: GPTDatasetConfig,
+        index_split: IndexSplit = "train",
+        num_samples: int | None = None,
     ) -> None:
         self.config = config
         self.index_split = index_split
@@ -154,9 +190,12 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             "sequence_length": config.sequence_length,
             "split": config.split,
             "split_matrix": split_matrix(config.split),
-            "tokenizer": None if config.tokenizer is None else dict(config.tokenizer.unique_identifiers),
+            "tokenizer": None
+            if config.tokenizer is None
+            else dict(config.tokenizer.unique_identifiers),
         }
-        # Megatron omits these and would serve the cache of another setting; with the defaults the names are Megatron's
+        # Megatron omits these and would serve the cache of another setting; with the defaults the
+        # names are Megatron's
         if not config.add_extra_token_to_sequence:
             fields["add_extra_token_to_sequence"] = False
         if not _drops_last(config, self.index_split):
@@ -169,30 +208,50 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
 
     def _cache_path(self, name: str) -> Path:
-        folder = self.config.cache_dir or f"{self.indexed.prefix}/cache/{type(self).__name__}_indices"
-        return Path(folder) / f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split}-{name}"
+        folder = (
+            self.config.cache_dir or f"{self.indexed.prefix}/cache/{type(self).__name__}_indices"
+        )
+        return (
+            Path(folder)
+            / f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split}-{name}"
+        )
 
     def _load_or_build(self) -> SampleIndices:
         config, extra = self.config, self.config.extra_tokens
         sequences, plan = plan_part(self.indexed, config, self.index_split, self.num_samples)
-        shapes = ((plan.num_epochs * len(sequences),), (plan.num_samples + 1, 2), (plan.num_samples,))
-        cached = self._load(shapes, not_before=idx_path(self.indexed.prefix).stat().st_mtime)  # else of replaced data
+        shapes = (
+            (plan.num_epochs * len(sequences),),
+            (plan.num_samples + 1, 2),
+            (plan.num_samples,),
+        )
+        # Else of replaced data.
+        cached = self._load(shapes, not_before=idx_path(self.indexed.prefix).stat().st_mtime)
         if cached is None:
             lengths = self.indexed.sequence_lengths
-            sizes = {"sequence_length": config.sequence_length, "extra": extra, "seed": config.random_seed}
+            sizes = {
+                "sequence_length": config.sequence_length,
+                "extra": extra,
+                "seed": config.random_seed,
+            }
             self._store(build_indices(lengths, sequences, plan, **sizes))
             cached = self._load(shapes, not_before=0.0)
         if cached is None:
-            raise DataError(f"{self._cache_path('*')}: unreadable just after it was written; set cache_dir to another folder")
+            raise DataError(
+                f"{self._cache_path('*')}: unreadable just after it was written; set cache_dir to "
+                "another folder"
+            )
         return cached
 
     def _load(self, shapes: tuple[tuple[int, ...], ...], not_before: float) -> SampleIndices | None:
-        """Map the cached arrays; None if one is missing, unreadable, outdated or of another shape."""
+        """Map the cached arrays; None if one is missing, unreadable, outdated or of another
+        shape.
+        """
         arrays = []
         for name, shape in zip(_ARRAYS, shapes, strict=True):
             path = self._cache_path(f"{name}.npy")
             try:
-                array = np.load(path, mmap_mode="r").view(np.ndarray)  # indexing a memmap object takes three times as long
+                # Indexing a memmap object takes three times as long.
+                array = np.load(path, mmap_mode="r").view(np.ndarray)
                 outdated = path.stat().st_mtime < not_before
             except (OSError, ValueError, EOFError):
                 return None
@@ -212,7 +271,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
                 file.write(self.unique_description.encode())
         except OSError as error:
             raise DataError(
-                f"{description.parent}: the index cache cannot be written ({error.strerror}); set cache_dir to another folder"
+                f"{description.parent}: the index cache cannot be written ({error.strerror}); set "
+                "cache_dir to another folder"
             ) from error
 
     def __len__(self) -> int:
@@ -228,13 +288,15 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         config = self.config
-        text = self._read(index, config.sequence_length + 1)  # without an extra token, the last label is padding
+        # Without an extra token, the last label is padding.
+        text = self._read(index, config.sequence_length + 1)
         tokens, labels = text[:-1].copy(), text[1:]
         loss_mask = (labels != self._pad).astype(np.float32)
         if config.eod_mask_loss and config.tokenizer is not None:
             loss_mask[tokens == config.tokenizer.eod] = 0.0
         for ids in (tokens, labels):
-            ids[ids == self._pad] = 0  # an embedding needs a valid id; these positions are masked already
+            # An embedding needs a valid id; these positions are masked already.
+            ids[ids == self._pad] = 0
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
@@ -246,7 +308,9 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         for position in range(first, last + 1):
             offset = begin if position == first else 0
             count = end + self.config.extra_tokens - offset if position == last else None
-            parts.append(self.indexed.get(int(self.indices.document_index[position]), offset, count))
+            parts.append(
+                self.indexed.get(int(self.indices.document_index[position]), offset, count)
+            )
         text = np.concatenate(parts, dtype=np.int64)
         self._check_ids(text, row)
         return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
@@ -261,9 +325,10 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             outside = np.flatnonzero((tokens < 0) | (tokens >= num_ids))
             if len(outside):
                 raise DataError(
-                    f"{self.indexed.prefix}.bin: token {outside[0]} of sequence {sequence} is id {tokens[outside[0]]}, but the "
-                    f"vocabulary has {num_ids} ids: the data were made with another tokenizer; set vocab_size to that one's, "
-                    "or run preprocess again"
+                    f"{self.indexed.prefix}.bin: token {outside[0]} of sequence {sequence} is id "
+                    f"{tokens[outside[0]]}, but the vocabulary has {num_ids} ids: the data were "
+                    "made with another tokenizer; set vocab_size to that one's, or run preprocess "
+                    "again"
                 )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,8 +1,10 @@
-"""Document, sample and shuffle index of Megatron's GPTDataset (``core/datasets/gpt_dataset.py``), as functions of sizes.
+"""Document, sample and shuffle index of Megatron's GPTDataset (``core/datasets/gpt_dataset.py``),
+as functions of sizes.
 
-Documents are repeated for E epochs and shuffled (document index), read as one stream of tokens that is split every q tokens
-(sample index), and the samples are shuffled (shuffle index). A sample reads q + x tokens: with x = 1 extra token neighbors
-share one, so that every token but the first is a label once. D: documents in the split, t: their tokens, n: samples.
+Documents are repeated for E epochs and shuffled (document index), read as one stream of tokens that
+is split every q tokens (sample index), and the samples are shuffled (shuffle index). A sample reads
+q + x tokens: with x = 1 extra token neighbors share one, so that every token but the first is a
+label once. D: documents in the split, t: their tokens, n: samples.
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ from megatron_lightning.errors import ConfigError
 
 Bounds = tuple[float, float]
 _Index = TypeVar("_Index", bound=np.generic)
-_MIN_FULL_FINAL_EPOCH = 0.80  # a final epoch used for less than this fraction is shuffled on its own
+# A final epoch used for less than this fraction is shuffled on its own.
+_MIN_FULL_FINAL_EPOCH = 0.80
 
 
 def split_matrix(split: str) -> list[Bounds | None]:
-    """Return the bounds in [0, 1] of train, validation and test for weights such as ``"969,30,1"``; None for weight zero.
+    """Return the bounds in [0, 1] of train, validation and test for weights such as ``"969,30,1"``;
+    None for weight zero.
 
     Raises:
         ConfigError: If these are not one to three weights with a positive sum.
     """
     found = split.replace(" ", "")
-    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(,(\d+\.?\d*|\.\d+)){0,2}", found) or not any(map(float, found.split(","))):
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(,(\d+\.?\d*|\.\d+)){0,2}", found) or not any(
+        map(float, found.split(","))
+    ):
         raise ConfigError(
-            f'split={split!r}: must be one to three weights with a positive sum for train,valid,test, such as "969,30,1"'
+            f"split={split!r}: must be one to three weights with a positive sum for "
+            'train,valid,test, such as "969,30,1"'
         )
     weights = [*map(float, found.split(",")), 0.0, 0.0][:3]
     fractions = [weight / float(np.sum(weights)) for weight in weights]
@@ -58,7 +65,11 @@ class EpochPlan:
 
 
 def plan_epochs(
-    num_tokens: int, num_requested: int | None, sequence_length: int, extra: int, drop_last: bool = True
+    num_tokens: int,
+    num_requested: int | None,
+    sequence_length: int,
+    extra: int,
+    drop_last: bool = True,
 ) -> EpochPlan:
     """Return the plan for ``num_tokens`` (t > 0) tokens an epoch.
 
@@ -69,7 +80,11 @@ def plan_epochs(
         extra: 1 if a sample reads one more token for its last label, else 0 (x).
         drop_last: Whether tokens too few for a sample are dropped instead of padded.
     """
-    num_epochs = 1 if num_requested is None else max(1, -((num_requested * sequence_length + extra) // -num_tokens))
+    num_epochs = (
+        1
+        if num_requested is None
+        else max(1, -((num_requested * sequence_length + extra) // -num_tokens))
+    )
     usable = num_epochs * num_tokens - extra
     num_samples = usable // sequence_length if drop_last else -(usable // -sequence_length)
     if num_epochs == 1 or num_requested is None:
@@ -87,7 +102,8 @@ class SampleIndices:
     document_index: npt.NDArray[np.int32]
     """Sequence read at each position of the stream [E * D]."""
     sample_index: npt.NDArray[np.int32 | np.int64]
-    """Position in the document index, and token offset in that document, where each sample starts [n + 1, 2]."""
+    """Position in the document index, and token offset in that document, where each sample starts
+    [n + 1, 2]."""
     shuffle_index: npt.NDArray[np.uint32 | np.int64]
     """Row of the sample index that is served as sample i [n]."""
 
@@ -111,14 +127,22 @@ def build_indices(
     document_index = _shuffled_parts(
         random, [np.tile(sequences, num_together), sequences.copy() if separate else sequences[:0]]
     )
-    sample_index = _sample_starts(sequence_lengths[document_index], plan.num_samples, sequence_length, extra)
+    sample_index = _sample_starts(
+        sequence_lengths[document_index], plan.num_samples, sequence_length, extra
+    )
     fits = plan.num_samples < np.iinfo(np.uint32).max - 1
-    order: npt.NDArray[np.uint32 | np.int64] = np.arange(plan.num_samples, dtype=np.uint32 if fits else np.int64)
-    shuffle_index = _shuffled_parts(random, [order[: plan.num_samples_before_final], order[plan.num_samples_before_final :]])
+    order: npt.NDArray[np.uint32 | np.int64] = np.arange(
+        plan.num_samples, dtype=np.uint32 if fits else np.int64
+    )
+    shuffle_index = _shuffled_parts(
+        random, [order[: plan.num_samples_before_final], order[plan.num_samples_before_final :]]
+    )
     return SampleIndices(document_index, sample_index, shuffle_index)
 
 
-def _shuffled_parts(random: np.random.RandomState, parts: list[npt.NDArray[_Index]]) -> npt.NDArray[_Index]:
+def _shuffled_parts(
+    random: np.random.RandomState, parts: list[npt.NDArray[_Index]]
+) -> npt.NDArray[_Index]:
     for part in parts:
         random.shuffle(part)
     return np.concatenate(parts)
@@ -127,14 +151,19 @@ def _shuffled_parts(random: np.random.RandomState, parts: list[npt.NDArray[_Inde
 def _sample_starts(
     lengths: npt.NDArray[np.int32], num_samples: int, sequence_length: int, extra: int
 ) -> npt.NDArray[np.int32 | np.int64]:
-    """Return the starts of the samples, tokens j * q of a stream of documents of ``lengths``, as (document, offset).
+    """Return the starts of the samples, tokens j * q of a stream of documents of ``lengths``, as
+    (document, offset).
 
-    A start belongs to the document of the last token that the sample before it read, at j * q + x - 1; the end of the stream
-    bounds the last sample if it is a partial one.
+    A start belongs to the document of the last token that the sample before it read, at j * q + x -
+    1; the end of the stream bounds the last sample if it is a partial one.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.minimum(np.arange(num_samples + 1, dtype=np.int64) * sequence_length, ends[-1] - extra)
-    documents = np.minimum(np.searchsorted(ends, starts + extra - 1, side="right"), len(lengths) - 1)
+    starts = np.minimum(
+        np.arange(num_samples + 1, dtype=np.int64) * sequence_length, ends[-1] - extra
+    )
+    documents = np.minimum(
+        np.searchsorted(ends, starts + extra - 1, side="right"), len(lengths) - 1
+    )
     sample_index = np.stack([documents, starts - (ends[documents] - lengths[documents])], axis=1)
     sample_index[0] = 0
     fits = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max

@@ -1,11 +1,14 @@
-r"""Token sequences on disk in Megatron's indexed format: ``PREFIX.bin`` and ``PREFIX.idx``, both little endian.
+r"""Token sequences on disk in Megatron's indexed format: ``PREFIX.bin`` and ``PREFIX.idx``.
 
-``.bin`` holds the tokens of all sequences back to back, no header. ``.idx`` holds, with S sequences and D - 1 documents::
+Both are little endian. ``.bin`` holds the tokens of all sequences back to back, no header. ``.idx``
+holds, with S sequences and D - 1 documents::
 
     "MMIDIDX\0\0" | u64 version = 1 | u8 dtype code | u64 S | u64 D
-    i32[S] sequence lengths in tokens | i64[S] byte offsets into .bin | i64[D] first sequence of each document, then S
+    i32[S] sequence lengths in tokens | i64[S] byte offsets into .bin
+    i64[D] first sequence of each document, then S
 
-A document is a run of sequences; for text it is one sequence. Multimodal files carry i8[S] modes at the end, which are ignored.
+A document is a run of sequences; for text it is one sequence. Multimodal files carry i8[S] modes at
+the end, which are ignored.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from megatron_lightning.errors import DataError
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = ("", "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")  # position = code in the header
+# Position = code in the header.
+_DTYPES = ("", "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
-    """Return the smallest dtype Megatron stores a vocabulary in: uint16 below 65500 ids, else int32."""
+    """Return the smallest dtype Megatron stores a vocabulary in: uint16 below 65500 ids, else
+    int32.
+    """
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
@@ -44,7 +50,8 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """Memory-mapped, read-only view of one dataset; ``dataset[i]`` is sequence i as an array [length] of the stored dtype.
+    """Memory-mapped, read-only view of one dataset; ``dataset[i]`` is sequence i as an array
+    [length] of the stored dtype.
 
     Args:
         prefix: Path of the two files without their suffixes.
@@ -61,9 +68,10 @@ class IndexedDataset:
         expected_bytes = _HEADER.size + sum(sizes)
         if len(index) not in (expected_bytes, expected_bytes + num_sequences):
             raise DataError(
-                f"{self.prefix}.idx: has {len(index)} bytes, but its header declares {num_sequences} sequences and "
-                f"{num_boundaries - 1} documents, which take {expected_bytes}: the file is truncated or damaged; "
-                "copy it again or run preprocess again"
+                f"{self.prefix}.idx: has {len(index)} bytes, but its header declares "
+                f"{num_sequences} sequences and {num_boundaries - 1} documents, which take "
+                f"{expected_bytes}: the file is truncated or damaged; copy it again or run "
+                "preprocess again"
             )
         starts = np.cumsum((_HEADER.size, *sizes))
         self.sequence_lengths: npt.NDArray[np.int32] = index[starts[0] : starts[1]].view("<i4")
@@ -79,39 +87,64 @@ class IndexedDataset:
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}); a dataset is two files, {self.prefix}.bin and {self.prefix}.idx, "
-                "named by their common prefix: check the path, or write them with `megatron-lightning preprocess`"
+                f"{path}: cannot be read ({error.strerror}); a dataset is two files, "
+                f"{self.prefix}.bin and {self.prefix}.idx, named by their common prefix: check the "
+                "path, or write them with `megatron-lightning preprocess`"
             ) from error
 
     def _read_header(self, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[np.generic], int, int]:
         if len(index) < _HEADER.size:
-            raise DataError(f"{self.prefix}.idx: truncated: {len(index)} bytes, but the header alone takes {_HEADER.size}")
-        magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(index[: _HEADER.size].tobytes())
+            raise DataError(
+                f"{self.prefix}.idx: truncated: {len(index)} bytes, but the header alone takes "
+                f"{_HEADER.size}"
+            )
+        magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(
+            index[: _HEADER.size].tobytes()
+        )
         if magic != _MAGIC:
-            raise DataError(f"{self.prefix}.idx: bad header {magic!r}, cannot read: an index file starts with {_MAGIC!r}")
+            raise DataError(
+                f"{self.prefix}.idx: bad header {magic!r}, cannot read: an index file starts with "
+                f"{_MAGIC!r}"
+            )
         if version != _VERSION:
-            raise DataError(f"{self.prefix}.idx: bad version {version}, cannot read: only version {_VERSION} is known")
+            raise DataError(
+                f"{self.prefix}.idx: bad version {version}, cannot read: only version {_VERSION} "
+                "is known"
+            )
         if not 1 <= code < len(_DTYPES):
-            raise DataError(f"{self.prefix}.idx: bad token dtype code {code}, cannot read: codes are 1 to {len(_DTYPES) - 1}")
+            raise DataError(
+                f"{self.prefix}.idx: bad token dtype code {code}, cannot read: codes are 1 to "
+                f"{len(_DTYPES) - 1}"
+            )
         return np.dtype(_DTYPES[code]), num_sequences, num_boundaries
 
     def _check_token_file(self) -> None:
         expected_bytes = self.num_tokens * self.dtype.itemsize
         if len(self._tokens) != expected_bytes:
             raise DataError(
-                f"{self.prefix}.bin: has {len(self._tokens)} bytes, but {self.prefix}.idx declares {self.num_tokens} "
-                f"tokens of {self.dtype}, which take {expected_bytes}: the .bin is truncated or belongs to another .idx; "
-                "copy both files again or run preprocess again"
+                f"{self.prefix}.bin: has {len(self._tokens)} bytes, but {self.prefix}.idx declares "
+                f"{self.num_tokens} tokens of {self.dtype}, which take {expected_bytes}: the .bin "
+                "is truncated or belongs to another .idx; copy both files again or run preprocess "
+                "again"
             )
-        if len(self.document_indices) == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != len(self):
-            raise DataError(f"{self.prefix}.idx: document boundaries do not run from 0 to {len(self)}: the file is damaged")
+        if (
+            len(self.document_indices) == 0
+            or self.document_indices[0] != 0
+            or self.document_indices[-1] != len(self)
+        ):
+            raise DataError(
+                f"{self.prefix}.idx: document boundaries do not run from 0 to {len(self)}: the "
+                "file is damaged"
+            )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         if len(self) == 0:
             return 0
-        return int(self.sequence_pointers[-1]) // self.dtype.itemsize + int(self.sequence_lengths[-1])
+        return int(self.sequence_pointers[-1]) // self.dtype.itemsize + int(
+            self.sequence_lengths[-1]
+        )
 
     @property
     def num_documents(self) -> int:
@@ -124,31 +157,44 @@ class IndexedDataset:
     def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
         return self.get(index)
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
+    def get(
+        self, index: int, offset: int = 0, length: int | None = None
+    ) -> npt.NDArray[np.generic]:
         """Return ``length`` tokens of sequence ``index`` from token ``offset``; None: to its end.
 
         Raises:
-            DataError: If the range leaves the sequence, or a damaged index points outside the ``.bin``.
+            DataError: If the range leaves the sequence, or a damaged index points outside the
+                ``.bin``.
         """
         sequence_length = int(self.sequence_lengths[index])
         count = sequence_length - offset if length is None else length
         begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         end = begin + count * self.dtype.itemsize
-        if offset < 0 or count < 0 or offset + count > sequence_length or begin < 0 or end > len(self._tokens):
+        if (
+            offset < 0
+            or count < 0
+            or offset + count > sequence_length
+            or begin < 0
+            or end > len(self._tokens)
+        ):
             raise DataError(
-                f"{self.prefix}.bin: tokens {offset} to {offset + count} of sequence {index} do not exist: it has "
-                f"{sequence_length} tokens at byte {int(self.sequence_pointers[index])} of {len(self._tokens)}"
+                f"{self.prefix}.bin: tokens {offset} to {offset + count} of sequence {index} do "
+                f"not exist: it has {sequence_length} tokens at byte "
+                f"{int(self.sequence_pointers[index])} of {len(self._tokens)}"
             )
         return self._tokens[begin:end].view(self.dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (IndexedDataset, (self.prefix,))  # another process maps the files again instead of receiving their bytes
+        # Another process maps the files again instead of receiving their bytes.
+        return (IndexedDataset, (self.prefix,))
 
 
 class IndexedDatasetWriter:
-    """Writer of one dataset, byte for byte as Megatron's; the two files appear together on success, and not at all otherwise.
+    """Writer of one dataset, byte for byte as Megatron's; the two files appear together on success,
+    and not at all otherwise.
 
-    Use it as a context manager: leaving the block normally publishes the files, an exception (Ctrl-C included) removes them.
+    Use it as a context manager: leaving the block normally publishes the files, an exception
+    (Ctrl-C included) removes them.
 
     Args:
         prefix: Path of the two files without their suffixes; existing ones are replaced.
@@ -163,7 +209,8 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in [np.dtype(name) for name in _DTYPES[1:]]:
             raise DataError(
-                f"{self.prefix}: tokens of {self.dtype} cannot be stored; use uint16 or int32 (token_dtype(vocab_size))"
+                f"{self.prefix}: tokens of {self.dtype} cannot be stored; use uint16 or int32 "
+                "(token_dtype(vocab_size))"
             )
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._boundaries: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
@@ -174,22 +221,33 @@ class IndexedDatasetWriter:
             self._temporary.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._temporary.open("xb")
         except OSError as error:
-            raise DataError(f"{bin_path(prefix)}: cannot be written ({error.strerror}); set another output prefix") from error
+            raise DataError(
+                f"{bin_path(prefix)}: cannot be written ({error.strerror}); set another output "
+                "prefix"
+            ) from error
 
-    def add_document(self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None) -> None:
+    def add_document(
+        self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None
+    ) -> None:
         """Append one document of token ids [n]; ``sequence_lengths`` sum to n, None: one sequence.
 
         Raises:
             DataError: If an id does not fit the dtype, or the lengths do not sum to n.
         """
         tokens = np.asarray(tokens)
-        lengths = np.array([len(tokens)] if sequence_lengths is None else sequence_lengths, np.int32)
+        lengths = np.array(
+            [len(tokens)] if sequence_lengths is None else sequence_lengths, np.int32
+        )
         self.add_documents(tokens, lengths, np.array([len(lengths)]))
 
     def add_documents(
-        self, tokens: npt.NDArray[np.generic], lengths: npt.NDArray[np.int32], num_sequences: npt.ArrayLike
+        self,
+        tokens: npt.NDArray[np.generic],
+        lengths: npt.NDArray[np.int32],
+        num_sequences: npt.ArrayLike,
     ) -> None:
-        """Append documents of token ids [n]; ``lengths`` of sequences sum to n, ``num_sequences`` of documents to their number.
+        """Append documents of token ids [n]; ``lengths`` of sequences sum to n, ``num_sequences``
+        of documents to their number.
 
         Raises:
             DataError: If an id does not fit the dtype, or the counts do not agree.
@@ -197,8 +255,9 @@ class IndexedDatasetWriter:
         counts = np.asarray(num_sequences, np.int64)
         if lengths.sum() != len(tokens) or counts.sum() != len(lengths):
             raise DataError(
-                f"{self.prefix}: {len(tokens)} tokens in {len(lengths)} sequences do not agree with sequence lengths that sum "
-                f"to {lengths.sum()} and documents of {counts.sum()} sequences"
+                f"{self.prefix}: {len(tokens)} tokens in {len(lengths)} sequences do not agree "
+                f"with sequence lengths that sum to {lengths.sum()} and documents of "
+                f"{counts.sum()} sequences"
             )
         if self.dtype.kind in "iu" and len(tokens):
             limits, smallest, largest = np.iinfo(self.dtype), tokens.min(), tokens.max()
@@ -220,7 +279,10 @@ class IndexedDatasetWriter:
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise DataError(f"{prefix}.idx: has tokens of {other.dtype}, {self.prefix} of {self.dtype}: preprocess both alike")
+            raise DataError(
+                f"{prefix}.idx: has tokens of {other.dtype}, {self.prefix} of {self.dtype}: "
+                "preprocess both alike"
+            )
         with bin_path(prefix).open("rb") as file:
             while block := file.read(1 << 24):
                 self._file.write(block)
@@ -231,7 +293,8 @@ class IndexedDatasetWriter:
     def finish(self) -> None:
         """Write everything to the disk, so that :meth:`close` only renames the files.
 
-        To publish several datasets together, finish all of them first: a full disk then leaves none.
+        To publish several datasets together, finish all of them first: a full disk then leaves
+        none.
         """
         if self._file.closed:
             return
@@ -242,10 +305,13 @@ class IndexedDatasetWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Publish both files; an interruption at any moment leaves either both or no readable ``.idx``."""
+        """Publish both files; an interruption at any moment leaves either both or no readable
+        ``.idx``.
+        """
         try:
             self.finish()
-            idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never meet the new tokens
+            # An old index must never meet the new tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
             self._temporary.replace(bin_path(self.prefix))
             self._temporary_idx.replace(idx_path(self.prefix))
         finally:
@@ -265,12 +331,22 @@ class IndexedDatasetWriter:
         code = [np.dtype(name) for name in _DTYPES[1:]].index(self.dtype) + 1
         header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(boundaries))
         pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
-        return header + lengths.astype("<i4").tobytes() + pointers.astype("<i8").tobytes() + boundaries.astype("<i8").tobytes()
+        return (
+            header
+            + lengths.astype("<i4").tobytes()
+            + pointers.astype("<i8").tobytes()
+            + boundaries.astype("<i8").tobytes()
+        )
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.close()
         else:

@@ -1,4 +1,6 @@
-"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: one pass over the input by several processes, in order."""
+"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: one pass over the input by several
+processes, in order.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,16 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from megatron_lightning.data.corpus import Record, input_files, read_records
 from megatron_lightning.data.files import atomic_path
 from megatron_lightning.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer, train_sentencepiece
+from megatron_lightning.data.tokenizers import (
+    Tokenizer,
+    TokenizerType,
+    load_tokenizer,
+    train_sentencepiece,
+)
 from megatron_lightning.errors import ConfigError, DataError
 
-_Encoded = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # ids of several documents back to back [n], their lengths [d]
+# Ids of several documents back to back [n], their lengths [d].
+_Encoded = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
 _CHUNK_BYTES = 1 << 18
 _TRAINING_BYTES = 1 << 24  # a tokenizer of usual size does not improve with more text
 
@@ -60,16 +68,17 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
 ) -> dict[str, str]:
     """Tokenize text into the indexed files that pre-training reads, in Megatron's own format.
 
-    Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, and ``{output_prefix}_tokenizer.model`` if a
-    tokenizer is trained. Everything is published at the end: an error, Ctrl-C or SIGTERM leaves nothing behind.
+    Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, and
+    ``{output_prefix}_tokenizer.model`` if a tokenizer is trained. Everything is published at the
+    end: an error, Ctrl-C or SIGTERM leaves nothing behind.
 
     Args:
         output_prefix: Path and beginning of the names of the output files.
-        input: JSON-lines files (``.jsonl``, ``.json``: a document a line), text files (a document a file), or ``stdlib``: the
-            source of the Python standard library.
+        input: JSON-lines files (``.jsonl``, ``.json``: a document a line), text files (a document a
+            file), or ``stdlib``: the source of the Python standard library.
         tokenizer_type: sentencepiece or huggingface.
-        tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name. Leave it out to train a
-            SentencePiece model on the input.
+        tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name. Leave
+            it out to train a SentencePiece model on the input.
         vocab_size: Number of pieces of the tokenizer to train.
         json_keys: Keys of a JSON line whose texts are written, each to a dataset of its own.
         append_eod: Whether the end-of-document id ends each document.
@@ -77,11 +86,14 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
         empty_documents: Treatment of a document without tokens: error or skip.
 
     Returns:
-        Prefix of the dataset of each key, as :class:`IndexedDataset` and ``PretrainDataModule`` take it.
+        Prefix of the dataset of each key, as :class:`IndexedDataset` and ``PretrainDataModule``
+        take it.
 
     Raises:
-        ConfigError: If the settings contradict each other, or no tokenizer can be trained with them.
-        DataError: If the input cannot be read (with file and line), or the output cannot be written.
+        ConfigError: If the settings contradict each other, or no tokenizer can be trained with
+            them.
+        DataError: If the input cannot be read (with file and line), or the output cannot be
+            written.
     """
     _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
     files = input_files(input)
@@ -94,13 +106,23 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
             trained = published.enter_context(atomic_path(Path(f"{output_prefix}_tokenizer.model")))
             train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained)
             tokenizer_model = str(trained)
-        job = _Job(tokenizer_type, str(tokenizer_model), tuple(json_keys), append_eod, empty_documents)
+        job = _Job(
+            tokenizer_type, str(tokenizer_model), tuple(json_keys), append_eod, empty_documents
+        )
         tokenizer = job.tokenizer()
         dtype = token_dtype(tokenizer.vocab_size)
-        writers = [published.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes.values()]
-        # closed in this order: an interrupt anywhere in the loop ends the workers before the files are removed
-        bar = published.enter_context(tqdm(desc="tokenizing", total=_num_bytes(files), unit="B", unit_scale=True))
-        chunks = published.enter_context(closing(_encoded_chunks(_chunks(read_records(files)), job, tokenizer, workers)))
+        writers = [
+            published.enter_context(IndexedDatasetWriter(prefix, dtype))
+            for prefix in prefixes.values()
+        ]
+        # closed in this order: an interrupt anywhere in the loop ends the workers before the files
+        # are removed
+        bar = published.enter_context(
+            tqdm(desc="tokenizing", total=_num_bytes(files), unit="B", unit_scale=True)
+        )
+        chunks = published.enter_context(
+            closing(_encoded_chunks(_chunks(read_records(files)), job, tokenizer, workers))
+        )
         num_tokens = dict.fromkeys(json_keys, 0)
         for chunk, encoded in chunks:
             for key, writer, (tokens, lengths) in zip(json_keys, writers, encoded, strict=True):
@@ -110,32 +132,46 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
         _check_not_empty(num_tokens, files)
         for writer in writers:
             writer.finish()  # all of them, before the first is published
-    print(f"{sum(num_tokens.values())} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}")
+    print(
+        f"{sum(num_tokens.values())} tokens of {tokenizer.vocab_size} ids in "
+        f"{', '.join(prefixes.values())}"
+    )
     return prefixes
 
 
 def _check_settings(
-    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None, json_keys: Sequence[str], workers: int
+    tokenizer_type: str,
+    tokenizer_model: str | None,
+    vocab_size: int | None,
+    json_keys: Sequence[str],
+    workers: int,
 ) -> None:
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be a positive integer; set it to 1 or more")
     if not json_keys or len(set(json_keys)) != len(json_keys):
-        raise ConfigError(f"json_keys={list(json_keys)}: each key is a dataset of its own; set one or more different keys")
+        raise ConfigError(
+            f"json_keys={list(json_keys)}: each key is a dataset of its own; set one or more "
+            "different keys"
+        )
     if tokenizer_model is None and tokenizer_type != "sentencepiece":
         raise ConfigError(
-            f"tokenizer_type={tokenizer_type} is never trained here; set tokenizer_model to an existing tokenizer"
+            f"tokenizer_type={tokenizer_type} is never trained here; set tokenizer_model to an "
+            "existing tokenizer"
         )
     if (tokenizer_model is None) == (vocab_size is None):
         raise ConfigError(
-            f"tokenizer_model={tokenizer_model} and vocab_size={vocab_size}: set tokenizer_model to use an existing tokenizer, "
-            "or vocab_size to train one, and not both"
+            f"tokenizer_model={tokenizer_model} and vocab_size={vocab_size}: set tokenizer_model "
+            "to use an existing tokenizer, or vocab_size to train one, and not both"
         )
 
 
 def _check_not_empty(num_tokens: Mapping[str, int], files: Sequence[Path]) -> None:
     for key, count in num_tokens.items():
         if not count:
-            raise DataError(f"{', '.join(map(str, files[:5]))}: only empty documents under key {key!r}; set input to text")
+            raise DataError(
+                f"{', '.join(map(str, files[:5]))}: only empty documents under key {key!r}; set "
+                "input to text"
+            )
 
 
 @contextmanager
@@ -143,7 +179,10 @@ def _write_errors_explained(output_prefix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{output_prefix}: cannot be written ({error}); set another output_prefix, or free space") from error
+        raise DataError(
+            f"{output_prefix}: cannot be written ({error}); set another output_prefix, or free "
+            "space"
+        ) from error
 
 
 def _num_bytes(files: Sequence[Path]) -> int:
@@ -186,20 +225,25 @@ def _encoded_chunks(
         for chunk in chunks:
             with _interrupt_deferred():
                 waiting.append((chunk, executor.submit(_encode_in_worker, chunk, job)))
-            if len(waiting) > 4 * workers:  # enough to keep all busy; without a limit the input is read into memory
+            # Enough to keep all busy; without a limit the input is read into memory.
+            if len(waiting) > 4 * workers:
                 oldest, result = waiting.popleft()
                 yield oldest, result.result()
         while waiting:
             oldest, result = waiting.popleft()
             yield oldest, result.result()
     except BrokenProcessPool as error:
-        raise DataError(f"a worker process died while tokenizing (out of memory?); set workers below {workers}") from error
+        raise DataError(
+            f"a worker process died while tokenizing (out of memory?); set workers below {workers}"
+        ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
-def _signals_handled(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+def _signals_handled(
+    numbers: Sequence[int], handler: Callable[[int, object], None]
+) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets signals
         return
@@ -213,7 +257,9 @@ def _signals_handled(numbers: Sequence[int], handler: Callable[[int, object], No
 
 @contextmanager
 def _termination_as_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that unfinished files are removed; by default it ends the process at once."""
+    """Raise SystemExit on SIGTERM, so that unfinished files are removed; by default it ends the
+    process at once.
+    """
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -224,16 +270,22 @@ def _termination_as_exit() -> Iterator[None]:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM to the end of the block: during a fork Python drops them, or loses the worker."""
+    """Defer Ctrl-C and SIGTERM to the end of the block: during a fork Python drops them, or loses
+    the worker.
+    """
     interrupts: list[int] = []
-    with _signals_handled([signal.SIGINT, signal.SIGTERM], lambda number, _: interrupts.append(number)):
+    with _signals_handled(
+        [signal.SIGINT, signal.SIGTERM], lambda number, _: interrupts.append(number)
+    ):
         yield
     if interrupts:
         signal.raise_signal(interrupts[0])
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, which ends its workers, and end with the parent if it is killed."""
+    """Leave Ctrl-C to the parent, which ends its workers, and end with the parent if it is
+    killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -260,15 +312,23 @@ def _encode(chunk: list[Record], job: _Job, tokenizer: Tokenizer) -> list[_Encod
     """Return the tokens of the chunk's documents under every key."""
     documents: list[list[list[int]]] = [[] for _ in job.json_keys]
     for record in chunk:
-        for key, text, collected in zip(job.json_keys, record.texts(job.json_keys), documents, strict=True):
+        for key, text, collected in zip(
+            job.json_keys, record.texts(job.json_keys), documents, strict=True
+        ):
             ids = tokenizer.encode(text)
             if ids:
                 _check_ids(ids, record, tokenizer)
                 collected.append([*ids, tokenizer.eod] if job.append_eod else ids)
             elif job.empty_documents == "error":
-                raise DataError(f"{record.where}: empty document under key {key!r}; remove it, or set empty_documents to skip")
+                raise DataError(
+                    f"{record.where}: empty document under key {key!r}; remove it, or set "
+                    "empty_documents to skip"
+                )
     return [
-        (np.fromiter(chain.from_iterable(collected), np.int64), np.array([len(ids) for ids in collected], np.int32))
+        (
+            np.fromiter(chain.from_iterable(collected), np.int64),
+            np.array([len(ids) for ids in collected], np.int32),
+        )
         for collected in documents
     ]
 
@@ -276,6 +336,6 @@ def _encode(chunk: list[Record], job: _Job, tokenizer: Tokenizer) -> list[_Encod
 def _check_ids(ids: list[int], record: Record, tokenizer: Tokenizer) -> None:
     if max(ids) >= tokenizer.vocab_size:
         raise DataError(
-            f"{record.where}: token id {max(ids)} is outside the tokenizer's vocabulary of {tokenizer.vocab_size} ids; "
-            "the tokenizer's files do not belong together"
+            f"{record.where}: token id {max(ids)} is outside the tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size} ids; the tokenizer's files do not belong together"
         )

@@ -1,8 +1,9 @@
 """Samples of a data-parallel rank, and the position at which it resumes from a checkpoint.
 
-The user's own sampler (shuffling or not) gives the global order of an epoch; rank r of D takes every D-th index from r on.
-So the order is that of a single device, and a position in it, counted in samples, is valid for any number of ranks. The
-state of the random generator from which an epoch's order was drawn is kept, so that it can be drawn again.
+The user's own sampler (shuffling or not) gives the global order of an epoch; rank r of D takes
+every D-th index from r on. So the order is that of a single device, and a position in it, counted
+in samples, is valid for any number of ranks. The state of the random generator from which an
+epoch's order was drawn is kept, so that it can be drawn again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class _SharedOrder:
-    """The order that a sampler with a length draws, equal on all data-parallel ranks though their random states differ."""
+    """The order that a sampler with a length draws, equal on all data-parallel ranks though their
+    random states differ.
+    """
 
     def __init__(self, order: Iterable[int], group: AxisGroup) -> None:
         self.order = order
@@ -27,7 +30,10 @@ class _SharedOrder:
 
     def draw_states(self) -> dict[str, Tensor]:
         """Return the generators' states of the first rank; a collective."""
-        states, generator = {"default": torch.get_rng_state()}, getattr(self.order, "generator", None)
+        states, generator = (
+            {"default": torch.get_rng_state()},
+            getattr(self.order, "generator", None),
+        )
         if generator is not None:
             states["sampler"] = generator.get_state()
         return self._group.broadcast_object(states)
@@ -55,8 +61,10 @@ class ResumableSampler(Sampler[int]):
     Args:
         order: The sampler of the user's DataLoader.
         group: The data-parallel ranks.
-        batch_size: Samples of the next batch, over all ranks, as a function of the samples consumed.
-        drop_last: Drop the samples that do not fill all ranks; otherwise the first ones are repeated.
+        batch_size: Samples of the next batch, over all ranks, as a function of the samples
+            consumed.
+        drop_last: Drop the samples that do not fill all ranks; otherwise the first ones are
+            repeated.
         consumed: Samples of all ranks that training has consumed before.
     """
 
@@ -78,7 +86,8 @@ class ResumableSampler(Sampler[int]):
         self.started = False
         """Whether an index has been requested."""
         self._consumed = 0  # samples of this pass over the data, of all ranks together
-        self._states: dict[str, Tensor] = {}  # of the generators, before this pass's order was drawn
+        # Of the generators, before this pass's order was drawn.
+        self._states: dict[str, Tensor] = {}
         self._resuming = False
         self._last_batch = 0
 
@@ -97,7 +106,9 @@ class ResumableSampler(Sampler[int]):
         self._consumed += self._last_batch
 
     def undo_advance(self) -> None:
-        """Undo the last :meth:`advance`, so that its batch is read again when the pass is resumed."""
+        """Undo the last :meth:`advance`, so that its batch is read again when the pass is
+        resumed.
+        """
         self._consumed -= self._last_batch
         self._last_batch = 0
 

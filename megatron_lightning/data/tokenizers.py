@@ -1,6 +1,7 @@
 """Tokenizers behind one small protocol: SentencePiece (loaded or trained here) and Hugging Face.
 
-Both libraries are imported when a tokenizer is created, so that reading tokenized data needs neither.
+Both libraries are imported when a tokenizer is created, so that reading tokenized data needs
+neither.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from megatron_lightning.errors import ConfigError, DataError
 
 TokenizerType = Literal["sentencepiece", "huggingface"]
 NO_PAD = -1
-"""Padding id of a tokenizer that has none, or uses its end of document for it: no real token is ever masked."""
+"""Padding id of a tokenizer that has none, or uses its end of document for it: no real token is
+ever masked."""
 
 
 class Tokenizer(Protocol):
@@ -60,17 +62,22 @@ class SentencePieceTokenizer:
             self._processor = SentencePieceProcessor(model_proto=Path(model).read_bytes())
         except OSError as error:
             raise DataError(
-                f"{model}: cannot be read ({error.strerror}); set tokenizer_model to a SentencePiece model"
+                f"{model}: cannot be read ({error.strerror}); set tokenizer_model to a "
+                "SentencePiece model"
             ) from error
         except RuntimeError as error:
             raise DataError(
-                f"{model}: is not a SentencePiece model; for a Hugging Face tokenizer set tokenizer_type"
+                f"{model}: is not a SentencePiece model; for a Hugging Face tokenizer set "
+                "tokenizer_type"
             ) from error
         self.vocab_size: int = self._processor.vocab_size()
         self.eod: int = self._processor.eos_id()
         self.pad: int = self._processor.pad_id()
         if self.eod < 0:
-            raise ConfigError(f"{model}: has no end-of-sentence piece to end documents with; train the model with eos_id >= 0")
+            raise ConfigError(
+                f"{model}: has no end-of-sentence piece to end documents with; train the model "
+                "with eos_id >= 0"
+            )
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:
@@ -89,7 +96,8 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Any tokenizer ``transformers.AutoTokenizer`` loads; its end-of-sentence token ends a document.
+    """Any tokenizer ``transformers.AutoTokenizer`` loads; its end-of-sentence token ends a
+    document.
 
     Args:
         model: A folder with the tokenizer's files, or a name on the Hugging Face hub.
@@ -104,18 +112,23 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ConfigError(
-                "tokenizer_type=huggingface needs the package transformers, which is not installed; "
-                "`pip install transformers`, or set tokenizer_type=sentencepiece"
+                "tokenizer_type=huggingface needs the package transformers, which is not "
+                "installed; `pip install transformers`, or set tokenizer_type=sentencepiece"
             ) from error
         self._model = str(model)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._model)
         except (OSError, ValueError) as error:
-            raise DataError(f"{model}: {_why_not(self._model)}; set tokenizer_model: {error}") from error
+            raise DataError(
+                f"{model}: {_why_not(self._model)}; set tokenizer_model: {error}"
+            ) from error
         self.vocab_size: int = len(self._tokenizer)
         eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         if eos is None:
-            raise ConfigError(f"{model}: has no eos_token to end documents with; set eos_token in its tokenizer_config.json")
+            raise ConfigError(
+                f"{model}: has no eos_token to end documents with; set eos_token in its "
+                "tokenizer_config.json"
+            )
         self.eod: int = eos
         self.pad: int = NO_PAD if pad is None or pad == eos else pad
 
@@ -141,12 +154,15 @@ def _why_not(model: str) -> str:
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         return "there is no such folder"
     return (
-        "there is no such folder, and no tokenizer of this name could be fetched from the Hugging Face hub. On a machine "
-        "without network, use a folder with the tokenizer's files, and set HF_HUB_OFFLINE=1 to skip the attempts"
+        "there is no such folder, and no tokenizer of this name could be fetched from the Hugging "
+        "Face hub. On a machine without network, use a folder with the tokenizer's files, and set "
+        "HF_HUB_OFFLINE=1 to skip the attempts"
     )
 
 
-def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = "sentencepiece") -> Tokenizer:
+def load_tokenizer(
+    tokenizer_model: str | Path, tokenizer_type: TokenizerType = "sentencepiece"
+) -> Tokenizer:
     """Return the tokenizer of ``tokenizer_type`` that ``tokenizer_model`` holds.
 
     Raises:
@@ -158,20 +174,25 @@ def load_tokenizer(tokenizer_model: str | Path, tokenizer_type: TokenizerType = 
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
-    """Train a byte-pair-encoding SentencePiece model that reproduces any text exactly, and write it to ``output``.
+    """Train a byte-pair-encoding SentencePiece model that reproduces any text exactly, and write it
+    to ``output``.
 
-    Runs of spaces are pieces of their own (source code is full of them) and unknown characters fall back to bytes, hence
-    ``decode(encode(text)) == text``. The same texts give the same file.
+    Runs of spaces are pieces of their own (source code is full of them) and unknown characters fall
+    back to bytes, hence ``decode(encode(text)) == text``. The same texts give the same file.
 
     Raises:
-        ConfigError: If the texts are too few for ``vocab_size``, or it is too small for the bytes and special pieces.
+        ConfigError: If the texts are too few for ``vocab_size``, or it is too small for the bytes
+            and special pieces.
         DataError: As ``texts`` does, or if they are all empty.
     """
     from sentencepiece import SentencePieceTrainer
 
     lines = [line for text in texts for line in text.splitlines() if line]
     if not lines:
-        raise DataError("the input has no text that a tokenizer could be trained on; set input to files with text")
+        raise DataError(
+            "the input has no text that a tokenizer could be trained on; set input to files with "
+            "text"
+        )
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -190,7 +211,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"vocab_size={vocab_size}: no tokenizer can be trained on this text; set another vocab_size: {error}"
+            f"vocab_size={vocab_size}: no tokenizer can be trained on this text; set another "
+            f"vocab_size: {error}"
         ) from error
     with atomic_write(Path(output)) as file:
         file.write(model.getvalue())

@@ -1,4 +1,6 @@
-"""``megatron-lightning generate``: continue prompts with a trained model, on one process or on a layout."""
+"""``megatron-lightning generate``: continue prompts with a trained model, on one process or on a
+layout.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
 ) -> list[str]:
     """Continue prompts with a model that ``GPTLightningModule`` trained.
 
-    The checkpoint may come from any layout; the sizes given here are for generation. The same seed gives the same text on
-    every layout. There is no key-value cache: each token takes a forward of the full text.
+    The checkpoint may come from any layout; the sizes given here are for generation. The same seed
+    gives the same text on every layout. There is no key-value cache: each token takes a forward of
+    the full text.
 
     Args:
         checkpoint: Checkpoint directory, or a plain Lightning .ckpt file.
@@ -86,19 +89,26 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
         sequence_parallel=False,  # a text grows by one token at a time and cannot be split evenly
     )
-    resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)  # raises before processes start
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    # Raises before processes start.
+    resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
     tokenizer, config = load_tokenizer(tokenizer_model, tokenizer_type), read_config(checkpoint)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"{tokenizer_model} has {tokenizer.vocab_size} ids and the model in {checkpoint} has vocab_size="
-            f"{config.vocab_size}. Set tokenizer_model to the tokenizer that made the training data."
+            f"{tokenizer_model} has {tokenizer.vocab_size} ids and the model in {checkpoint} has "
+            f"vocab_size={config.vocab_size}. Set tokenizer_model to the tokenizer that made the "
+            "training data."
         )
     job = _Job(
         checkpoint=checkpoint,
         layout=layout,
         pipeline_schedule=pipeline_schedule,
-        prompts=[tokenizer.encode(text) or [tokenizer.eod] for text in ([prompts] if isinstance(prompts, str) else prompts)],
+        prompts=[
+            tokenizer.encode(text) or [tokenizer.eod]
+            for text in ([prompts] if isinstance(prompts, str) else prompts)
+        ],
         sampling=sampling,
         eod=tokenizer.eod,
         device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
@@ -108,8 +118,9 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     check_model_layout(config, layout, world_size)
     if layout.data_parallel_size(world_size) > 1:
         raise ConfigError(
-            f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} x pipeline_model_parallel_size="
-            f"{layout.pp} uses {layout.tp * layout.pp}; the others would write the same text. Start as many as are used."
+            f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} x "
+            f"pipeline_model_parallel_size={layout.pp} uses {layout.tp * layout.pp}; the others "
+            "would write the same text. Start as many as are used."
         )
     if started and world_size > 1:
         texts = _join(job, int(os.environ["RANK"]), world_size, "env://")
@@ -124,7 +135,11 @@ def _run(job: _Job) -> list[list[int]]:
     context = ParallelContext(job.layout, device=job.device + index)
     model = LanguageModel(job.checkpoint, context, job.pipeline_schedule)
     texts = sample(
-        model.next_logits, job.prompts, job.sampling, eod=job.eod, max_sequence_length=model.config.max_sequence_length
+        model.next_logits,
+        job.prompts,
+        job.sampling,
+        eod=job.eod,
+        max_sequence_length=model.config.max_sequence_length,
     )
     return texts if context.rank == 0 else []
 

@@ -1,4 +1,6 @@
-"""Language model loaded from a checkpoint of any layout into the layout of the processes that generate."""
+"""Language model loaded from a checkpoint of any layout into the layout of the processes that
+generate.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +39,39 @@ def _config_of(source: CheckpointSource, path: str | os.PathLike[str]) -> Transf
     config = source.state().get("hyper_parameters", {}).get("config")
     if not isinstance(config, Mapping):
         raise CheckpointError(
-            f"{path} has no hyper_parameters.config that describes a model: it was not saved by GPTLightningModule. Give the "
-            "checkpoint of one, or call megatron_lightning.inference.sample with a model of your own."
+            f"{path} has no hyper_parameters.config that describes a model: it was not saved by "
+            "GPTLightningModule. Give the checkpoint of one, or call "
+            "megatron_lightning.inference.sample with a model of your own."
         )
     return TransformerConfig(**config)
 
 
 class LanguageModel:
-    """A rank's part of a :class:`GPTModel` with its weights; returns the next token's logits on every rank.
+    """A rank's part of a :class:`GPTModel` with its weights; returns the next token's logits on
+    every rank.
 
     Args:
         checkpoint: Checkpoint directory of any layout, or a plain Lightning ``.ckpt`` file.
         context: Groups of this rank; all ranks create the model together.
-        pipeline_schedule: As for ``MegatronStrategy``; determines the stages of each rank, and their order.
+        pipeline_schedule: As for ``MegatronStrategy``; determines the stages of each rank, and
+            their order.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint cannot be read or holds another model.
-        ConfigError: If the model has fewer layers than pipeline stages, or the schedule is for another layout.
+        ConfigError: If the model has fewer layers than pipeline stages, or the schedule is for
+            another layout.
     """
 
     def __init__(
-        self, checkpoint: str | os.PathLike[str], context: ParallelContext, pipeline_schedule: str | list[str] = "auto"
+        self,
+        checkpoint: str | os.PathLike[str],
+        context: ParallelContext,
+        pipeline_schedule: str | list[str] = "auto",
     ) -> None:
         self.context = context
-        choice = resolve(pipeline_schedule, num_ranks=context.layout.pp, num_chunks=context.layout.vpp)
+        choice = resolve(
+            pipeline_schedule, num_ranks=context.layout.pp, num_chunks=context.layout.vpp
+        )
         source = open_checkpoint(checkpoint, group=context.axis("world"))
         self.config = _config_of(source, checkpoint)
         with torch.device("meta"):
@@ -68,21 +79,31 @@ class LanguageModel:
         part = assemble(self.model, context, None, choice.placement, PipelineOptions())
         ModuleState(self.model, part, context).load_module(source, prefix=_PREFIX)
         partition = part.partition
-        self._stages = {0: self.model} if partition is None else {stage: partition.view(stage) for stage in partition.own}
+        self._stages = (
+            {0: self.model}
+            if partition is None
+            else {stage: partition.view(stage) for stage in partition.own}
+        )
         self._placement = choice.placement
         self._schedule = choice.forward_table(1)
         self._executor = PipelineExecutor(context, self._placement)
 
     @torch.inference_mode()
     def next_logits(self, tokens: Tensor, last: Tensor) -> Tensor:
-        """Return the logits [b, v] after position ``last`` [b] of ``tokens`` [b, s], equal on every rank; a collective."""
+        """Return the logits [b, v] after position ``last`` [b] of ``tokens`` [b, s], equal on every
+        rank; a collective.
+        """
         program = _Forward(self._stages, self._placement.num_stages, tokens.to(self.context.device))
         self._executor.run(self._schedule, program, backward=False)
         pipeline = self.context.pp
         if program.logits is None:
             logits = torch.empty(len(tokens), self.config.vocab_size, device=self.context.device)
         else:
-            logits = program.logits[torch.arange(len(tokens)), last.to(self.context.device)].float().contiguous()
+            logits = (
+                program.logits[torch.arange(len(tokens)), last.to(self.context.device)]
+                .float()
+                .contiguous()
+            )
         if pipeline.process_group is not None:  # the last stage is on pp rank 0
             dist.broadcast(logits, src=pipeline.ranks[0], group=pipeline.process_group)
         return logits
@@ -98,7 +119,9 @@ class _Forward:
         self.logits: Tensor | None = None
         """[b, s, v], on the last stage."""
 
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    def forward(
+        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | None:
         """Run the stage on the tokens, or on the output of the stage before."""
         output: Tensor = self._stages[stage](self._tokens if received is None else received[0])
         if stage < self._num_stages - 1:

@@ -1,6 +1,7 @@
 """The sampling loop: one token at a time from a function that returns the next token's logits.
 
-The loop knows neither model nor layout. Every rank runs it on the same logits and so chooses the same tokens.
+The loop knows neither model nor layout. Every rank runs it on the same logits and so chooses the
+same tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError
 
 NextLogits = Callable[[Tensor, Tensor], Tensor]
-"""Maps tokens [b, s], padded on the right, and the index of each row's last token [b] to the next token's logits [b, v]."""
+"""Maps tokens [b, s], padded on the right, and the index of each row's last token [b] to the next
+token's logits [b, v]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +34,44 @@ class Sampling:
     top_k: int | None = None
     """Choose among this many of the most likely tokens; None: all."""
     top_p: float = 1.0
-    """Choose among the most likely tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
+    """Choose among the most likely tokens that together have this probability (nucleus sampling,
+    arXiv:1904.09751)."""
     seed: int = 1234
-    """Seed of the draws; each prompt has a stream of its own, so its text does not depend on the other prompts."""
+    """Seed of the draws; each prompt has a stream of its own, so its text does not depend on the
+    other prompts."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens} must be a positive integer. Set it to 1 or more.")
+            raise ConfigError(
+                f"max_new_tokens={self.max_new_tokens} must be a positive integer. Set it to 1 or "
+                "more."
+            )
         if not self.temperature >= 0.0:
-            raise ConfigError(f"temperature={self.temperature} is below 0. Set it to 0 (most likely token) or more.")
+            raise ConfigError(
+                f"temperature={self.temperature} is below 0. Set it to 0 (most likely token) or "
+                "more."
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k={self.top_k} leaves no token to choose. Set it to 1 or more, or leave it out.")
+            raise ConfigError(
+                f"top_k={self.top_k} leaves no token to choose. Set it to 1 or more, or leave it "
+                "out."
+            )
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p={self.top_p} is not a probability above 0. Set it above 0 and at most 1.")
+            raise ConfigError(
+                f"top_p={self.top_p} is not a probability above 0. Set it above 0 and at most 1."
+            )
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return one token for ``logits`` [v], of any floating dtype and device, drawn from a CPU ``generator``."""
+        """Return one token for ``logits`` [v], of any floating dtype and device, drawn from a CPU
+        ``generator``.
+        """
         if self.temperature == 0.0:
             return int(logits.argmax())
-        probabilities = self._filtered(logits.detach().cpu().double() / self.temperature).softmax(dim=-1)
-        # In the vocabulary's order, not by probability: layouts round differently, and a swap of two near-equal
-        # probabilities would give another token.
+        probabilities = self._filtered(logits.detach().cpu().double() / self.temperature).softmax(
+            dim=-1
+        )
+        # In the vocabulary's order, not by probability: layouts round differently, and a swap of
+        # two near-equal probabilities would give another token.
         cumulative = probabilities.cumsum(dim=-1)
         point = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
         return int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(cumulative) - 1))
@@ -92,7 +111,10 @@ def sample(
         ConfigError: If a prompt is empty.
     """
     if any(not prompt for prompt in prompts):
-        raise ConfigError("a prompt has no tokens, so there is nothing to continue. Start it with the end-of-document token.")
+        raise ConfigError(
+            "a prompt has no tokens, so there is nothing to continue. Start it with the "
+            "end-of-document token."
+        )
     texts = [list(prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(texts))]
     unfinished = list(range(len(texts)))
@@ -101,7 +123,9 @@ def sample(
             break
         inputs = [texts[row][-(max_sequence_length or 0) :] for row in unfinished]
         logits = next_logits(*_padded(inputs))
-        chosen = {row: sampling.choose(logits[i], generators[row]) for i, row in enumerate(unfinished)}
+        chosen = {
+            row: sampling.choose(logits[i], generators[row]) for i, row in enumerate(unfinished)
+        }
         unfinished = [row for row in unfinished if chosen[row] != eod]
         for row in unfinished:
             texts[row].append(chosen[row])
@@ -109,6 +133,10 @@ def sample(
 
 
 def _padded(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return tokens [b, s], padded on the right, which causal attention ignores, and the index of each row's last one [b]."""
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+    """Return tokens [b, s], padded on the right, which causal attention ignores, and the index of
+    each row's last one [b].
+    """
+    tokens = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(text) for text in texts], batch_first=True
+    )
     return tokens, torch.tensor([len(text) - 1 for text in texts])

@@ -1,8 +1,16 @@
 """The layers of a transformer, plain and tensor-parallel."""
 
 from megatron_lightning.layers.embedding import VocabParallelEmbedding
-from megatron_lightning.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelLinear
-from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from megatron_lightning.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelLinear,
+)
+from megatron_lightning.layers.loss import (
+    CrossEntropy,
+    VocabParallelCrossEntropy,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = [
     "ColumnParallelLinear",

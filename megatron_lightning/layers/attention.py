@@ -1,7 +1,8 @@
 """Causal self-attention with a fused projection, grouped queries and rotary positions.
 
-Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head dim. Under tensor
-parallelism ``n`` and ``g`` are the rank's own; they are read from the tensor shapes, so that no count needs rewriting.
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head
+dim. Under tensor parallelism ``n`` and ``g`` are the rank's own; they are read from the tensor
+shapes, so that no count needs rewriting.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class CoreAttention(nn.Module):
         self.in_fp32 = in_fp32
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b, n*d]."""
+        """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b,
+        n*d].
+        """
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
                 return self._attend(q.float(), k.float(), v.float()).to(v.dtype)
@@ -41,7 +44,12 @@ class CoreAttention(nn.Module):
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         with self.dropout.stream():
             out = F.scaled_dot_product_attention(
-                q_bnsd, k_bgsd, v_bgsd, dropout_p=self.dropout.active_p, is_causal=True, enable_gqa=grouped
+                q_bnsd,
+                k_bgsd,
+                v_bgsd,
+                dropout_p=self.dropout.active_p,
+                is_causal=True,
+                enable_gqa=grouped,
             )
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -49,7 +57,8 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, attention, projection back.
 
-    The rows of ``linear_qkv`` are grouped per query group: its n/g query heads, its key head, its value head, each of d rows.
+    The rows of ``linear_qkv`` are grouped per query group: its n/g query heads, its key head, its
+    value head, each of d rows.
 
     Args:
         config: Sizes.
@@ -60,20 +69,25 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.heads_per_group = config.heads_per_group
-        self.linear_qkv = nn.Linear(config.hidden_size, config.qkv_rows, bias=config.add_bias_linear or config.add_qkv_bias)
+        self.linear_qkv = nn.Linear(
+            config.hidden_size, config.qkv_rows, bias=config.add_bias_linear or config.add_qkv_bias
+        )
         rows = (config.heads_per_group * config.head_dim, config.head_dim, config.head_dim)
         self.linear_qkv.fused_rows = rows  # type: ignore[assignment]
         self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.rotary = rotary
-        self.core_attention = CoreAttention(config.attention_dropout, in_fp32=config.attention_softmax_in_fp32)
+        self.core_attention = CoreAttention(
+            config.attention_dropout, in_fp32=config.attention_softmax_in_fp32
+        )
         projected = config.num_attention_heads * config.head_dim
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]; ``position_ids`` [b, s] replace the positions 0 to s-1.
 
-        The input may be a sequence shard: the full length is known only after the projection has gathered it.
+        The input may be a sequence shard: the full length is known only after the projection has
+        gathered it.
         """
         mixed = self.linear_qkv(hidden)
         mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
@@ -83,5 +97,7 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             cosines, sines = self.rotary(q.shape[0], q, position_ids)
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
-        out: Tensor = self.linear_proj(self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)))
+        out: Tensor = self.linear_proj(
+            self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))
+        )
         return out

@@ -1,4 +1,6 @@
-"""Dropout that draws from a named random stream where its input differs between tensor-parallel ranks."""
+"""Dropout that draws from a named random stream where its input differs between tensor-parallel
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from megatron_lightning.parallel.rng import RngStreams
 
 
 class Dropout(nn.Module):
-    """Dropout from torch's default generator, or from ``streams``'s ``model-parallel-rng`` once a plan has set it.
+    """Dropout from torch's default generator, or from ``streams``'s ``model-parallel-rng`` once a
+    plan has set it.
 
     Args:
         p: Probability of a zero; 0 makes this the identity.

@@ -1,4 +1,6 @@
-"""Embeddings split over the tensor-parallel ranks: words by rows of the vocabulary, positions along the sequence."""
+"""Embeddings split over the tensor-parallel ranks: words by rows of the vocabulary, positions along
+the sequence.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple[Tensor, Tensor]:
-    """Return the ids [...] relative to this rank's rows, 0 for those of other ranks, and a mask of the latter.
+    """Return the ids [...] relative to this rank's rows, 0 for those of other ranks, and a mask of
+    the latter.
 
-    Ids outside the vocabulary stay as they are on the nearest rank, so that the look-up there fails as on one device.
+    Ids outside the vocabulary stay as they are on the nearest rank, so that the look-up there fails
+    as on one device.
     """
     local = ids - start
     outside = torch.zeros_like(local, dtype=torch.bool)
@@ -30,7 +34,8 @@ def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are split over the ranks; if these do not divide the vocabulary, the last ones hold fewer rows.
+    """Embedding whose rows are split over the ranks; if these do not divide the vocabulary, the
+    last ones hold fewer rows.
 
     Args:
         num_embeddings: Entries of the full vocabulary.
@@ -68,9 +73,13 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.sequence_parallel = sequence_parallel and group.size > 1
         self.sequence_dim = sequence_dim
-        spec = ShardSpec.split_rows((num_embeddings, embedding_dim), size=group.size, rank=group.rank, axis=group.name)
+        spec = ShardSpec.split_rows(
+            (num_embeddings, embedding_dim), size=group.size, rank=group.rank, axis=group.name
+        )
         self.start = spec.boxes[0].offset[0]
-        source = nn.Embedding(num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype)
+        source = nn.Embedding(
+            num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype
+        )
         take_shards(self, source, {"weight": spec})
 
     @classmethod
@@ -82,10 +91,14 @@ class VocabParallelEmbedding(nn.Module):
         """
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ShardingError(
-                "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the full table on one rank. "
-                "Build it without them, or leave it out of the plan."
+                "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the full "
+                "table on one rank. Build it without them, or leave it out of the plan."
             )
-        options |= {"padding_idx": embedding.padding_idx, "device": "meta", "dtype": embedding.weight.dtype}
+        options |= {
+            "padding_idx": embedding.padding_idx,
+            "device": "meta",
+            "dtype": embedding.weight.dtype,
+        }
         module = cls(embedding.num_embeddings, embedding.embedding_dim, **options)
         take_shards(module, embedding, module.shard_specs)
         return module.train(embedding.training)
@@ -103,14 +116,18 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class SequenceParallelEmbedding(nn.Module):
-    """Embedding that every rank holds in full and looks up for its sequence shard only (learned positions)."""
+    """Embedding that every rank holds in full and looks up for its sequence shard only (learned
+    positions).
+    """
 
     def __init__(self, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int) -> None:
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
         self.weight = embedding.weight
-        self.shard_specs = {"weight": ShardSpec.replicated(self.weight.shape, partial_over=(group.name,))}
+        self.shard_specs = {
+            "weight": ShardSpec.replicated(self.weight.shape, partial_over=(group.name,))
+        }
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [s, ...] to vectors [s / ranks, ..., h]."""

@@ -1,9 +1,9 @@
-"""Linear layers whose weight is split over the tensor-parallel ranks (https://arxiv.org/abs/1909.08053), with sequence
-parallelism (https://arxiv.org/abs/2205.05198).
+"""Linear layers whose weight is split over the tensor-parallel ranks
+(https://arxiv.org/abs/1909.08053), with sequence parallelism (https://arxiv.org/abs/2205.05198).
 
-With X the input, rank i computes in a column-parallel layer Y_i = X W_i^T (rows of W are split) and in a row-parallel layer
-the partial sum X_i W_i^T (columns of W are split). Under sequence parallelism the input of the former and the output of the
-latter are sequence shards.
+With X the input, rank i computes in a column-parallel layer Y_i = X W_i^T (rows of W are split) and
+in a row-parallel layer the partial sum X_i W_i^T (columns of W are split). Under sequence
+parallelism the input of the former and the output of the latter are sequence shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.split_backward import HiddenWeight, Owner, Splittable, hide, linear, rows
+from megatron_lightning.layers.split_backward import (
+    HiddenWeight,
+    Owner,
+    Splittable,
+    hide,
+    linear,
+    rows,
+)
 from megatron_lightning.parallel.collectives import (
     all_gather_start,
     all_reduce_start,
@@ -37,11 +44,13 @@ Self = TypeVar("Self", bound="_ParallelLinear")
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or reduce-scattered) backward.
+    """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or
+    reduce-scattered) backward.
 
-    Backward keeps the sequence shard, and gathers it again while the input's gradient is computed; that gradient's reduction
-    then overlaps with the weight's gradient. A deferred weight gradient gathers when it is computed. On CPUs, where nothing
-    overlaps with a gather, the full input is kept for a weight gradient that is computed at once.
+    Backward keeps the sequence shard, and gathers it again while the input's gradient is computed;
+    that gradient's reduction then overlaps with the weight's gradient. A deferred weight gradient
+    gathers when it is computed. On CPUs, where nothing overlaps with a gather, the full input is
+    kept for a weight gradient that is computed at once.
     """
 
     @staticmethod
@@ -54,7 +63,11 @@ class _ColumnLinear(torch.autograd.Function):
         sequence_dim: int | None,
         owner: Owner | HiddenWeight | None,
     ) -> Tensor:
-        full = x if sequence_dim is None else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
+        full = (
+            x
+            if sequence_dim is None
+            else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
+        )
         ctx.gathers = sequence_dim is not None and (overlaps(x) or not weight.requires_grad)
         ctx.save_for_backward(x if ctx.gathers else full, weight)
         ctx.group = group
@@ -64,7 +77,9 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         group, dim, owner = ctx.group, ctx.sequence_dim, ctx.owner
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -73,7 +88,11 @@ class _ColumnLinear(torch.autograd.Function):
             started = all_gather_start(x, group, dim)
         if need_x:
             grad_x = grad.matmul(weight.to(grad.dtype))
-            grad_x = all_reduce_start(grad_x, group) if dim is None else reduce_scatter_start(grad_x, group, dim)
+            grad_x = (
+                all_reduce_start(grad_x, group)
+                if dim is None
+                else reduce_scatter_start(grad_x, group, dim)
+            )
         if need_weight:
             full = finish(started, group, dim) if ctx.gathers else x
             grad_weight = rows(grad).t().matmul(rows(full))
@@ -90,10 +109,12 @@ def _column_linear(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
     weight, owner = hide(x, layer)
     bias: Tensor | None = layer.bias
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # backward of a custom Function runs without autocast, so operands are cast here
+    # Backward of a custom Function runs without autocast, so operands are cast here.
+    if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        if owner is None:  # a hidden weight is cast inside, so that its gradient has the parameter's dtype
+        # A hidden weight is cast inside, so that its gradient has the parameter's dtype.
+        if owner is None:
             weight = weight.to(dtype)
     dim = layer.sequence_dim if layer.sequence_parallel else None
     y: Tensor = _ColumnLinear.apply(x, weight, bias, layer.group, dim, owner)  # type: ignore[no-untyped-call]
@@ -101,16 +122,24 @@ def _column_linear(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
 
 
 class _ParallelLinear(Splittable, nn.Module, ABC):
-    """Base of the parallel linear layers, with global sizes and shards of a plain linear layer's weight.
+    """Base of the parallel linear layers, with global sizes and shards of a plain linear layer's
+    weight.
 
-    The weights equal those of ``nn.Linear`` built from the same random state, for any number of ranks.
+    The weights equal those of ``nn.Linear`` built from the same random state, for any number of
+    ranks.
     """
 
     bias: nn.Parameter | None
     shard_specs: dict[str, ShardSpec]
 
     def __init__(
-        self, in_features: int, out_features: int, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: AxisGroup,
+        sequence_parallel: bool,
+        sequence_dim: int,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -138,11 +167,15 @@ class _ParallelLinear(Splittable, nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """Return the global sizes."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.group.name}={self.group.size}"
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
+            f"{self.group.name}={self.group.size}"
+        )
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Linear layer whose output features are split over the ranks: x [..., in] -> this rank's shard of [..., out].
+    """Linear layer whose output features are split over the ranks: x [..., in] -> this rank's shard
+    of [..., out].
 
     Args:
         in_features: Size of the input.
@@ -152,8 +185,10 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: The input is a sequence shard, and is gathered.
         sequence_dim: Dim of the sequence.
         gather_output: Return the full output on every rank.
-        copy_input: Sum the input's gradient over the ranks; False where the caller has done it (``copy_to_axis``).
-        num_blocks: Equal blocks stacked in the output that are each split (2 for a fused gate and up projection).
+        copy_input: Sum the input's gradient over the ranks; False where the caller has done it
+            (``copy_to_axis``).
+        num_blocks: Equal blocks stacked in the output that are each split (2 for a fused gate and
+            up projection).
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -176,19 +211,33 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim)
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+        )
         self.gather_output = gather_output
         self.copy_input = copy_input
         self.num_blocks = num_blocks
-        take_shards(self, nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype), self._specs(bias))
+        take_shards(
+            self,
+            nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype),
+            self._specs(bias),
+        )
 
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
-        return {name: self._split(shape) for name, shape in shapes.items() if bias or name == "weight"}
+        return {
+            name: self._split(shape) for name, shape in shapes.items() if bias or name == "weight"
+        }
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:
         group = self.group
-        return ShardSpec.split(shape, dim=0, size=group.size, rank=group.rank, axis=group.name, blocks=self.num_blocks)
+        return ShardSpec.split(
+            shape, dim=0, size=group.size, rank=group.rank, axis=group.name, blocks=self.num_blocks
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks], or [..., out] with ``gather_output``."""
@@ -202,20 +251,25 @@ class ColumnParallelLinear(_ParallelLinear):
         """Gather the input again under sequence parallelism, where each rank keeps its shard."""
         if not self.sequence_parallel:
             return x
-        return finish(all_gather_start(x, self.group, self.sequence_dim), self.group, self.sequence_dim)
+        return finish(
+            all_gather_start(x, self.group, self.sequence_dim), self.group, self.sequence_dim
+        )
 
 
 class SharedGroupsLinear(ColumnParallelLinear):
-    """Projection to keys or values where ranks outnumber the query groups: x [..., in] -> [..., (n + m) d].
+    """Projection to keys or values where ranks outnumber the query groups: x [..., in] -> [..., (n
+    + m) d].
 
-    The rows are split evenly, as in every column-parallel layer, and so are gradients and checkpoints; the result is gathered,
-    and each rank takes n query heads of d channels, if there are any, and the m heads that its group shares: key and value of
-    a fused projection, one of them of a separate one. Backward, the ranks that share a group sum these heads' gradients, as
+    The rows are split evenly, as in every column-parallel layer, and so are gradients and
+    checkpoints; the result is gathered, and each rank takes n query heads of d channels, if there
+    are any, and the m heads that its group shares: key and value of a fused projection, one of them
+    of a separate one. Backward, the ranks that share a group sum these heads' gradients, as
     Megatron-Core's ``SelfAttention`` does.
 
     Args:
         in_features: Size of the input.
-        out_features: Size of the full output: of each query group its query heads, then its shared heads.
+        out_features: Size of the full output: of each query group its query heads, then its shared
+            heads.
         num_groups: Query groups; a divisor of the number of ranks.
         heads_per_group: Query heads of a group that are fused with the shared ones.
         shared_per_group: Shared heads of a group.
@@ -249,14 +303,19 @@ class SharedGroupsLinear(ColumnParallelLinear):
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """Column-parallel output layer for any vocabulary; if the ranks do not divide it, the last ones hold fewer rows."""
+    """Column-parallel output layer for any vocabulary; if the ranks do not divide it, the last ones
+    hold fewer rows.
+    """
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:
-        return ShardSpec.split_rows(shape, size=self.group.size, rank=self.group.rank, axis=self.group.name)
+        return ShardSpec.split_rows(
+            shape, size=self.group.size, rank=self.group.rank, axis=self.group.name
+        )
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Linear layer whose input features are split over the ranks: this rank's shard of x [..., in] -> [..., out].
+    """Linear layer whose input features are split over the ranks: this rank's shard of x [..., in]
+    -> [..., out].
 
     Args:
         in_features: Size of the full input.
@@ -265,7 +324,8 @@ class RowParallelLinear(_ParallelLinear):
         bias: Whether a bias is added, after the reduction.
         sequence_parallel: Return a sequence shard of the output.
         sequence_dim: Dim of the sequence.
-        input_is_parallel: The input is this rank's shard already; False: it is full, and is split here.
+        input_is_parallel: The input is this rank's shard already; False: it is full, and is split
+            here.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -286,13 +346,27 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, group=group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim)
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+        )
         self.input_is_parallel = input_is_parallel
-        take_shards(self, nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype), self._specs(bias))
+        take_shards(
+            self,
+            nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype),
+            self._specs(bias),
+        )
 
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
         group, shape = self.group, (self.out_features, self.in_features)
-        specs = {"weight": ShardSpec.split(shape, dim=1, size=group.size, rank=group.rank, axis=group.name)}
+        specs = {
+            "weight": ShardSpec.split(
+                shape, dim=1, size=group.size, rank=group.rank, axis=group.name
+            )
+        }
         if bias:  # under sequence parallelism each rank adds it to its own tokens only
             partial_over = (group.name,) if self.sequence_parallel else ()
             specs["bias"] = ShardSpec.replicated((self.out_features,), partial_over=partial_over)

@@ -1,8 +1,9 @@
-"""Token losses: plain cross entropy, and the vocabulary-parallel one, which never gathers the logits.
+"""Token losses: plain cross entropy, and the vocabulary-parallel one, which never gathers the
+logits.
 
-The parallel form follows Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): the maximum, the sum of exponentials and
-the target's logit are each reduced over the tensor-parallel ranks. All arithmetic is fp32; backward keeps the logits in
-their own dtype and one number a token.
+The parallel form follows Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): the maximum,
+the sum of exponentials and the target's logit are each reduced over the tensor-parallel ranks. All
+arithmetic is fp32; backward keeps the logits in their own dtype and one number a token.
 """
 
 from __future__ import annotations
@@ -34,21 +35,31 @@ class CrossEntropy(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of ``logits`` [..., v] for ``targets`` [...]."""
         losses = F.cross_entropy(
-            logits.float().flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index, reduction="none"
+            logits.float().flatten(0, -2),
+            targets.flatten(),
+            ignore_index=self.ignore_index,
+            reduction="none",
         )
         return losses.view(targets.shape)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """log Σexp − target logit forward, with three reduced numbers a token; (softmax − onehot) · grad backward, all local."""
+    """log Σexp − target logit forward, with three reduced numbers a token; (softmax − onehot) ·
+    grad backward, all local.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, group: AxisGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, group: AxisGroup
+    ) -> Tensor:
         shifted = logits.float()
         maximum = all_reduce(shifted.amax(dim=-1), group, "max")
-        shifted = shifted - maximum[..., None]  # in place from here on: a temporary would be as large as the logits
+        # In place from here on: a temporary would be as large as the logits.
+        shifted = shifted - maximum[..., None]
         picked = shifted.gather(-1, local[..., None]).squeeze(-1).masked_fill(outside, 0.0)
-        picked, total = all_reduce(torch.stack((picked, shifted.exp_().sum(dim=-1))), group).unbind()
+        picked, total = all_reduce(
+            torch.stack((picked, shifted.exp_().sum(dim=-1))), group
+        ).unbind()
         log_total = total.log()
         ctx.save_for_backward(logits, local, outside, maximum + log_total)
         return log_total - picked
@@ -64,15 +75,22 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, group: AxisGroup, *, vocab_size: int | None = None, ignore_index: int = -100
+    logits: Tensor,
+    targets: Tensor,
+    group: AxisGroup,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
 ) -> Tensor:
-    """Return the cross entropy of every token in fp32, from logits whose last dim is split over the ranks.
+    """Return the cross entropy of every token in fp32, from logits whose last dim is split over the
+    ranks.
 
     Args:
         logits: [..., v / ranks] this rank's logits.
         targets: [...] ids of the full vocabulary.
         group: The tensor-parallel ranks.
-        vocab_size: Size of the full vocabulary, where the last ranks hold less than the others; None: all hold the same.
+        vocab_size: Size of the full vocabulary, where the last ranks hold less than the others;
+            None: all hold the same.
         ignore_index: Target whose loss and gradient are zero.
 
     Returns:
@@ -86,7 +104,9 @@ def vocab_parallel_cross_entropy(
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """:class:`CrossEntropy` for logits whose last dim is split over the ranks; see :func:`vocab_parallel_cross_entropy`."""
+    """:class:`CrossEntropy` for logits whose last dim is split over the ranks; see
+    :func:`vocab_parallel_cross_entropy`.
+    """
 
     def __init__(self, group: AxisGroup, vocab_size: int, ignore_index: int = -100) -> None:
         super().__init__()

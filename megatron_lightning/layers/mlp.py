@@ -8,13 +8,19 @@ from megatron_lightning.config import TransformerConfig
 
 
 class MLP(nn.Module):
-    """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight, the gate's rows first."""
+    """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight,
+    the gate's rows first.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         f, bias = config.ffn_size, config.add_bias_linear
         self.gated = config.gated
-        self.activation = nn.SiLU() if config.gated else nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
+        self.activation = (
+            nn.SiLU()
+            if config.gated
+            else nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
+        )
         self.linear_fc1 = nn.Linear(config.hidden_size, 2 * f if config.gated else f, bias=bias)
         if config.gated:
             self.linear_fc1.fused_rows = (f, f)  # type: ignore[assignment]

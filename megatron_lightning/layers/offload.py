@@ -1,7 +1,8 @@
 """Offload of the tensors that a module saves for backward to the host's memory.
 
-Copies run on a stream of their own, from and to pinned memory, and overlap with the computation: to the host as soon as a
-tensor is saved, back when backward unpacks it. Parameters and small tensors stay on the device; on the CPU all tensors stay.
+Copies run on a stream of their own, from and to pinned memory, and overlap with the computation: to
+the host as soon as a tensor is saved, back when backward unpacks it. Parameters and small tensors
+stay on the device; on the CPU all tensors stay.
 """
 
 from __future__ import annotations
@@ -34,15 +35,23 @@ class _OnHost:
 
 
 def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwargs: Any) -> Any:
-    """Run ``forward``, a method of a module or a wrapper of one; tensors of ``min_bytes`` that it saves go to the host."""
-    device = next((value.device for value in args if isinstance(value, Tensor)), torch.device("cpu"))
+    """Run ``forward``, a method of a module or a wrapper of one; tensors of ``min_bytes`` that it
+    saves go to the host.
+    """
+    device = next(
+        (value.device for value in args if isinstance(value, Tensor)), torch.device("cpu")
+    )
     if device.type != "cuda" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     stays = {parameter.untyped_storage().data_ptr() for parameter in _parameters(forward)}
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pack(tensor: Tensor) -> Tensor | _OnHost:
-        if tensor.device != device or tensor.nbytes < min_bytes or tensor.untyped_storage().data_ptr() in stays:
+        if (
+            tensor.device != device
+            or tensor.nbytes < min_bytes
+            or tensor.untyped_storage().data_ptr() in stays
+        ):
             return tensor
         values = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -60,7 +69,8 @@ def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwar
 
 def _parameters(forward: Any) -> list[nn.Parameter]:
     """Return the parameters of the module whose method is innermost in ``forward``."""
-    while hasattr(forward, "args") and hasattr(forward, "func"):  # partials of wrappers; the wrapped method is args[0]
+    # Partials of wrappers; the wrapped method is args[0].
+    while hasattr(forward, "args") and hasattr(forward, "func"):
         forward = forward.args[0]
     owner = getattr(forward, "__self__", None)
     return list(owner.parameters()) if isinstance(owner, nn.Module) else []

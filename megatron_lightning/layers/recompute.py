@@ -1,16 +1,20 @@
 """Activation recomputation and offload for any model, by the paths of its modules.
 
-Three ways to keep less for backward (https://arxiv.org/abs/1604.06174; selective: https://arxiv.org/abs/2205.05198):
+Three ways to keep less for backward (https://arxiv.org/abs/1604.06174; selective:
+https://arxiv.org/abs/2205.05198):
 
-- *checkpointing* a module, or a run of layers: only its inputs are kept, and its forward runs again in backward;
-- *dropping the output* of a norm or an activation function: a layer that saves it for backward stores a recipe instead.
-  (Checkpointing such a module would gain nothing: the next layer saves the output as its own input.);
+- *checkpointing* a module, or a run of layers: only its inputs are kept, and its forward runs again
+  in backward;
+- *dropping the output* of a norm or an activation function: a layer that saves it for backward
+  stores a recipe instead. (Checkpointing such a module would gain nothing: the next layer saves the
+  output as its own input.);
 - *offloading* the tensors that a module saves to the host's memory.
 
-Each replaces ``forward`` on the module itself, so that names, parameters, hooks and checkpoints stay as they are. The second
-forward draws the same random numbers, from the default generator and from the named streams, under the autocast of the first.
-It runs once per backward with every schedule: a deferred weight gradient has its inputs already. Losses and gradients are
-bit-equal to those without.
+Each replaces ``forward`` on the module itself, so that names, parameters, hooks and checkpoints
+stay as they are. The second forward draws the same random numbers, from the default generator and
+from the named streams, under the autocast of the first. It runs once per backward with every
+schedule: a deferred weight gradient has its inputs already. Losses and gradients are bit-equal to
+those without.
 """
 
 from __future__ import annotations
@@ -51,12 +55,14 @@ def apply_recompute(
     *,
     stages: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Apply recomputation and offload to the modules that ``options`` names; replaces what an earlier call has applied.
+    """Apply recomputation and offload to the modules that ``options`` names; replaces what an
+    earlier call has applied.
 
     Args:
         module: The full module, or this rank's part, parallelized.
         options: Modules, and how each keeps less.
-        stages: Paths of the units of each pipeline stage that this rank holds; empty: the module is one stage.
+        stages: Paths of the units of each pipeline stage that this rank holds; empty: the module is
+            one stage.
 
     Raises:
         ConfigError: If layers are to be recomputed together that no container runs together.
@@ -72,7 +78,11 @@ def apply_recompute(
     elif options.recompute_granularity == "full":
         _checkpoint_layers(module, options, stages)
     for path in _outermost(module, options.offload_modules):
-        _wrap(module.get_submodule(path), "forward", partial(offloaded, min_bytes=options.offload_min_bytes))
+        _wrap(
+            module.get_submodule(path),
+            "forward",
+            partial(offloaded, min_bytes=options.offload_min_bytes),
+        )
 
 
 def remove_recompute(module: nn.Module) -> None:
@@ -98,17 +108,24 @@ def check_patterns(module: nn.Module, options: RecomputeOptions) -> None:
         for pattern in patterns:
             if not any(_outermost(module, [pattern])):
                 raise ConfigError(
-                    f"{pattern!r} of {option} matches no module of {type(module).__name__}.{_similar(pattern, module)} Name a "
-                    "module as its parent does, or give a pattern of its path, in which ** matches any number of segments."
+                    f"{pattern!r} of {option} matches no module of "
+                    f"{type(module).__name__}.{_similar(pattern, module)} Name a module as its "
+                    "parent does, or give a pattern of its path, in which ** matches any number "
+                    "of segments."
                 )
     if options.recompute_granularity != "full":
         return
     layers = list(_outermost(module, options.recompute_layers))
     if not layers:
-        lists = [path for path, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        lists = [
+            path
+            for path, child in module.named_modules()
+            if isinstance(child, nn.ModuleList | nn.ModuleDict)
+        ]
         found = f" It has lists of modules at {', '.join(map(repr, lists))}." if lists else ""
         raise ConfigError(
-            f"recompute_layers={list(options.recompute_layers)} match no module of {type(module).__name__}.{found} Set the "
+            f"recompute_layers={list(options.recompute_layers)} match no module of "
+            f"{type(module).__name__}.{found} Set the "
             f'pattern of the paths of its layers, such as "{lists[0] if lists else "**.blocks"}.*".'
         )
     if options.recompute_method == "uniform" and (options.recompute_num_layers or 1) > 1:
@@ -126,11 +143,15 @@ def _similar(pattern: str, module: nn.Module) -> str:
     last = pattern.rpartition(".")[2]
     [*nearest] = get_close_matches(last, known, n=1)
     meant = f" Did you mean {nearest[0]!r}?" if nearest and nearest[0] != last else ""
-    return f"{meant} Its modules are called {', '.join(known[:20])}{', …' if len(known) > 20 else ''}."
+    return (
+        f"{meant} Its modules are called {', '.join(known[:20])}{', …' if len(known) > 20 else ''}."
+    )
 
 
 def _wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a method of ``module``, in an attribute of the instance, so that it can be copied and pickled."""
+    """Wrap a method of ``module``, in an attribute of the instance, so that it can be copied and
+    pickled.
+    """
     attributes = module.__dict__
     attributes.setdefault(_ORIGINALS, {}).setdefault(name, attributes.get(name))
     attributes[name] = partial(wrapper, getattr(module, name))
@@ -138,26 +159,38 @@ def _wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
 
 def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
     """Yield the paths that match, without those inside another one."""
-    expanded = [pattern for name in names for pattern in _ALIASES.get(name, (name if "." in name else f"**.{name}", name))]
+    expanded = [
+        pattern
+        for name in names
+        for pattern in _ALIASES.get(name, (name if "." in name else f"**.{name}", name))
+    ]
     patterns = [compile_pattern(pattern) for pattern in expanded]
     last = None
     for path, _ in module.named_modules():
-        if (last is None or not path.startswith(f"{last}.")) and any(pattern.fullmatch(path) for pattern in patterns):
+        if (last is None or not path.startswith(f"{last}.")) and any(
+            pattern.fullmatch(path) for pattern in patterns
+        ):
             last = path
             yield path
 
 
-# ------------------------------------------------------------------------------------------------- checkpointed modules
+# ----------------------------------------------------------------------------- checkpointed modules
 
 
 def _checkpoint(module: nn.Module, name: str) -> None:
     """Recompute a method of ``module`` in backward."""
-    drawing = tuple(child for child in module.modules() if isinstance(getattr(child, "streams", None), RngStreams))
+    drawing = tuple(
+        child
+        for child in module.modules()
+        if isinstance(getattr(child, "streams", None), RngStreams)
+    )
     _wrap(module, name, partial(_checkpointed, drawing=drawing))
 
 
 def _checkpointed(forward: Forward, /, *args: Any, drawing: Sequence[Any], **kwargs: Any) -> Any:
-    """Run ``forward`` and keep only its inputs; ``drawing``: the modules in it that have named random streams."""
+    """Run ``forward`` and keep only its inputs; ``drawing``: the modules in it that have named
+    random streams.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -165,14 +198,17 @@ def _checkpointed(forward: Forward, /, *args: Any, drawing: Sequence[Any], **kwa
     streams = next((child.streams for child in drawing if getattr(child, "active_p", True)), None)
     if streams is None:  # the only form that torch.compile traces into the compiled layer
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_replaying, streams), **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=partial(_replaying, streams), **kwargs
+    )
 
 
 def _with_distinct(forward: Forward, args: tuple[Any, ...]) -> tuple[Forward, tuple[Any, ...]]:
     """Return a function that runs ``forward`` on the distinct values of ``args``, and those values.
 
-    Saved-tensor hooks around a checkpoint return a tensor for each that was saved, so that query, key and value would no
-    longer be one tensor, and attention would take another path in the second forward.
+    Saved-tensor hooks around a checkpoint return a tensor for each that was saved, so that query,
+    key and value would no longer be one tensor, and attention would take another path in the second
+    forward.
     """
     distinct = {id(value): value for value in args}
     if len(distinct) == len(args):
@@ -186,19 +222,30 @@ def _with_distinct(forward: Forward, args: tuple[Any, ...]) -> tuple[Forward, tu
     return run, tuple(distinct.values())
 
 
-def _replaying(streams: RngStreams) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _replaying(
+    streams: RngStreams,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first and the second forward."""
     return nullcontext(), streams.replay()
 
 
-def _checkpoint_layers(module: nn.Module, options: RecomputeOptions, stages: Sequence[Sequence[str]]) -> None:
-    layers, count = list(_outermost(module, options.recompute_layers)), options.recompute_num_layers or 1
+def _checkpoint_layers(
+    module: nn.Module, options: RecomputeOptions, stages: Sequence[Sequence[str]]
+) -> None:
+    layers, count = (
+        list(_outermost(module, options.recompute_layers)),
+        options.recompute_num_layers or 1,
+    )
     if options.recompute_method == "uniform" and count > 1:
         for path in _containers(layers):
             _checkpoint_together(module.get_submodule(path), count)
         return
     if options.recompute_method == "block":
-        layers = [path for stage in stages or [layers] for path in [path for path in layers if path in set(stage)][:count]]
+        layers = [
+            path
+            for stage in stages or [layers]
+            for path in [path for path in layers if path in set(stage)][:count]
+        ]
     for path in layers:
         _checkpoint(module.get_submodule(path), "forward")
 
@@ -211,20 +258,23 @@ def _containers(layers: Sequence[str]) -> Iterator[str]:
 def _check_together(container: nn.Module, count: int | None) -> None:
     if not hasattr(container, "layers_at_once"):
         raise ConfigError(
-            f"recompute_method=uniform with recompute_num_layers={count}, and {type(container).__name__} runs its layers one "
-            "by one. Set recompute_num_layers to 1, or give it layers_at_once and run_layers(layers, …) like TransformerBlock."
+            f"recompute_method=uniform with recompute_num_layers={count}, and "
+            f"{type(container).__name__} runs its layers one by one. Set recompute_num_layers to "
+            "1, or give it layers_at_once and run_layers(layers, …) like TransformerBlock."
         )
 
 
 def _checkpoint_together(container: nn.Module, count: int) -> None:
     """Recompute ``count`` layers of a container at once."""
     _check_together(container, count)
-    container.__dict__.setdefault(_ORIGINALS, {}).setdefault("layers_at_once", container.layers_at_once)
+    container.__dict__.setdefault(_ORIGINALS, {}).setdefault(
+        "layers_at_once", container.layers_at_once
+    )
     container.layers_at_once = count  # type: ignore[assignment]
     _checkpoint(container, "run_layers")
 
 
-# ------------------------------------------------------------------------------------------------------ dropped outputs
+# ---------------------------------------------------------------------------------- dropped outputs
 
 
 @dataclass(frozen=True)
@@ -254,8 +304,8 @@ class _Recipe:
     def tensor(self) -> Tensor:
         if any(value._version != version for value, version in self.versions):
             raise RecomputeError(
-                "the input of a module whose output is recomputed was changed in place. Change a copy of it, or remove the "
-                "module from recompute_modules."
+                "the input of a module whose output is recomputed was changed in place. Change a "
+                "copy of it, or remove the module from recompute_modules."
             )
         device, enabled, dtype = self.autocast
         with torch.no_grad(), torch.autocast(device, dtype, enabled=enabled):
@@ -264,7 +314,8 @@ class _Recipe:
 
 
 class _DroppedOutputs:
-    """Recipes of the outputs that are alive in one forward of the modules' parent, by memory location.
+    """Recipes of the outputs that are alive in one forward of the modules' parent, by memory
+    location.
 
     Surrounding hooks, such as those of an offloaded parent, get all other tensors.
     """
@@ -275,7 +326,8 @@ class _DroppedOutputs:
 
     def record(self, output: Tensor, forward: Forward, inputs: Sequence[Tensor]) -> None:
         """Record the recipe of ``output`` while it is alive."""
-        if output.untyped_storage().nbytes() != output.nbytes:  # a view of something larger, which others may keep
+        # A view of something larger, which others may keep.
+        if output.untyped_storage().nbytes() != output.nbytes:
             return
         device, place = output.device.type, _place(output)
         values = [value.detach() for value in inputs]
@@ -285,17 +337,24 @@ class _DroppedOutputs:
             () if self._outer else tuple((value, value._version) for value in values),
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
-        weakref.finalize(output, self._recipes.pop, place, None)  # its memory may be reused afterwards
+        # Its memory may be reused afterwards.
+        weakref.finalize(output, self._recipes.pop, place, None)
 
     def pack(self, tensor: Tensor) -> _Packed | _Recipe:
-        """Return the recipe of a dropped output, or of a view of it; any other tensor as the surrounding hooks pack it."""
+        """Return the recipe of a dropped output, or of a view of it; any other tensor as the
+        surrounding hooks pack it.
+        """
         recipe = self._recipes.get(_place(tensor))
         if recipe is None:
             return self._keep(tensor)
         return replace(recipe, view=(tensor.shape, tensor.stride(), int(tensor.storage_offset())))
 
     def _keep(self, tensor: Tensor) -> _Packed:
-        return _Packed(tensor, None) if self._outer is None else _Packed(self._outer[0](tensor), self._outer[1])
+        return (
+            _Packed(tensor, None)
+            if self._outer is None
+            else _Packed(self._outer[0](tensor), self._outer[1])
+        )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -314,7 +373,9 @@ def _drop_output(module: nn.Module, path: str) -> None:
 
 
 class _Dropping:
-    """Wrappers that drop outputs inside one module; copies of the module start without the state of a running forward."""
+    """Wrappers that drop outputs inside one module; copies of the module start without the state of
+    a running forward.
+    """
 
     def __init__(self) -> None:
         self._running: list[_DroppedOutputs] = []
@@ -324,7 +385,8 @@ class _Dropping:
 
     def around(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run the parent's forward."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the compiler decides what to keep
+        # The compiler decides what to keep.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         outputs = _DroppedOutputs()
         self._running.append(outputs)
@@ -337,6 +399,11 @@ class _Dropping:
     def computed(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward and record its output."""
         output = forward(*args, **kwargs)
-        if self._running and not kwargs and torch.is_grad_enabled() and all(isinstance(value, Tensor) for value in args):
+        if (
+            self._running
+            and not kwargs
+            and torch.is_grad_enabled()
+            and all(isinstance(value, Tensor) for value in args)
+        ):
             self._running[-1].record(output, forward, args)
         return output

@@ -1,11 +1,13 @@
-"""Linear layers with a split backward: the input's gradient at once, the weight's when the pipeline schedule runs it.
+"""Linear layers with a split backward: the input's gradient at once, the weight's when the pipeline
+schedule runs it.
 
-:mod:`megatron_lightning.pipeline.weight_gradients` describes the deferred products. Layers that can defer theirs are
-:class:`Splittable`; :func:`split_backwards` makes plain ``nn.Linear`` layers so.
+:mod:`megatron_lightning.pipeline.weight_gradients` describes the deferred products. Layers that can
+defer theirs are :class:`Splittable`; :func:`split_backwards` makes plain ``nn.Linear`` layers so.
 
-Compiled layers defer, too. A traced backward is fixed, so its graph calls an operator that the compiler neither looks into,
-nor drops, nor reorders with others of its kind: it takes the two operands of the weight's gradient out of the graph. The rest
-of the layer, its products and collectives, is traced as usual.
+Compiled layers defer, too. A traced backward is fixed, so its graph calls an operator that the
+compiler neither looks into, nor drops, nor reorders with others of its kind: it takes the two
+operands of the weight's gradient out of the graph. The rest of the layer, its products and
+collectives, is traced as usual.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Owner:
 
 
 class HiddenWeight:
-    """The weight of one layer for a compiled graph: values without an edge to the parameter, and a number that identifies it.
+    """The weight of one layer for a compiled graph: values without an edge to the parameter, and a
+    number that identifies it.
 
     Copies and pickles of the layer have None in its place: they are no part of the pipeline.
     """
@@ -65,7 +68,8 @@ class HiddenWeight:
         self.number = torch.tensor(id(self), device="cpu")
         """A tensor, so that layers of one shape share one graph; on the CPU, where it is read."""
         self.value = layer.weight.detach()
-        """The parameter's values, detached outside of the graph, whose inputs with a gradient all have an edge."""
+        """The parameter's values, detached outside of the graph, whose inputs with a gradient all
+        have an edge."""
         _HIDDEN[id(self)] = self
         store.holders.add(self)
 
@@ -88,7 +92,8 @@ class HiddenWeight:
         return Owner(cast(nn.Parameter, layer.weight), self.store, layer.full_input)
 
 
-# Operators take tensors and numbers, so a number represents an object, as a name does a process group.
+# Operators take tensors and numbers, so a number represents an object, as a name does a process
+# group.
 _HIDDEN: weakref.WeakValueDictionary[int, HiddenWeight] = weakref.WeakValueDictionary()
 
 
@@ -105,8 +110,10 @@ def _defer_weight_gradient(grad: Tensor, x: Tensor, number: Tensor) -> None:
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         raise PipelineError(
-            "a compiled layer is recorded as a CUDA graph, which cannot defer weight gradients when it is replayed. Compile "
-            'without mode="reduce-overhead" or "max-autotune", or set pipeline_schedule to "1f1b" or "interleaved".'
+            "a compiled layer is recorded as a CUDA graph, which cannot defer weight gradients "
+            "when it is replayed. Compile "
+            'without mode="reduce-overhead" or "max-autotune", or set pipeline_schedule to "1f1b" '
+            'or "interleaved".'
         )
     _HIDDEN[int(number)].owner().deliver(grad.clone(), x.clone())
 
@@ -125,13 +132,16 @@ def rows(x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | None]:
-    """Return the weight that ``layer`` uses on input ``x``, and the owner of its gradient if that can be deferred.
+    """Return the weight that ``layer`` uses on input ``x``, and the owner of its gradient if that
+    can be deferred.
 
-    It cannot if autograd would not reach the layer without an edge to the weight, or if the weight is computed from others
-    (such as by weight norm).
+    It cannot if autograd would not reach the layer without an edge to the weight, or if the weight
+    is computed from others (such as by weight norm).
     """
     weight, hidden = layer.weight, layer.hidden_weight if torch.is_grad_enabled() else None
-    if hidden is None or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)):
+    if hidden is None or not (
+        x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)
+    ):
         return weight, None
     if torch.compiler.is_compiling():
         return hidden.value, hidden
@@ -142,7 +152,9 @@ class _Linear(torch.autograd.Function):
     """x W^T + b, computed in the dtype of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Owner | HiddenWeight) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Owner | HiddenWeight
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.owner = owner
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -157,19 +169,24 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, layer: Splittable, bias: Tensor | None) -> Tensor:
-    """Map x [..., in] to x W^T + b [..., out] with the layer's weight, whose gradient can be deferred."""
+    """Map x [..., in] to x W^T + b [..., out] with the layer's weight, whose gradient can be
+    deferred.
+    """
     weight, owner = hide(x, layer)
     if owner is None:
         return F.linear(x, weight, bias)
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # the weight is cast inside, so that its gradient has the parameter's dtype
+    # The weight is cast inside, so that its gradient has the parameter's dtype.
+    if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     y: Tensor = _Linear.apply(x, weight, bias, owner)  # type: ignore[no-untyped-call]
     return y
 
 
 class SplitLinear(Splittable, nn.Linear):
-    """An ``nn.Linear`` whose backward can be split; a layer becomes one, and plain again, by a change of class."""
+    """An ``nn.Linear`` whose backward can be split; a layer becomes one, and plain again, by a
+    change of class.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
@@ -180,8 +197,9 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
     """Make all linear layers in ``root`` defer their weight gradients to ``store``.
 
     Returns:
-        Names of the modules that do, and of the other modules with matrices of their own: layers of other kinds, and
-        subclasses of ``nn.Linear``, whose forward may be anything. Embeddings are in neither list.
+        Names of the modules that do, and of the other modules with matrices of their own: layers of
+        other kinds, and subclasses of ``nn.Linear``, whose forward may be anything. Embeddings are
+        in neither list.
     """
     split, others = [], []
     for name, module in root.named_modules():

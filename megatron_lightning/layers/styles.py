@@ -1,10 +1,12 @@
-"""Styles of a :class:`ShardingPlan`: rules that replace or mark one module of a plain model for tensor parallelism.
+"""Styles of a :class:`ShardingPlan`: rules that replace or mark one module of a plain model for
+tensor parallelism.
 
 Over one rank a module of any class stays as it is; only its specs record the axis.
 
-A model whose modules each handle their own input and output (``GPTModel``) names a style for every linear layer. One whose
-attention reads the shape of its input (Hugging Face) enters the parallel region once, before the attention
-(:class:`ParallelInput`), and its column-parallel layers leave the input alone (``copy_input=False``).
+A model whose modules each handle their own input and output (``GPTModel``) names a style for every
+linear layer. One whose attention reads the shape of its input (Hugging Face) enters the parallel
+region once, before the attention (:class:`ParallelInput`), and its column-parallel layers leave the
+input alone (``copy_input=False``).
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def _keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
-    """Return ``module`` for a group of one rank; its parameters ``split`` are recorded as sharded."""
+    """Return ``module`` for a group of one rank; its parameters ``split`` are recorded as
+    sharded.
+    """
     own = module.named_parameters(recurse=False)
-    specs = {n: ShardSpec.split(p.shape, dim=0, size=1, rank=0, axis=group.name) for n, p in own if n in split}
+    specs = {
+        n: ShardSpec.split(p.shape, dim=0, size=1, rank=0, axis=group.name)
+        for n, p in own
+        if n in split
+    }
     module.shard_specs = specs  # type: ignore[assignment]
     return module
 
@@ -44,15 +52,23 @@ def _keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
 def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
     if not isinstance(module, kind):
         raise ShardingError(
-            f"style {style} takes a {kind.__name__}, and the plan points it at a {type(module).__name__}. "
-            "Correct the pattern, or give this module another style."
+            f"style {style} takes a {kind.__name__}, and the plan points it at a "
+            f"{type(module).__name__}. Correct the pattern, or give this module another style."
         )
     return module
 
 
-def _options(context: ParallelContext, plan: ShardingPlan, *, shards: bool = True) -> dict[str, Any]:
-    """Return the constructor keywords of all parallel layers; ``shards``: they gather or return sequence shards."""
-    return {"group": context.tp, "sequence_parallel": context.sp and shards, "sequence_dim": plan.sequence_dim}
+def _options(
+    context: ParallelContext, plan: ShardingPlan, *, shards: bool = True
+) -> dict[str, Any]:
+    """Return the constructor keywords of all parallel layers; ``shards``: they gather or return
+    sequence shards.
+    """
+    return {
+        "group": context.tp,
+        "sequence_parallel": context.sp and shards,
+        "sequence_dim": plan.sequence_dim,
+    }
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,8 @@ class ColumnParallel:
     """``nn.Linear`` -> :class:`ColumnParallelLinear`."""
 
     num_blocks: int = 1
-    """Equal blocks stacked in the output that are each split (2 for a fused gate and up projection)."""
+    """Equal blocks stacked in the output that are each split (2 for a fused gate and up
+    projection)."""
     num_heads: int | None = None
     """Heads, or query groups, of the output, none of which may be split."""
     copy_input: bool = True
@@ -74,8 +91,9 @@ class ColumnParallel:
             return _keep(module, context.tp, "weight", "bias")
         if self.num_heads is not None and self.num_heads % context.tp.size:
             raise ShardingError(
-                f"{self.num_heads} heads (or query groups) cannot be split over {context.tp.size} tensor-parallel ranks. "
-                f"Set tensor_model_parallel_size to a divisor of {self.num_heads}."
+                f"{self.num_heads} heads (or query groups) cannot be split over {context.tp.size} "
+                "tensor-parallel ranks. Set tensor_model_parallel_size to a divisor of "
+                f"{self.num_heads}."
             )
         return ColumnParallelLinear.from_linear(
             _expect(module, nn.Linear, "ColumnParallel"),
@@ -88,10 +106,12 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """A fused projection to queries, keys and values, grouped per query group -> a column-parallel one.
+    """A fused projection to queries, keys and values, grouped per query group -> a column-parallel
+    one.
 
-    Ranks that outnumber the query groups share them: see :class:`SharedGroupsLinear`. The attention around it then has fewer
-    query heads per group, which the plan's ``attributes`` rewrite (:func:`local_heads_per_group`).
+    Ranks that outnumber the query groups share them: see :class:`SharedGroupsLinear`. The attention
+    around it then has fewer query heads per group, which the plan's ``attributes`` rewrite
+    (:func:`local_heads_per_group`).
     """
 
     num_query_groups: int
@@ -115,7 +135,8 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class KeyOrValue:
-    """A separate projection to keys or to values -> a column-parallel one; that to queries is a :class:`ColumnParallel`.
+    """A separate projection to keys or to values -> a column-parallel one; that to queries is a
+    :class:`ColumnParallel`.
 
     Ranks that outnumber the heads share them, as for :class:`QueryKeyValue`.
     """
@@ -129,7 +150,9 @@ class KeyOrValue:
         """Return the column-parallel layer."""
         groups = self.num_query_groups
         if not _shares_groups(groups, context.tp.size):
-            return ColumnParallel(num_heads=groups, copy_input=self.copy_input).apply(module, context, plan)
+            return ColumnParallel(num_heads=groups, copy_input=self.copy_input).apply(
+                module, context, plan
+            )
         return SharedGroupsLinear.from_linear(
             _expect(module, nn.Linear, "KeyOrValue"),
             copy_input=self.copy_input,
@@ -144,7 +167,9 @@ def _shares_groups(num_query_groups: int, num_ranks: int) -> bool:
     return num_ranks > num_query_groups and num_ranks % num_query_groups == 0
 
 
-def local_heads_per_group(num_query_groups: int, heads_per_group: int, context: ParallelContext) -> int:
+def local_heads_per_group(
+    num_query_groups: int, heads_per_group: int, context: ParallelContext
+) -> int:
     """Return the query heads per group on a rank, given those of the full model."""
     return heads_per_group // max(1, context.tp.size // num_query_groups)
 
@@ -157,15 +182,20 @@ class RowParallel:
         """Return the row-parallel layer."""
         if context.tp.size == 1:
             return _keep(module, context.tp, "weight")
-        return RowParallelLinear.from_linear(_expect(module, nn.Linear, "RowParallel"), **_options(context, plan))
+        return RowParallelLinear.from_linear(
+            _expect(module, nn.Linear, "RowParallel"), **_options(context, plan)
+        )
 
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """``nn.Embedding`` -> :class:`VocabParallelEmbedding`, or an output ``nn.Linear`` -> :class:`VocabParallelLinear`."""
+    """``nn.Embedding`` -> :class:`VocabParallelEmbedding`, or an output ``nn.Linear`` ->
+    :class:`VocabParallelLinear`.
+    """
 
     shard_sequence: bool = True
-    """Under sequence parallelism the embedding returns a sequence shard; False: the model scatters it later."""
+    """Under sequence parallelism the embedding returns a sequence shard; False: the model scatters
+    it later."""
     gather_output: bool = False
     """The output layer returns the logits of the full vocabulary on every rank."""
 
@@ -174,27 +204,39 @@ class VocabParallel:
         if context.tp.size == 1:
             return _keep(module, context.tp, "weight", "bias")
         if isinstance(module, nn.Embedding):
-            return VocabParallelEmbedding.from_embedding(module, **_options(context, plan, shards=self.shard_sequence))
+            return VocabParallelEmbedding.from_embedding(
+                module, **_options(context, plan, shards=self.shard_sequence)
+            )
         linear = _expect(module, nn.Linear, "VocabParallel")
-        return VocabParallelLinear.from_linear(linear, gather_output=self.gather_output, **_options(context, plan))
+        return VocabParallelLinear.from_linear(
+            linear, gather_output=self.gather_output, **_options(context, plan)
+        )
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A module that maps each token alone (a norm): on sequence shards its parameters' gradients are partial sums."""
+    """A module that maps each token alone (a norm): on sequence shards its parameters' gradients
+    are partial sums.
+    """
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Declare the gradients partial; learned positions are looked up for the rank's sequence shard only."""
+        """Declare the gradients partial; learned positions are looked up for the rank's sequence
+        shard only.
+        """
         if not context.sp:
             return module
         if isinstance(module, nn.Embedding):
-            return SequenceParallelEmbedding(module, group=context.tp, sequence_dim=plan.sequence_dim)
+            return SequenceParallelEmbedding(
+                module, group=context.tp, sequence_dim=plan.sequence_dim
+            )
         return _partial_over(module, context.tp)
 
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """A module that maps each head alone (a query or key norm): on a rank's heads its gradients are partial sums."""
+    """A module that maps each head alone (a query or key norm): on a rank's heads its gradients are
+    partial sums.
+    """
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Declare the gradients partial."""
@@ -203,13 +245,17 @@ class HeadParallel:
 
 def _partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
     own = module.named_parameters(recurse=False)
-    module.shard_specs = {n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own}  # type: ignore[assignment]
+    module.shard_specs = {
+        n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own
+    }  # type: ignore[assignment]
     return module
 
 
 @dataclass(frozen=True)
 class StreamDropout:
-    """A ``Dropout`` whose input differs between the ranks, and which draws from a stream of the rank."""
+    """A ``Dropout`` whose input differs between the ranks, and which draws from a stream of the
+    rank.
+    """
 
     always: bool = False
     """The input is sharded with and without sequence parallelism (attention probabilities)."""
@@ -245,7 +291,9 @@ class GatherLogits:
 
 @dataclass(frozen=True)
 class VocabParallelLoss:
-    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits' shards."""
+    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits'
+    shards.
+    """
 
     vocab_size: int
     """Size of the full vocabulary."""
@@ -260,7 +308,9 @@ class VocabParallelLoss:
 
 @dataclass(frozen=True)
 class ParallelInput:
-    """A module inside which every rank computes with its shards: its input is copied, or gathered from sequence shards."""
+    """A module inside which every rank computes with its shards: its input is copied, or gathered
+    from sequence shards.
+    """
 
     argument: str = "hidden_states"
     """Name of the input, where it is not the first positional argument."""
@@ -275,7 +325,9 @@ class ParallelInput:
 
 @dataclass(frozen=True)
 class ShardSequence:
-    """The first module whose activations, under sequence parallelism, are sequence shards: its input is scattered."""
+    """The first module whose activations, under sequence parallelism, are sequence shards: its
+    input is scattered.
+    """
 
     argument: str = "hidden_states"
     """Name of the input, where it is not the first positional argument."""
@@ -284,7 +336,9 @@ class ShardSequence:
         """Scatter the input before the module's forward."""
         if not context.sp:
             return module
-        return _map_input(module, self.argument, partial(scatter, group=context.tp, dim=plan.sequence_dim))
+        return _map_input(
+            module, self.argument, partial(scatter, group=context.tp, dim=plan.sequence_dim)
+        )
 
 
 def _map_input(module: nn.Module, argument: str, change: partial[Tensor]) -> nn.Module:
@@ -293,7 +347,11 @@ def _map_input(module: nn.Module, argument: str, change: partial[Tensor]) -> nn.
 
 
 def _change_input(
-    argument: str, change: partial[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    argument: str,
+    change: partial[Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (change(args[0]), *args[1:]), kwargs

@@ -1,4 +1,6 @@
-"""Sharding plans, tables by which models are split over tensor-parallel ranks; users write theirs likewise."""
+"""Sharding plans, tables by which models are split over tensor-parallel ranks; users write theirs
+likewise.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             "embedding.position_embeddings": SequenceParallel(),
             "embedding.dropout": StreamDropout(),
             f"{layer}.input_layernorm": SequenceParallel(),
-            f"{layer}.self_attention.linear_qkv": QueryKeyValue(config.query_groups, config.heads_per_group),
+            f"{layer}.self_attention.linear_qkv": QueryKeyValue(
+                config.query_groups, config.heads_per_group
+            ),
             f"{layer}.self_attention.q_layernorm": HeadParallel(),
             f"{layer}.self_attention.k_layernorm": HeadParallel(),
             f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
@@ -47,12 +51,18 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             "output_gather": GatherLogits(config.vocab_size),
             "loss": VocabParallelLoss(config.vocab_size),
         },
-        attributes={f"{layer}.self_attention.heads_per_group": partial(local_heads_per_group, config.query_groups)},
+        attributes={
+            f"{layer}.self_attention.heads_per_group": partial(
+                local_heads_per_group, config.query_groups
+            )
+        },
     )
 
 
 def llama_hf_plan(config: Any) -> ShardingPlan:
-    """Return the plan of an unmodified ``transformers.LlamaForCausalLM`` with configuration ``config``."""
+    """Return the plan of an unmodified ``transformers.LlamaForCausalLM`` with configuration
+    ``config``.
+    """
     column = ColumnParallel(copy_input=False)
     key_or_value = KeyOrValue(config.num_key_value_heads, copy_input=False)
     return ShardingPlan(
@@ -61,7 +71,9 @@ def llama_hf_plan(config: Any) -> ShardingPlan:
             "model.embed_tokens": VocabParallel(shard_sequence=False),
             "model.layers.0": ShardSequence(),
             "model.layers.*.self_attn": ParallelInput(),
-            "model.layers.*.self_attn.q_proj": ColumnParallel(copy_input=False, num_heads=config.num_attention_heads),
+            "model.layers.*.self_attn.q_proj": ColumnParallel(
+                copy_input=False, num_heads=config.num_attention_heads
+            ),
             "model.layers.*.self_attn.k_proj": key_or_value,
             "model.layers.*.self_attn.v_proj": key_or_value,
             "model.layers.*.self_attn.o_proj": RowParallel(),
@@ -73,6 +85,8 @@ def llama_hf_plan(config: Any) -> ShardingPlan:
             "lm_head": VocabParallel(gather_output=True),
         },
         attributes={
-            "model.layers.*.self_attn.num_key_value_groups": partial(local_heads_per_group, config.num_key_value_heads)
+            "model.layers.*.self_attn.num_key_value_groups": partial(
+                local_heads_per_group, config.num_key_value_heads
+            )
         },
     )

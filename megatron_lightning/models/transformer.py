@@ -1,9 +1,11 @@
-"""A decoder-only transformer (GPT, Llama, Qwen) in plain PyTorch, with Megatron-Core's module names.
+"""A decoder-only transformer (GPT, Llama, Qwen) in plain PyTorch, with Megatron-Core's module
+names.
 
-Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``v`` vocabulary. Inputs and outputs are batch-first; inside, activations
-are sequence-major [s, b, h], so that a sequence shard is contiguous. The model runs on one CPU without a process group;
-``models.plans`` describes how it is split over ranks. Pipeline units of other ranks may be absent: ``embedding``,
-``output_layer`` or ``decoder.final_layernorm`` None, layers missing from ``decoder.layers``.
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``v`` vocabulary. Inputs and outputs are
+batch-first; inside, activations are sequence-major [s, b, h], so that a sequence shard is
+contiguous. The model runs on one CPU without a process group; ``models.plans`` describes how it is
+split over ranks. Pipeline units of other ranks may be absent: ``embedding``, ``output_layer`` or
+``decoder.final_layernorm`` None, layers missing from ``decoder.layers``.
 """
 
 from __future__ import annotations
@@ -31,27 +33,39 @@ _OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word embeddings plus, where configured, learned positions; maps tokens [b, s] to [s, b, h]."""
+    """Word embeddings plus, where configured, learned positions; maps tokens [b, s] to [s, b,
+    h].
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         learned = config.position_embedding_type == "learned_absolute"
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embeddings = nn.Embedding(config.max_sequence_length, config.hidden_size) if learned else None
+        self.position_embeddings = (
+            nn.Embedding(config.max_sequence_length, config.hidden_size) if learned else None
+        )
         self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1); returns [s, b, h]."""
+        """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1); returns [s, b,
+        h].
+        """
         hidden = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if position_ids is None else position_ids
+            positions = (
+                torch.arange(tokens.shape[1], device=tokens.device)[None]
+                if position_ids is None
+                else position_ids
+            )
             hidden = hidden + self.position_embeddings(positions.t())
         out: Tensor = self.dropout(hidden)
         return out
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before and added to the residual stream (pre-norm)."""
+    """Attention and feed-forward, each with a norm before and added to the residual stream
+    (pre-norm).
+    """
 
     def __init__(self, config: TransformerConfig, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
@@ -63,7 +77,9 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        hidden = hidden + self.dropout(self.self_attention(self.input_layernorm(hidden), position_ids))
+        hidden = hidden + self.dropout(
+            self.self_attention(self.input_layernorm(hidden), position_ids)
+        )
         out: Tensor = hidden + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
         return out
 
@@ -75,19 +91,26 @@ class TransformerBlock(nn.Module):
         super().__init__()
         rope = config.position_embedding_type == "rope"
         rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base) if rope else None
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)}
+        )
         self.final_layernorm: nn.Module | None = build_norm(config, config.hidden_size)
         self.layers_at_once = 1
-        """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed together."""
+        """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed
+        together."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h] through the units that are present."""
         layers = list(self.layers.values())
         for start in range(0, len(layers), self.layers_at_once):
-            hidden = self.run_layers(layers[start : start + self.layers_at_once], hidden, position_ids)
+            hidden = self.run_layers(
+                layers[start : start + self.layers_at_once], hidden, position_ids
+            )
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
-    def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, position_ids: Tensor | None) -> Tensor:
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, position_ids: Tensor | None
+    ) -> Tensor:
         """Map [s, b, h] to [s, b, h] through some of the layers."""
         for layer in layers:
             hidden = layer(hidden, position_ids)
@@ -97,8 +120,9 @@ class TransformerBlock(nn.Module):
 class GPTModel(nn.Module):
     """A decoder-only language model.
 
-    On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there until its parameters are
-    filled through :meth:`init_weights`. Neither draws from torch's default generator.
+    On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there
+    until its parameters are filled through :meth:`init_weights`. Neither draws from torch's default
+    generator.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -108,7 +132,9 @@ class GPTModel(nn.Module):
         with torch.device("meta"):
             self.embedding: LanguageModelEmbedding | None = LanguageModelEmbedding(config)
             self.decoder = TransformerBlock(config)
-            self.output_layer: nn.Module | None = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.output_layer: nn.Module | None = nn.Linear(
+                config.hidden_size, config.vocab_size, bias=False
+            )
         self.output_gather: nn.Module = nn.Identity()
         self.loss: nn.Module = CrossEntropy()
         if device.type != "meta":
@@ -119,17 +145,20 @@ class GPTModel(nn.Module):
             for name, parameter in self.named_parameters():
                 self.init_weights(name, parameter)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Run the units that are present.
 
         Args:
-            tokens: [b, s] token ids; on a pipeline stage without the embedding, the previous stage's hidden [s, b, h].
+            tokens: [b, s] token ids; on a pipeline stage without the embedding, the previous
+                stage's hidden [s, b, h].
             labels: [b, s] next tokens, already shifted; -100 is ignored.
             position_ids: [b, s] positions; None: 0 to s-1.
 
         Returns:
-            Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32; on a pipeline stage without the output layer
-            the hidden state [s, b, h].
+            Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32; on a pipeline
+            stage without the output layer the hidden state [s, b, h].
         """
         hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens, position_ids)
         if self.config.fp32_residual_connection:
@@ -146,7 +175,9 @@ class GPTModel(nn.Module):
         return losses.t()
 
     def pipeline_units(self) -> list[str]:
-        """Return the module paths of the full model between which it may be partitioned into stages, in order."""
+        """Return the module paths of the full model between which it may be partitioned into
+        stages, in order.
+        """
         layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
         return ["embedding", *layers, "decoder.final_layernorm", "output_layer"]
 
@@ -156,7 +187,8 @@ class GPTModel(nn.Module):
 
     def sharding_plan(self) -> ShardingPlan:
         """Return the plan by which this model is split over tensor-parallel ranks."""
-        from megatron_lightning.models.plans import gpt_plan  # the model itself is independent of parallelism
+        # The model itself is independent of parallelism.
+        from megatron_lightning.models.plans import gpt_plan
 
         return gpt_plan(self.config)
 
@@ -164,9 +196,9 @@ class GPTModel(nn.Module):
     def init_weights(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, which has the full shape of parameter ``name``, with its initial values.
 
-        They depend only on the config's seed, the name, and the device type, whose generator is used. Matrices are normal with
-        the config's standard deviation, divided by sqrt(2 x layers) for projections into the residual stream (Megatron-LM,
-        GPT-2); norms are one, biases zero.
+        They depend only on the config's seed, the name, and the device type, whose generator is
+        used. Matrices are normal with the config's standard deviation, divided by sqrt(2 x layers)
+        for projections into the residual stream (Megatron-LM, GPT-2); norms are one, biases zero.
         """
         config, name = self.config, self.tied_parameters().get(name, name)
         if name.endswith("bias"):
@@ -175,8 +207,13 @@ class GPTModel(nn.Module):
             tensor.fill_(1.0)
         else:
             into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-            std = config.init_method_std / (math.sqrt(2.0 * config.num_layers) if into_residual else 1.0)
+            std = config.init_method_std / (
+                math.sqrt(2.0 * config.num_layers) if into_residual else 1.0
+            )
             digest = hashlib.sha256(f"{config.init_seed}/{name}".encode()).digest()
-            generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)  # equal draws for all dtypes
+            generator = torch.Generator(device=tensor.device).manual_seed(
+                int.from_bytes(digest[:8], "little") >> 1
+            )
+            # Equal draws for all dtypes.
+            values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
             tensor.copy_(values.normal_(0.0, std, generator=generator))

@@ -1,4 +1,6 @@
-"""A language model as an ordinary LightningModule: it runs on one device and under ``MegatronStrategy`` unchanged."""
+"""A language model as an ordinary LightningModule: it runs on one device and under
+``MegatronStrategy`` unchanged.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ Batch = dict[str, Tensor]
 class GPTLightningModule(LightningModule):
     """:class:`GPTModel` trained with AdamW.
 
-    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted), and may hold ``loss_mask`` [b, s] (0 leaves a token out)
-    and ``position_ids`` [b, s].
+    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted), and may hold ``loss_mask`` [b,
+    s] (0 leaves a token out) and ``position_ids`` [b, s].
 
     Args:
         config: The model.
@@ -34,16 +36,23 @@ class GPTLightningModule(LightningModule):
         betas: Adam's decay rates.
         eps: Adam's epsilon.
         warmup_steps: Optimizer steps of linear warm-up; the first step is taken at rate 0.
-        decay_steps: Optimizer steps until the cosine reaches its end; leave it out for a constant rate after the warm-up.
-        lr_schedule: Another schedule; replaces ``min_learning_rate``, ``warmup_steps`` and ``decay_steps``.
-        param_groups: Parameters with a learning rate or weight decay of their own; leave it out for norms and biases without
-            weight decay.
+        decay_steps: Optimizer steps until the cosine reaches its end; leave it out for a constant
+            rate after the warm-up.
+        lr_schedule: Another schedule; replaces ``min_learning_rate``, ``warmup_steps`` and
+            ``decay_steps``.
+        param_groups: Parameters with a learning rate or weight decay of their own; leave it out for
+            norms and biases without weight decay.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
     """
 
-    sequence_dims: ClassVar[Mapping[str, int]] = {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1}
+    sequence_dims: ClassVar[Mapping[str, int]] = {
+        "tokens": 1,
+        "labels": 1,
+        "loss_mask": 1,
+        "position_ids": 1,
+    }
 
     def __init__(
         self,
@@ -61,16 +70,22 @@ class GPTLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         if learning_rate < 0.0:
-            raise ConfigError(f"learning_rate is {learning_rate}; must not be negative. Set it to 0 or more.")
+            raise ConfigError(
+                f"learning_rate is {learning_rate}; must not be negative. Set it to 0 or more."
+            )
         if not 0.0 <= min_learning_rate <= learning_rate:
             raise ConfigError(
-                f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}. Lower it."
+                f"min_learning_rate={min_learning_rate} is not between 0 and "
+                f"learning_rate={learning_rate}. Lower it."
             )
         if not isinstance(config, TransformerConfig):
-            config = TransformerConfig(**config)  # from `load_from_checkpoint`: a checkpoint holds plain values only
+            # From `load_from_checkpoint`: a checkpoint holds plain values only.
+            config = TransformerConfig(**config)
         if isinstance(lr_schedule, Mapping):
             lr_schedule = LRSchedule(**lr_schedule)
-        groups = [row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()]
+        groups = [
+            row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()
+        ]
         settings: dict[str, Any] = {
             "learning_rate": learning_rate,
             "min_learning_rate": min_learning_rate,
@@ -101,7 +116,9 @@ class GPTLightningModule(LightningModule):
         with torch.device("meta" if parallel else torch.empty(0).device):
             self.model = GPTModel(self.config)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s]."""
         if self.model is None:
             self.configure_model()
@@ -140,28 +157,42 @@ class GPTLightningModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW, and the learning rate schedule if one is configured."""
-        groups = make_param_groups(self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay)
+        groups = make_param_groups(
+            self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
+        )
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
         if self.lr_schedule is None:
             return optimizer
         scheduler = ScheduledLR(optimizer, self.lr_schedule)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
-def _schedule(given: LRSchedule | None, min_lr: float, warmup_steps: int, decay_steps: int | None) -> LRSchedule | None:
+def _schedule(
+    given: LRSchedule | None, min_lr: float, warmup_steps: int, decay_steps: int | None
+) -> LRSchedule | None:
     """Return the configured schedule; None: a constant rate from the first step on."""
     if given is not None:
         if min_lr or warmup_steps or decay_steps is not None:
             raise ConfigError(
-                f"lr_schedule is given beside min_learning_rate={min_lr}, warmup_steps={warmup_steps}, "
-                f"decay_steps={decay_steps}, which it replaces. Put them into lr_schedule."
+                f"lr_schedule is given beside min_learning_rate={min_lr}, "
+                f"warmup_steps={warmup_steps}, decay_steps={decay_steps}, which it replaces. Put "
+                "them into lr_schedule."
             )
         return given
     if min_lr and decay_steps is None:
         raise ConfigError(
-            f"min_learning_rate={min_lr} is where the decay ends, and decay_steps is not set. Set it, or leave out the minimum."
+            f"min_learning_rate={min_lr} is where the decay ends, and decay_steps is not set. Set "
+            "it, or leave out the minimum."
         )
     if not warmup_steps and decay_steps is None:
         return None
     style: DecayStyle = "constant" if decay_steps is None else "cosine"
-    return LRSchedule(lr_decay_style=style, lr_decay_steps=decay_steps, lr_warmup_steps=warmup_steps, min_lr=min_lr)
+    return LRSchedule(
+        lr_decay_style=style,
+        lr_decay_steps=decay_steps,
+        lr_warmup_steps=warmup_steps,
+        min_lr=min_lr,
+    )

@@ -22,30 +22,32 @@ Batch = dict[str, torch.Tensor]
 
 
 class PretrainDataModule(pl.LightningDataModule):
-    """Batches ``{"tokens": [b, s], "labels": [b, s], "loss_mask": [b, s]}`` from files of ``megatron-lightning preprocess``.
+    """Batches ``{"tokens": [b, s], "labels": [b, s], "loss_mask": [b, s]}`` from files of
+    ``megatron-lightning preprocess``.
 
-    The datasets are shuffled already and read in order, so that the number of consumed samples is the position in the data.
-    Labels are already shifted.
+    The datasets are shuffled already and read in order, so that the number of consumed samples is
+    the position in the data. Labels are already shifted.
 
     Args:
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
         sequence_length: Tokens of a sample (s).
         batch_size: Samples of a batch on one data-parallel rank (b).
         batch_size_schedule: Growing global batch sizes of training; replaces ``batch_size``.
-        split: Weights of train, validation and test, which split the documents in file order; a part of weight 0 has no
-            loader. ``predict`` reads the test part.
+        split: Weights of train, validation and test, which split the documents in file order; a
+            part of weight 0 has no loader. ``predict`` reads the test part.
         seed: Seed of the order of documents and samples.
-        num_train_samples: Training samples of the full run, over as many epochs as needed; leave it out for one epoch, which
-            Lightning repeats in the same order.
+        num_train_samples: Training samples of the full run, over as many epochs as needed; leave it
+            out for one epoch, which Lightning repeats in the same order.
         num_val_samples: Validation samples; leave it out for all of them once.
         num_test_samples: Test samples; leave it out for all of them once.
-        vocab_size: Size of the vocabulary; a larger id in the data is an error. Leave it out for the tokenizer's or model's.
+        vocab_size: Size of the vocabulary; a larger id in the data is an error. Leave it out for
+            the tokenizer's or model's.
         tokenizer_model: Tokenizer of the data, for its vocabulary, padding and end-of-document ids.
         tokenizer_type: sentencepiece or huggingface.
         eod_mask_loss: Whether positions of an end of document have no loss.
         num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
-        cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a shared file system each node
-            builds its own.
+        cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a
+            shared file system each node builds its own.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -83,14 +85,21 @@ class PretrainDataModule(pl.LightningDataModule):
         }
         for name, count in counts.items():
             if count is not None and count < 1:
-                raise ConfigError(f"{name}={count}: must be a positive integer; set it to 1 or more")
+                raise ConfigError(
+                    f"{name}={count}: must be a positive integer; set it to 1 or more"
+                )
         if num_workers < 0:
-            raise ConfigError(f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 or more")
+            raise ConfigError(
+                f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 "
+                "or more"
+            )
         self.batch_size_schedule = batch_size_schedule
         self.data_prefix = data_prefix
         self.batch_size = batch_size
         self.num_workers = num_workers
-        self.tokenizer = None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
+        self.tokenizer = (
+            None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
+        )
         self.config = GPTDatasetConfig(
             sequence_length=sequence_length,
             random_seed=seed,
@@ -118,13 +127,15 @@ class PretrainDataModule(pl.LightningDataModule):
         return self.config.num_ids
 
     def check_files(self, stage: str) -> None:
-        """Check that the data suffice for ``stage``, before the strategy starts a process; builds nothing.
+        """Check that the data suffice for ``stage``, before the strategy starts a process; builds
+        nothing.
 
         Raises:
             ConfigError: If there is no part to train on.
             DataError: If they cannot be read, or a part of the split has too few tokens.
         """
-        if type(self).prepare_data is PretrainDataModule.prepare_data:  # a subclass may create them there
+        # A subclass may create them there.
+        if type(self).prepare_data is PretrainDataModule.prepare_data:
             indexed = IndexedDataset(self.data_prefix)
             for name, num_samples in self._parts(stage).items():
                 plan_part(indexed, self.config, name, num_samples)
@@ -138,17 +149,34 @@ class PretrainDataModule(pl.LightningDataModule):
         self._datasets.update(self._open(stage))
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
-        """Return the requested samples of the parts that ``stage`` reads; the others may be too small."""
-        needed = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",), "predict": ("test",)}.get(stage, ())
+        """Return the requested samples of the parts that ``stage`` reads; the others may be too
+        small.
+        """
+        needed = {
+            "fit": ("train", "valid"),
+            "validate": ("valid",),
+            "test": ("test",),
+            "predict": ("test",),
+        }.get(stage, ())
         parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
-        return {name: count for (name, count), bounds in parts if name in needed and (bounds or name == "train")}
+        return {
+            name: count
+            for (name, count), bounds in parts
+            if name in needed and (bounds or name == "train")
+        }
 
     def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
         config = self.config
-        if self.vocab_size is None and self.trainer is not None:  # the model's, where it is as in GPTLightningModule
-            size = getattr(getattr(self.trainer.lightning_module, "config", None), "vocab_size", None)
+        # The model's, where it is as in GPTLightningModule.
+        if self.vocab_size is None and self.trainer is not None:
+            size = getattr(
+                getattr(self.trainer.lightning_module, "config", None), "vocab_size", None
+            )
             config = replace(config, vocab_size=size if isinstance(size, int) else None)
-        return {name: GPTDataset(self.data_prefix, config, name, count) for name, count in self._parts(stage).items()}
+        return {
+            name: GPTDataset(self.data_prefix, config, name, count)
+            for name, count in self._parts(stage).items()
+        }
 
     def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the training loader, without incomplete batches."""
@@ -166,19 +194,30 @@ class PretrainDataModule(pl.LightningDataModule):
         """Return a loader of the test part."""
         return self._loader("test", drop_last=False)
 
-    def _loader(self, name: IndexSplit, *, drop_last: bool) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def _loader(
+        self, name: IndexSplit, *, drop_last: bool
+    ) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         if name not in self._datasets:
             return []
         dataset = self._datasets[name]
         if drop_last and self.batch_size_schedule is None and len(dataset) < self.batch_size:
             raise ConfigError(
-                f"{self.data_prefix}: the {name} part of split={self.config.split!r} has {len(dataset)} samples of "
-                f"{self.sequence_length} tokens, and batch_size={self.batch_size}: there is no full batch. Set batch_size to "
+                f"{self.data_prefix}: the {name} part of split={self.config.split!r} has "
+                f"{len(dataset)} samples of {self.sequence_length} tokens, and "
+                f"batch_size={self.batch_size}: there is no full batch. Set batch_size to "
                 f"{len(dataset)} or less, or num_{name}_samples to read the data repeatedly."
             )
-        batches: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "drop_last": drop_last}
+        batches: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "shuffle": False,
+            "drop_last": drop_last,
+        }
         if name == "train" and self.batch_size_schedule is not None:
-            batches = {"batch_sampler": ScheduledBatchSampler(SequentialSampler(dataset), self.batch_size_schedule)}
+            batches = {
+                "batch_sampler": ScheduledBatchSampler(
+                    SequentialSampler(dataset), self.batch_size_schedule
+                )
+            }
         return DataLoader(
             dataset,
             **batches,

@@ -1,4 +1,6 @@
-"""Gradient reduction in buckets, the distributed optimizer, norms and clipping, schedules and parameter groups."""
+"""Gradient reduction in buckets, the distributed optimizer, norms and clipping, schedules and
+parameter groups.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +9,11 @@ from megatron_lightning._lazy import lazy_attributes
 if TYPE_CHECKING:
     from megatron_lightning.optim.buckets import Bucket
     from megatron_lightning.optim.chained import ChainedOptimizer
-    from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm
+    from megatron_lightning.optim.clipping import (
+        clip_grads_by_norm_,
+        clip_grads_by_value_,
+        global_grad_norm,
+    )
     from megatron_lightning.optim.distributed import DistributedOptimizer
     from megatron_lightning.optim.loss_scale import DynamicLossScale
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups

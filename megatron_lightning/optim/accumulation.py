@@ -1,15 +1,19 @@
-"""The gradients of one optimizer step: accumulated over its pipeline runs, reduced in the last of them.
+"""The gradients of one optimizer step: accumulated over its pipeline runs, reduced in the last of
+them.
 
 One optimizer step consists of one pipeline run, or of as many as are accumulated. Each goes through
 
     begin_run()                  no gradient yet, or those of the runs before
-    completing(stages)           around the backward passes that complete gradients: in the last run, their reduction starts
-    end_backwards()              launch the remaining reductions, before other collectives of the same ranks
+    completing(stages)           around the backward passes that complete gradients: in the last
+                                 run, their reduction starts
+    end_backwards()              launch the remaining reductions, before other collectives of the
+                                 same ranks
     finish_run()                 in the last run: wait for the reduction and scale
 
-A module that counts items is weighted exactly: the mean loss of every micro-batch is multiplied by its number of items, and the
-gradients are divided by the sum of all items (micro-batches, data and context ranks, accumulated runs). Otherwise the loss of
-every micro-batch is a mean, and means are averaged.
+A module that counts items is weighted exactly: the mean loss of every micro-batch is multiplied by
+its number of items, and the gradients are divided by the sum of all items (micro-batches, data and
+context ranks, accumulated runs). Otherwise the loss of every micro-batch is a mean, and means are
+averaged.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ class GradientAccumulation:
         optimizers: The user's optimizers; they step this rank's shards if ``sharded``.
         sharded: Whether the data-parallel ranks shard the optimizer state (ZeRO-1).
         options: Buckets, communication and optimizer state of the data-parallel ranks.
-        stage_of: The pipeline stage that uses a parameter, by name; parameters of several stages are absent.
+        stage_of: The pipeline stage that uses a parameter, by name; parameters of several stages
+            are absent.
         units: The units that FSDP2 shards; None without it.
     """
 
@@ -76,20 +81,34 @@ class GradientAccumulation:
         self._earlier: dict[str, Tensor] | None = None  # to which this step's gradients are added
 
     def _attach(self) -> None:
-        """Build the reduction of the trainable parameters, and make the optimizers step its results."""
+        """Build the reduction of the trainable parameters, and make the optimizers step its
+        results.
+        """
         self._names = dict(self._module.named_parameters())
         trainable = self._trainable()
         specs, context, options = self._specs, self._context, self._options
-        optimizers = [optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)]
+        optimizers = [
+            optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)
+        ]
         matrices = names_of_matrices(optimizers, trainable)
         if self._units is None:
             self.reducer = GradientReducer(
-                trainable, specs, context, sharded=self._sharded, matrices=matrices, stage_of=self._stage_of, options=options
+                trainable,
+                specs,
+                context,
+                sharded=self._sharded,
+                matrices=matrices,
+                stage_of=self._stage_of,
+                options=options,
             )
         else:
-            self.reducer = FullyShardedReducer(trainable, specs, context, units=self._units, matrices=matrices, options=options)
+            self.reducer = FullyShardedReducer(
+                trainable, specs, context, units=self._units, matrices=matrices, options=options
+            )
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
-        self.gather = ParameterGather(self.reducer, self._module if options.overlap_param_gather else None)
+        self.gather = ParameterGather(
+            self.reducer, self._module if options.overlap_param_gather else None
+        )
         """Gathers the parameters after a step; wait for it before reading weights between steps."""
         self._views = [
             DistributedOptimizer(optimizer, self.reducer, self._names, self.gather)
@@ -99,21 +118,32 @@ class GradientAccumulation:
         ]
 
     def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad
+        }
 
     def _follow_unfreezing(self) -> None:
         """Add parameters that a callback has made trainable."""
         trainable, known = self._trainable(), self.reducer.parameters
-        same = {id(parameter) for parameter in known.values()}  # pruning gives other names, fsdp other objects
-        new = [name for name, parameter in trainable.items() if name not in known and id(parameter) not in same]
+        # Pruning gives other names, fsdp other objects.
+        same = {id(parameter) for parameter in known.values()}
+        new = [
+            name
+            for name, parameter in trainable.items()
+            if name not in known and id(parameter) not in same
+        ]
         if self._context.world_size == 1 or not new:
             return
         if self._sharded or self._context.pp.size > 1 or any(view.exchanged for view in self.views):
             raise ConfigError(
-                f"{len(trainable)} parameters are trainable, and {len(known)} were when training began; new is {new[0]}. "
-                'Layers are frozen or unfrozen during fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
-                "optimizer that steps the parameters themselves (fp32, no Muon, default data_parallel_options). "
-                "Set these, or choose what is trained before fit."
+                f"{len(trainable)} parameters are trainable, and {len(known)} were when training "
+                f"began; new is {new[0]}. "
+                'Layers are frozen or unfrozen during fit only with data_parallel="ddp", '
+                "pipeline_model_parallel_size=1 and an "
+                "optimizer that steps the parameters themselves (fp32, no Muon, default "
+                "data_parallel_options). Set these, or choose what is trained before fit."
             )
         self.detach()
         self._attach()
@@ -142,7 +172,9 @@ class GradientAccumulation:
         return DistributedOptimizer(optimizer, self.reducer, self._names)
 
     def stepped_by_others(self, optimizer: Optimizer) -> set[str]:
-        """Return the names of the parameters that only other optimizers step, on this rank or not."""
+        """Return the names of the parameters that only other optimizers step, on this rank or
+        not.
+        """
         mine, others = set[str](), set[str]()
         for view in self.views:
             (mine if view.optimizer is optimizer else others).update(view.names)
@@ -161,9 +193,10 @@ class GradientAccumulation:
         """Prepare for the backward passes of a pipeline run.
 
         Args:
-            clear: Whether a new step clears plain gradients too; Lightning does so before a native backward.
-            keep_earlier: Whether the gradients of a new step are added to those of earlier ones, as with manual
-                optimization.
+            clear: Whether a new step clears plain gradients too; Lightning does so before a native
+                backward.
+            keep_earlier: Whether the gradients of a new step are added to those of earlier ones, as
+                with manual optimization.
         """
         self._follow_unfreezing()
         self._was_started, self._started = self._started, True
@@ -176,14 +209,22 @@ class GradientAccumulation:
             self.reducer.publish()
             return
         if keep_earlier:
-            self._earlier = {name: gradient.clone() for name, gradient in self.reducer.gradients().items()}
+            self._earlier = {
+                name: gradient.clone() for name, gradient in self.reducer.gradients().items()
+            }
         self.reducer.begin_step()
 
     @contextmanager
     def completing(self, stages: Sequence[int] | None = None) -> Iterator[None]:
-        """Complete the gradients of these stages (None: all) in the block: in the last run their reduction starts."""
+        """Complete the gradients of these stages (None: all) in the block: in the last run their
+        reduction starts.
+        """
         self.reducer.sync = self._is_last_run
-        with self._units.completing(stages) if self._units is not None and self._is_last_run else nullcontext():
+        with (
+            self._units.completing(stages)
+            if self._units is not None and self._is_last_run
+            else nullcontext()
+        ):
             yield
         self.reducer.sync = False
         if self._is_last_run and stages is not None:
@@ -219,7 +260,9 @@ class GradientAccumulation:
             return
         for name, target in self.reducer.targets().items():
             earlier, fresh = self._earlier.get(name), target.grad
-            target.grad = earlier if fresh is None else fresh if earlier is None else fresh.add_(earlier)
+            target.grad = (
+                earlier if fresh is None else fresh if earlier is None else fresh.add_(earlier)
+            )
         self._earlier = None
 
     def _scale(self) -> float | Tensor:

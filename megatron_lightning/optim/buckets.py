@@ -1,16 +1,19 @@
 """Contiguous gradient buffers of many parameters each, and this rank's shards of them.
 
-A bucket is one 1-D gradient buffer (fp32 for half-precision parameters) that many parameters view, so that one collective
-reduces them all. Its parameters agree in everything that decides how they are reduced: dtype, device, and the axes over which
-they are replicated and over which their gradients are partial sums.
+A bucket is one 1-D gradient buffer (fp32 for half-precision parameters) that many parameters view,
+so that one collective reduces them all. Its parameters agree in everything that decides how they
+are reduced: dtype, device, and the axes over which they are replicated and over which their
+gradients are partial sums.
 
-Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.org/abs/1910.02054, stage 1):
+Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.org/abs/1910.02054,
+stage 1):
 
     | parameter 0 | pad to 64 | parameter 1 | pad to 64 | … | pad to lcm(ranks, 128) |
     |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
 
-Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its :class:`ParameterShard`. For optimizers
-that need full matrices every parameter is assigned to one rank instead, and every shard ends with padding:
+Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its
+:class:`ParameterShard`. For optimizers that need full matrices every parameter is assigned to one
+rank instead, and every shard ends with padding:
 
     | parameter 2 | parameter 0 | pad | parameter 1 |     pad     | …
     |        rank 0's shard           |    rank 1's shard         | …
@@ -46,7 +49,9 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class DataGroups:
-    """The ranks that hold the same parameters and see different data, and how they shard gradients."""
+    """The ranks that hold the same parameters and see different data, and how they shard
+    gradients.
+    """
 
     all: AxisGroup
     """All of them."""
@@ -60,18 +65,28 @@ class DataGroups:
     def shard_of(self, numel: int) -> slice:
         """Return the elements of a gradient buffer that this rank keeps."""
         size = numel // self.shard.size
-        return slice(self.shard.rank * size, (self.shard.rank + 1) * size) if self.sharded else slice(0, numel)
+        return (
+            slice(self.shard.rank * size, (self.shard.rank + 1) * size)
+            if self.sharded
+            else slice(0, numel)
+        )
 
     @classmethod
-    def of(cls, group: AxisGroup, context: ParallelContext, *, sharded: bool, num_instances: int = 1) -> DataGroups:
-        """Return the groups of one kind of parameters, which are replicated over ``group``; all ranks call this alike."""
+    def of(
+        cls, group: AxisGroup, context: ParallelContext, *, sharded: bool, num_instances: int = 1
+    ) -> DataGroups:
+        """Return the groups of one kind of parameters, which are replicated over ``group``; all
+        ranks call this alike.
+        """
         shard, replicas = context.divide(group, num_instances if sharded else 1)
         return cls(group, shard, replicas, sharded and shard.size > 1)
 
 
 @dataclass(eq=False)
 class ParameterShard:
-    """The range of one local parameter whose reduced gradient this rank has, and which its optimizer steps."""
+    """The range of one local parameter whose reduced gradient this rank has, and which its
+    optimizer steps.
+    """
 
     start: int
     """Index of the first element in the flattened local parameter."""
@@ -80,11 +95,14 @@ class ParameterShard:
     value: Tensor
     """View of the parameter: its own shape when the shard is full, else 1-D."""
     gradient: Tensor
-    """View of the gradient buffer, same shape as ``value``; where there is no buffer, any tensor like its gradients."""
+    """View of the gradient buffer, same shape as ``value``; where there is no buffer, any tensor
+    like its gradients."""
     target: nn.Parameter
-    """Carries the gradient to the optimizer: the parameter itself, a view of it, or an fp32 main param."""
+    """Carries the gradient to the optimizer: the parameter itself, a view of it, or an fp32 main
+    param."""
     is_main: bool = False
-    """Whether ``value`` itself is the fp32 main param of a parameter that is used in lower precision."""
+    """Whether ``value`` itself is the fp32 main param of a parameter that is used in lower
+    precision."""
 
     @classmethod
     def full(cls, parameter: nn.Parameter, gradient: Tensor | None = None) -> ParameterShard:
@@ -100,11 +118,13 @@ class Bucket:
     names: list[str]
     parameters: list[nn.Parameter]
     sum_groups: tuple[AxisGroup, ...]
-    """Groups over which the gradients are partial sums; reduced before the data-parallel reduction."""
+    """Groups over which the gradients are partial sums; reduced before the data-parallel
+    reduction."""
     data: DataGroups
     """Ranks over which the gradients are reduced and sharded."""
     assigned_by: tuple[int, ...] | None = None
-    """Weight of each parameter when each is assigned to one shard; None: shards ignore their edges."""
+    """Weight of each parameter when each is assigned to one shard; None: shards ignore their
+    edges."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
     value: Tensor | None = field(init=False, default=None)
@@ -160,16 +180,22 @@ class Bucket:
 
     def complete(self) -> None:
         """Zero the gradients that were not computed, so that the buffer can be reduced."""
-        untouched = [view for view, touched in zip(self.views, self.touched, strict=True) if not touched]
+        untouched = [
+            view for view, touched in zip(self.views, self.touched, strict=True) if not touched
+        ]
         if untouched:
             torch._foreach_zero_(untouched)
 
     def shards(self) -> dict[str, ParameterShard]:
-        """Return this rank's shard of each parameter, by name; parameters in other ranks' shards are absent."""
+        """Return this rank's shard of each parameter, by name; parameters in other ranks' shards
+        are absent.
+        """
         if self.value is None:
             return {
                 name: ParameterShard.full(parameter, view)
-                for name, parameter, view in zip(self.names, self.parameters, self.views, strict=True)
+                for name, parameter, view in zip(
+                    self.names, self.parameters, self.views, strict=True
+                )
             }
         shards, shard = {}, self.shard
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
@@ -179,9 +205,12 @@ class Bucket:
                 continue
             is_full = high - low == numel
             shape = parameter.shape if is_full else (high - low,)
-            value, gradient = (buffer[low:high].view(shape) for buffer in (self.value, self.gradient))
+            value, gradient = (
+                buffer[low:high].view(shape) for buffer in (self.value, self.gradient)
+            )
             target = nn.Parameter(value)
-            if value.dtype != gradient.dtype:  # stays the target where main params are elsewhere, or nothing steps it
+            # Stays the target where main params are elsewhere, or nothing steps it.
+            if value.dtype != gradient.dtype:
                 set_grad_dtype(target, None)
             shards[name] = ParameterShard(low - offset, is_full, value, gradient, target)
         return shards
@@ -193,11 +222,17 @@ def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]
     for numel in numels:
         offsets.append(size)
         size += _round_up(numel, PARAMETER_ALIGNMENT)
-    return offsets, _round_up(size, math.lcm(num_shards, BUCKET_ALIGNMENT)) if num_shards > 1 else size
+    return offsets, _round_up(
+        size, math.lcm(num_shards, BUCKET_ALIGNMENT)
+    ) if num_shards > 1 else size
 
 
-def assigned_layout(numels: Sequence[int], weights: Sequence[int], num_shards: int) -> tuple[list[int], int]:
-    """Return the same for parameters that each lie in one shard: the heaviest first, in the least loaded shard."""
+def assigned_layout(
+    numels: Sequence[int], weights: Sequence[int], num_shards: int
+) -> tuple[list[int], int]:
+    """Return the same for parameters that each lie in one shard: the heaviest first, in the least
+    loaded shard.
+    """
     loads, filled, places = [0] * num_shards, [0] * num_shards, {}
     for index in sorted(range(len(numels)), key=lambda i: -weights[i]):
         shard = loads.index(min(loads))
@@ -205,7 +240,9 @@ def assigned_layout(numels: Sequence[int], weights: Sequence[int], num_shards: i
         loads[shard] += weights[index]
         filled[shard] += _round_up(numels[index], PARAMETER_ALIGNMENT)
     size = _round_up(max(filled), BUCKET_ALIGNMENT)
-    return [places[index][0] * size + places[index][1] for index in range(len(numels))], size * num_shards
+    return [
+        places[index][0] * size + places[index][1] for index in range(len(numels))
+    ], size * num_shards
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -225,7 +262,8 @@ def build_buckets(
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order in which backward completes them.
 
-    Parameters that need no reduction and no other gradient dtype are left out: autograd keeps their gradients.
+    Parameters that need no reduction and no other gradient dtype are left out: autograd keeps their
+    gradients.
 
     Args:
         parameters: Name -> trainable local parameter, in registration order.
@@ -234,24 +272,34 @@ def build_buckets(
         groups: ``ShardSpec.data_axes`` -> the ranks of that group.
         tied: Names of owners that have a copy on another pipeline rank, and of such copies.
         matrices: Names of the parameters whose optimizer needs them undivided.
-        stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced early is of one stage.
+        stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
+            early is of one stage.
         bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
 
     Returns:
-        The buckets: those that need only the data-parallel reduction first, then those that are summed over other axes.
+        The buckets: those that need only the data-parallel reduction first, then those that are
+        summed over other axes.
     """
-    # Both holders of a tied parameter must fill their buckets alike, so these are sorted by the owner's name.
+    # Both holders of a tied parameter must fill their buckets alike, so these are sorted by the
+    # owner's name.
     backward = list(reversed(list(parameters)))
     order = [name for name in backward if name not in tied]
-    order += sorted((name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name)
+    order += sorted(
+        (name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name
+    )
     # Ranks may hold unequal shards of a table, and must agree on the buckets.
-    num_parts = {name: math.prod(context.axis(axis).size for axis in specs[name].sharded_over) for name in order}
+    num_parts = {
+        name: math.prod(context.axis(axis).size for axis in specs[name].sharded_over)
+        for name in order
+    }
     share = {name: math.prod(specs[name].global_shape) // num_parts[name] for name in order}
     filling: dict[_Key, list[str]] = {}
     sizes: Counter[_Key] = Counter()
     closed: list[tuple[_Key, list[str]]] = []
     for name in order:
-        key = _key(parameters[name], specs[name], context, tied=name in tied, matrix=name in matrices)
+        key = _key(
+            parameters[name], specs[name], context, tied=name in tied, matrix=name in matrices
+        )
         if stage_of and not key.sum_groups:
             key = key._replace(stage=stage_of.get(name, -1))
         num_ranks = groups[key.data_axes].all.size
@@ -259,12 +307,17 @@ def build_buckets(
             continue
         filling.setdefault(key, []).append(name)
         sizes[key] += share[name]
-        if sizes[key] >= (bucket_size or _default_bucket_size(sum(share.values()), num_ranks, early=not key.sum_groups)):
+        if sizes[key] >= (
+            bucket_size
+            or _default_bucket_size(sum(share.values()), num_ranks, early=not key.sum_groups)
+        ):
             closed.append((key, filling.pop(key)))
             del sizes[key]
     closed.extend(filling.items())
     place = {name: index for index, name in enumerate(order)}
-    closed.sort(key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]]))
+    closed.sort(
+        key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]])
+    )
     return [
         Bucket(
             names,
@@ -278,7 +331,9 @@ def build_buckets(
 
 
 def _default_bucket_size(num_elements: int, num_ranks: int, *, early: bool) -> int:
-    """Return Megatron's size, or less where a small model gains from an early start of the reduction."""
+    """Return Megatron's size, or less where a small model gains from an early start of the
+    reduction.
+    """
     size = max(40_000_000, 1_000_000 * num_ranks)
     return min(size, max(num_elements // _MIN_BUCKETS, _MIN_BUCKET_SIZE)) if early else size
 
@@ -294,8 +349,16 @@ class _Key(NamedTuple):
     stage: int = -1
 
 
-def _key(parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool, matrix: bool) -> _Key:
+def _key(
+    parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool, matrix: bool
+) -> _Key:
     groups = [context.axis(axis) for axis in spec.partial_over]
     if tied:
         groups.append(context.axis("embedding"))
-    return _Key(parameter.dtype, parameter.device, spec.data_axes, tuple(group for group in groups if group.size > 1), matrix)
+    return _Key(
+        parameter.dtype,
+        parameter.device,
+        spec.data_axes,
+        tuple(group for group in groups if group.size > 1),
+        matrix,
+    )

@@ -1,7 +1,8 @@
 """Several optimizers that step as one, such as Muon for the matrices and AdamW for the rest.
 
-Lightning's automatic optimization takes one optimizer. Groups and state are shared with the optimizers inside, so that
-learning-rate schedulers, checkpoints and the distributed optimizer see one list of groups.
+Lightning's automatic optimization takes one optimizer. Groups and state are shared with the
+optimizers inside, so that learning-rate schedulers, checkpoints and the distributed optimizer see
+one list of groups.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, *optimizers: Optimizer) -> None:
         if not optimizers or any(optimizer.state for optimizer in optimizers):
             raise ConfigError(
-                f"ChainedOptimizer was given {len(optimizers)} optimizers, or used ones. Give it one or more new ones."
+                f"ChainedOptimizer was given {len(optimizers)} optimizers, or used ones. Give it "
+                "one or more new ones."
             )
         self.optimizers: tuple[Optimizer, ...] = ()
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        super().__init__(
+            [group for optimizer in optimizers for group in optimizer.param_groups], {}
+        )
         self.optimizers = optimizers
         self._share()
 
@@ -34,8 +38,8 @@ class ChainedOptimizer(Optimizer):
         if self.optimizers:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise ConfigError(
-                f"a parameter group was added to a chain of {kinds}, and it is unknown which of them is to step it. Add it to "
-                "one of the optimizers before they are chained."
+                f"a parameter group was added to a chain of {kinds}, and it is unknown which of "
+                "them is to step it. Add it to one of the optimizers before they are chained."
             )
         super().add_param_group(param_group)
 

@@ -1,7 +1,8 @@
 """Gradient norm over every axis without double counting, and clipping.
 
-A gradient counts once: not on the holder of a tied copy, and of the ranks that hold equal parameters only on the first, as
-in megatron/core/optimizer/clip_grads.py. Norms of sharded gradients are also summed over the data-parallel ranks.
+A gradient counts once: not on the holder of a tied copy, and of the ranks that hold equal
+parameters only on the first, as in megatron/core/optimizer/clip_grads.py. Norms of sharded
+gradients are also summed over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from megatron_lightning.parallel.spec import ShardSpec, is_writer
 
 
 def global_grad_norm(
-    items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool, norm_type: float = 2.0
+    items: Iterable[tuple[Tensor, ShardSpec]],
+    context: ParallelContext,
+    *,
+    sharded: bool,
+    norm_type: float = 2.0,
 ) -> Tensor:
     """Return the norm of all gradients of the model, equal on every rank; a collective.
 
@@ -32,7 +37,10 @@ def global_grad_norm(
         A scalar tensor on the context's device.
     """
     if norm_type <= 0:
-        raise ConfigError(f"norm_type is {norm_type}; a norm over several ranks needs a positive order. Set 2.0 or inf.")
+        raise ConfigError(
+            f"norm_type is {norm_type}; a norm over several ranks needs a positive order. Set 2.0 "
+            "or inf."
+        )
     groups = _norm_groups(context, sharded)
     gradients: dict[AxisGroup, list[Tensor]] = {group: [] for group in groups.values()}
     for gradient, spec in items:
@@ -42,13 +50,19 @@ def global_grad_norm(
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def global_zero_count(items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool) -> Tensor:
-    """Return how many elements of all gradients of the model are zero, equal on every rank; a collective.
+def global_zero_count(
+    items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool
+) -> Tensor:
+    """Return how many elements of all gradients of the model are zero, equal on every rank; a
+    collective.
 
     Arguments are those of :func:`global_grad_norm`; the result is an int64 scalar.
     """
     groups = _norm_groups(context, sharded)
-    counts = {group: torch.zeros((), dtype=torch.int64, device=context.device) for group in groups.values()}
+    counts = {
+        group: torch.zeros((), dtype=torch.int64, device=context.device)
+        for group in groups.values()
+    }
     for gradient, spec in items:
         if is_writer(spec, context):
             counts[groups[spec.model_axes]] += (gradient == 0).sum()
@@ -59,7 +73,9 @@ def global_zero_count(items: Iterable[tuple[Tensor, ShardSpec]], context: Parall
 
 
 def clip_grads_by_norm_(gradients: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
-    """Scale the gradients in place so that their norm, which is ``total_norm`` now, is at most ``max_norm``."""
+    """Scale the gradients in place so that their norm, which is ``total_norm`` now, is at most
+    ``max_norm``.
+    """
     tensors = list(gradients)
     if tensors:
         torch._foreach_mul_(tensors, (max_norm / (total_norm + 1e-6)).clamp(max=1.0))
@@ -74,14 +90,19 @@ def clip_grads_by_value_(gradients: Iterable[Tensor], max_value: float) -> None:
 
 
 def _norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup]:
-    """Return ``ShardSpec.model_axes`` -> the ranks that together hold gradients once; groups of equal ranks are one object."""
-    if sharded:  # the model ranks times the data-parallel ranks are all ranks, for both kinds of parameters
+    """Return ``ShardSpec.model_axes`` -> the ranks that together hold gradients once; groups of
+    equal ranks are one object.
+    """
+    # The model ranks times the data-parallel ranks are all ranks, for both kinds of parameters.
+    if sharded:
         return dict.fromkeys(("tp-pp", "etp-ep-pp"), context.axis("world"))
     dense, expert = context.axis("tp-pp"), context.axis("etp-ep-pp")
     return {"tp-pp": dense, "etp-ep-pp": dense if expert.ranks == dense.ranks else expert}
 
 
-def _norm_over(group: AxisGroup, gradients: list[Tensor], context: ParallelContext, norm_type: float) -> Tensor:
+def _norm_over(
+    group: AxisGroup, gradients: list[Tensor], context: ParallelContext, norm_type: float
+) -> Tensor:
     norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(context.device)
     if group.process_group is None:
         return norm

@@ -1,9 +1,11 @@
-"""The distributed optimizer: the user's own ``torch.optim.Optimizer``, stepping only this rank's shards.
+"""The distributed optimizer: the user's own ``torch.optim.Optimizer``, stepping only this rank's
+shards.
 
-ZeRO stage 1 (https://arxiv.org/abs/1910.02054): every data-parallel rank keeps the optimizer state, and for half-precision
-parameters the fp32 main params, of its shard of each bucket; after the step the ranks all-gather the parameters.
-The optimizer object, its groups and their hyper-parameters stay, so learning-rate schedulers and loggers see no difference;
-only the tensors in the groups are replaced, as described in ``entries``.
+ZeRO stage 1 (https://arxiv.org/abs/1910.02054): every data-parallel rank keeps the optimizer state,
+and for half-precision parameters the fp32 main params, of its shard of each bucket; after the step
+the ranks all-gather the parameters. The optimizer object, its groups and their hyper-parameters
+stay, so learning-rate schedulers and loggers see no difference; only the tensors in the groups are
+replaced, as described in ``entries``.
 
 Checkpoints see the state through the base class, ``state.OptimizerState``.
 """
@@ -25,7 +27,13 @@ from megatron_lightning.optim.buckets import Bucket, ParameterShard, main_dtype
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import OptimizerEntry, Target
-from megatron_lightning.optim.matrices import MatrixExchange, is_split, matrix_groups, require_undivided, steps_matrices
+from megatron_lightning.optim.matrices import (
+    MatrixExchange,
+    is_split,
+    matrix_groups,
+    require_undivided,
+    steps_matrices,
+)
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.state import OptimizerState
@@ -37,14 +45,17 @@ class DistributedOptimizer(OptimizerState):
     """Make ``optimizer`` step this rank's shards; construct it once, before the first step.
 
     Args:
-        optimizer: The optimizer of ``configure_optimizers``. Its parameters are replaced in place, state included.
-        reducer: The gradient reduction whose results it steps; its options determine where and how the state is kept.
+        optimizer: The optimizer of ``configure_optimizers``. Its parameters are replaced in place,
+            state included.
+        reducer: The gradient reduction whose results it steps; its options determine where and how
+            the state is kept.
         names: Name -> parameter of the full module, frozen ones included; None: the reducer's.
         gather: Gathers the parameters after a step; None: inside the step.
 
     Raises:
-        ConfigError: If gradients are sharded and the optimizer is neither element-wise nor one of full matrices, or a
-            trainable parameter is not part of the module, so that its gradient would not be reduced.
+        ConfigError: If gradients are sharded and the optimizer is neither element-wise nor one of
+            full matrices, or a trainable parameter is not part of the module, so that its gradient
+            would not be reduced.
     """
 
     def __init__(
@@ -57,15 +68,22 @@ class DistributedOptimizer(OptimizerState):
         super().__init__(optimizer, reducer)
         self._options = reducer.options
         self._gather = gather or ParameterGather(reducer)
-        self._name_of = {id(parameter): name for name, parameter in (names or reducer.parameters).items()}
+        self._name_of = {
+            id(parameter): name for name, parameter in (names or reducer.parameters).items()
+        }
         self._entries = [
-            [self._entry(parameter, group, f"param_groups.{i}.{j}") for j, parameter in enumerate(group["params"])]
+            [
+                self._entry(parameter, group, f"param_groups.{i}.{j}")
+                for j, parameter in enumerate(group["params"])
+            ]
             for i, group in enumerate(optimizer.param_groups)
         ]
         self._exchanges = self._exchange_matrices()
         used = {entry.name for entry in self._all_entries()}
         self._buckets: list[Bucket] = [
-            bucket for bucket in reversed(reducer.buckets) if bucket.sharded and not used.isdisjoint(bucket.names)
+            bucket
+            for bucket in reversed(reducer.buckets)
+            if bucket.sharded and not used.isdisjoint(bucket.names)
         ]
         if self._buckets or any(entry.sharded for entry in self._all_entries()):
             for member in members(optimizer):
@@ -76,16 +94,24 @@ class DistributedOptimizer(OptimizerState):
         self._copied = [entry for entry in self._all_entries() if entry.copied]
         if self._options.moments_dtype == "bf16":
             moments.warn_if_lost(optimizer)
-        if self._exchanges or self._options.moments_dtype == "bf16" or self._options.optimizer_cpu_offload:
+        if (
+            self._exchanges
+            or self._options.moments_dtype == "bf16"
+            or self._options.optimizer_cpu_offload
+        ):
             optimizer.register_step_pre_hook(self._prepare_after_closure)
         if self.exchanged:
             optimizer.register_step_post_hook(lambda *_: self._finish_step())
 
     @property
     def exchanged(self) -> bool:
-        """Whether the optimizer steps other tensors than the module's parameters, or needs work around its steps."""
+        """Whether the optimizer steps other tensors than the module's parameters, or needs work
+        around its steps.
+        """
         sharded = any(entry.sharded for entry in self._all_entries())
-        return bool(sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16")
+        return bool(
+            sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16"
+        )
 
     @property
     def names(self) -> set[str]:
@@ -93,13 +119,20 @@ class DistributedOptimizer(OptimizerState):
         return {entry.name for entry in self._all_entries()}
 
     def carriers_of_groups(self) -> list[set[int]]:
-        """Return, for each parameter group, the ids of the tensors that carry its reduced gradients on this rank."""
-        return [{id(entry.shard.target) for entry in entries if entry.shard is not None} for entries in self._entries]
+        """Return, for each parameter group, the ids of the tensors that carry its reduced gradients
+        on this rank.
+        """
+        return [
+            {id(entry.shard.target) for entry in entries if entry.shard is not None}
+            for entries in self._entries
+        ]
 
     def follow_zero_grad(self, handle: Any) -> Callable[[], object]:
-        """Clear the reduced gradients as well when ``handle.zero_grad`` is called; return a function that undoes this.
+        """Clear the reduced gradients as well when ``handle.zero_grad`` is called; return a
+        function that undoes this.
 
-        Parameters that are stepped as copies (in host memory, as full matrices) have their gradients elsewhere.
+        Parameters that are stepped as copies (in host memory, as full matrices) have their
+        gradients elsewhere.
 
         Args:
             handle: The optimizer, or a wrapper of it.
@@ -109,7 +142,9 @@ class DistributedOptimizer(OptimizerState):
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
             for entry in self._all_entries():
-                if entry.shard is not None and all(target.tensor is not entry.shard.target for target in entry.targets):
+                if entry.shard is not None and all(
+                    target.tensor is not entry.shard.target for target in entry.targets
+                ):
                     entry.shard.target.grad = None
 
         vars(handle)["zero_grad"] = zero_grad
@@ -118,29 +153,42 @@ class DistributedOptimizer(OptimizerState):
     def _targets(self) -> Iterator[nn.Parameter]:
         return (target.tensor for entry in self._all_entries() for target in entry.targets)
 
-    def _entry(self, parameter: nn.Parameter, group: dict[str, Any], fallback: str) -> OptimizerEntry:
+    def _entry(
+        self, parameter: nn.Parameter, group: dict[str, Any], fallback: str
+    ) -> OptimizerEntry:
         reducer, name = self._reducer, self._name_of.get(id(parameter), fallback)
         spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
         if reducer.parameters.get(name) is not parameter:
             self._check_unreduced(name, parameter, spec)
             shard = ParameterShard.full(parameter)
             return OptimizerEntry(name, spec, group, False, shard, [Target(parameter, spec.shards)])
-        held = ParameterShard.full(parameter) if reducer.is_plain(name) else reducer.shards.get(name)
+        held = (
+            ParameterShard.full(parameter) if reducer.is_plain(name) else reducer.shards.get(name)
+        )
         targets = [] if held is None else [self._target(held, spec)]
         return OptimizerEntry(name, spec, group, reducer.is_sharded(name), held, targets)
 
     def _target(self, shard: ParameterShard, spec: ShardSpec) -> Target:
-        """Return the tensor that carries the gradient, or a copy of the value in another dtype or memory."""
+        """Return the tensor that carries the gradient, or a copy of the value in another dtype or
+        memory.
+        """
         tensor, dtype = shard.target, main_dtype(shard.value.dtype)
         if self._options.optimizer_cpu_offload:
             tensor = nn.Parameter(_host_copy(shard.value, dtype))
         elif dtype != shard.value.dtype:
             tensor = shard.target = nn.Parameter(shard.value.to(dtype))
-        return Target(tensor, spec.shards if shard.is_full else partial(spec.flat_shards, start=shard.start))
+        return Target(
+            tensor, spec.shards if shard.is_full else partial(spec.flat_shards, start=shard.start)
+        )
 
     def _exchange_matrices(self) -> list[MatrixExchange]:
-        """Prepare matrices that are divided over ranks, or fused from several, to be stepped in full."""
-        context, groups = self._reducer.context, {id(group) for group in matrix_groups(self.optimizer)}
+        """Prepare matrices that are divided over ranks, or fused from several, to be stepped in
+        full.
+        """
+        context, groups = (
+            self._reducer.context,
+            {id(group) for group in matrix_groups(self.optimizer)},
+        )
         shared: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
         for entry in self._all_entries():
             if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
@@ -162,21 +210,27 @@ class DistributedOptimizer(OptimizerState):
         groups = [context.axis(axis) for axis in (spec.data_axes, *spec.partial_over)]
         if parameter.requires_grad and any(group.size > 1 for group in groups):
             raise ConfigError(
-                f"{name} of {type(self.optimizer).__name__}, of shape {tuple(parameter.shape)}, is not a trainable parameter "
-                "of the module, so its gradient would not be reduced over the ranks. Make it a parameter of the module, or "
-                "set requires_grad before the optimizer is set up."
+                f"{name} of {type(self.optimizer).__name__}, of shape {tuple(parameter.shape)}, is "
+                "not a trainable parameter of the module, so its gradient would not be reduced "
+                "over the ranks. Make it a parameter of the module, or set requires_grad before "
+                "the optimizer is set up."
             )
 
     def _replace(self, group: dict[str, Any], entries: Sequence[OptimizerEntry]) -> None:
-        """Replace the parameters of the group, and their existing state, by the targets and theirs."""
+        """Replace the parameters of the group, and their existing state, by the targets and
+        theirs.
+        """
         for parameter, entry in zip(group["params"], entries, strict=True):
-            if parameter not in self.optimizer.state or any(target.tensor is parameter for target in entry.targets):
+            if parameter not in self.optimizer.state or any(
+                target.tensor is parameter for target in entry.targets
+            ):
                 continue
             state = self.optimizer.state.pop(parameter)
             start = 0 if entry.shard is None or entry.exchanged else entry.shard.start
             for target in entry.targets:
                 self.optimizer.state[target.tensor] = {
-                    key: _own_state(value, parameter, start, target.tensor) for key, value in state.items()
+                    key: _own_state(value, parameter, start, target.tensor)
+                    for key, value in state.items()
                 }
         group["params"] = [target.tensor for entry in entries for target in entry.targets]
         if "param_names" in group:
@@ -211,7 +265,9 @@ class DistributedOptimizer(OptimizerState):
         for entry in self._copied:
             gradient = None if entry.shard is None else entry.shard.target.grad
             for target in entry.targets:
-                target.tensor.grad = None if gradient is None else gradient.to("cpu", target.tensor.dtype)
+                target.tensor.grad = (
+                    None if gradient is None else gradient.to("cpu", target.tensor.dtype)
+                )
 
     @torch.no_grad()
     def _finish_step(self) -> None:
@@ -234,7 +290,9 @@ class DistributedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def finish_restore(self) -> None:
-        """After loading: compute main params that were not saved from the parameters, then synchronize. A collective."""
+        """After loading: compute main params that were not saved from the parameters, then
+        synchronize. A collective.
+        """
         for entry in self._copied:
             if entry.global_name not in self._restored_main and entry.shard is not None:
                 entry.targets[0].tensor.copy_(entry.shard.value)
@@ -243,7 +301,11 @@ class DistributedOptimizer(OptimizerState):
         for target in self._targets():
             state = self.optimizer.state.get(target, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == target.shape and value.is_floating_point():
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == target.shape
+                    and value.is_floating_point()
+                ):
                     state[key] = value.to(target.dtype)
         if self._options.moments_dtype == "bf16":
             moments.narrow(self.optimizer, self._targets())

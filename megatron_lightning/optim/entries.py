@@ -2,7 +2,8 @@
 
 not sharded, fp32               the parameter itself
 not sharded, half precision     an fp32 main param of its shape
-sharded                         this rank's shard: a view of the parameter when that is fp32, else an fp32 main param
+sharded                         this rank's shard: a view of the parameter when that is fp32, else
+                                an fp32 main param
 stepped on the CPU              a copy of one of these in host memory
 stepped as matrices             the full logical matrices that this rank owns (``matrices``)
 """
@@ -26,7 +27,8 @@ class Target:
     tensor: nn.Parameter
     """The tensor in the optimizer's parameter group."""
     shards_of: Callable[[Tensor], list[Shard]]
-    """Returns the shards of the global parameter of which a tensor of the target's shape consists."""
+    """Returns the shards of the global parameter of which a tensor of the target's shape
+    consists."""
 
 
 @dataclass(eq=False)
@@ -40,10 +42,12 @@ class OptimizerEntry:
     sharded: bool
     """Whether data-parallel ranks hold different shards of its state."""
     shard: ParameterShard | None
-    """This rank's shard of the parameter, whose ``target`` has the reduced gradient; None: other ranks hold it."""
+    """This rank's shard of the parameter, whose ``target`` has the reduced gradient; None: other
+    ranks hold it."""
     targets: list[Target] = field(default_factory=list)
     exchanged: bool = False
-    """Whether the targets are full matrices, gathered from tensor-parallel ranks or split from fused weights."""
+    """Whether the targets are full matrices, gathered from tensor-parallel ranks or split from
+    fused weights."""
 
     @property
     def global_name(self) -> str:

@@ -1,9 +1,10 @@
 """Detect infinities and NaN where they arise, before a reduction has spread them to all ranks.
 
-The largest absolute value of every stage output, every loss and the gradient of each parameter in each micro-batch is recorded
-on the device. They are checked once a pipeline run: one synchronization, and one small collective of all ranks. The first
-finding in the order of computation is reported: an early micro-batch before a late one, forward before backward, forward from
-the first stage on and backward from the last; later ones are mostly its consequence.
+The largest absolute value of every stage output, every loss and the gradient of each parameter in
+each micro-batch is recorded on the device. They are checked once a pipeline run: one
+synchronization, and one small collective of all ranks. The first finding in the order of
+computation is reported: an early micro-batch before a late one, forward before backward, forward
+from the first stage on and backward from the last; later ones are mostly its consequence.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class FiniteWatch:
     def _output(self, tensor: Tensor, what: str) -> None:
         stage, microbatch = self._place
         if tensor.is_floating_point() and tensor.numel():
-            finding = _Finding(microbatch, False, stage, len(self._seen), self._context.rank, stage, what)
+            finding = _Finding(
+                microbatch, False, stage, len(self._seen), self._context.rank, stage, what
+            )
             self._seen.append((finding, _largest(tensor)))
 
     def _gradient(self, name: str, when: Callable[[], bool], gradient: Tensor) -> None:
@@ -87,7 +90,9 @@ class FiniteWatch:
             return
         stage, microbatch = self._place
         depth, rank = self._num_stages - stage, self._context.rank
-        finding = _Finding(microbatch, True, depth, len(self._seen), rank, stage, f"the gradient of {name}")
+        finding = _Finding(
+            microbatch, True, depth, len(self._seen), rank, stage, f"the gradient of {name}"
+        )
         self._seen.append((finding, _largest(gradient)))
 
     def check(self, step: int) -> bool:
@@ -103,14 +108,17 @@ class FiniteWatch:
         message = self._message(min(findings), {finding.rank for finding in findings}, step)
         if self._policy == "raise":
             raise NonFiniteError(
-                f'{message} Look at the batch and at the learning rate; non_finite="skip" leaves such steps out.'
+                f'{message} Look at the batch and at the learning rate; non_finite="skip" leaves '
+                "such steps out."
             )
         if self._context.rank == 0:
             warnings.warn(f"{message} The optimizer step is skipped.", stacklevel=2)
         return True
 
     def _shared(self, mine: _Finding | None) -> list[_Finding]:
-        """Return the first finding of every rank that has one; without findings one number is exchanged."""
+        """Return the first finding of every rank that has one; without findings one number is
+        exchanged.
+        """
         world = self._context.axis("world")
         if world.process_group is None:
             return [] if mine is None else [mine]
@@ -122,16 +130,22 @@ class FiniteWatch:
 
     def _message(self, first: _Finding, ranks: set[int], step: int) -> str:
         grid = self._context.grid
-        coordinates = ", ".join(f"{axis} {grid.coordinate(first.rank, axis)}" for axis in ("dp", "pp", "tp"))
-        others = f" It is seen on ranks {', '.join(map(str, sorted(ranks)))}." if len(ranks) > 1 else ""
+        coordinates = ", ".join(
+            f"{axis} {grid.coordinate(first.rank, axis)}" for axis in ("dp", "pp", "tp")
+        )
+        others = (
+            f" It is seen on ranks {', '.join(map(str, sorted(ranks)))}." if len(ranks) > 1 else ""
+        )
         return (
-            f"optimizer step {step}: {first.what} is infinite or NaN in micro-batch {first.microbatch} on rank {first.rank} "
-            f"({coordinates}, stage {first.stage}).{others}"
+            f"optimizer step {step}: {first.what} is infinite or NaN in micro-batch "
+            f"{first.microbatch} on rank {first.rank} ({coordinates}, stage {first.stage}).{others}"
         )
 
 
 def _largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value; it is not finite if any element is not."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    largest: Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"), dtype=wide).to(torch.float64)
+    largest: Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"), dtype=wide).to(
+        torch.float64
+    )
     return largest

@@ -1,18 +1,23 @@
-"""ZeRO-3 and ZeRO-2: the parameters of every pipeline unit sharded over the data-parallel ranks by torch's FSDP2.
+"""ZeRO-3 and ZeRO-2: the parameters of every pipeline unit sharded over the data-parallel ranks by
+torch's FSDP2.
 
-FSDP2 (``torch.distributed.fsdp.fully_shard``, https://arxiv.org/abs/2304.11277) gathers a unit's parameters before its forward
-and its backward; their gradients are reduce-scattered here (``fully_sharded_reducer``). A rank keeps rows of each parameter of
-its tensor-parallel shard: a flat range, which optimizers, norms and checkpoints treat like a ZeRO-1 shard.
+FSDP2 (``torch.distributed.fsdp.fully_shard``, https://arxiv.org/abs/2304.11277) gathers a unit's
+parameters before its forward and its backward; their gradients are reduce-scattered here
+(``fully_sharded_reducer``). A rank keeps rows of each parameter of its tensor-parallel shard: a
+flat range, which optimizers, norms and checkpoints treat like a ZeRO-1 shard.
 
-    plan                     all-gathers      reduce-scatters      full copies in memory
-    reshard_after_forward    2 x micro-batch  1 (or micro-batch)   one unit's parameters, all gradients (or one unit's)
-    not                      1                1 (or micro-batch)   all parameters, all gradients (or one unit's)
+    plan                     all-gathers      reduce-scatters     full copies in memory: parameters
+    reshard_after_forward    2 x micro-batch  1 (or micro-batch)  of one unit, all gradients
+    not                      1                1 (or micro-batch)  of all units, all gradients
 
-With several instances (hybrid sharding, https://arxiv.org/abs/2304.11277 section 3.2.2) the shards are those of a group of
-neighboring ranks: gathers and reduce-scatters stay inside it, and only the reduced shards are all-reduced over the groups.
+With a reduce-scatter in each micro-batch, full gradients are held for one unit only.
 
-Parameters that FSDP2 cannot manage are treated as under ZeRO-1: tied ones, scalars, those of another dtype than their unit, and
-those outside of the units.
+With several instances (hybrid sharding, https://arxiv.org/abs/2304.11277 section 3.2.2) the shards
+are those of a group of neighboring ranks: gathers and reduce-scatters stay inside it, and only the
+reduced shards are all-reduced over the groups.
+
+Parameters that FSDP2 cannot manage are treated as under ZeRO-1: tied ones, scalars, those of
+another dtype than their unit, and those outside of the units.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ TRAINING = "training_step"
 
 
 class StageRoot(nn.Module):
-    """Root module of FSDP2 for one pipeline stage: its units, called through a function that runs them."""
+    """Root module of FSDP2 for one pipeline stage: its units, called through a function that runs
+    them.
+    """
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -66,43 +73,56 @@ class Unit:
     def __init__(self, path: str, module: Any) -> None:
         self.path = path
         self.module = module
-        self.shards: dict[str, DTensor] = {n: p for n, p in module.named_parameters(path) if isinstance(p, DTensor)}
+        self.shards: dict[str, DTensor] = {
+            n: p for n, p in module.named_parameters(path) if isinstance(p, DTensor)
+        }
         """Name -> what this rank keeps of a parameter."""
         self.gathered: dict[str, nn.Parameter] = {}
-        """Name -> the full parameter, a leaf of autograd, from the first call on. It stays the same object, whose memory comes
-        and goes with the gathers ("FSDP and autograd" in torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
+        """Name -> the full parameter, a leaf of autograd, from the first call on. It stays the same
+        object, whose memory comes and goes with the gathers ("FSDP and autograd" in
+        torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
 
     def begin_call(self) -> None:
-        """Prepare the full parameters in the first call; a collective, which spares FSDP2 its own."""
+        """Prepare the full parameters in the first call; a collective, which spares FSDP2 its
+        own.
+        """
         if self.gathered:
             return
         self.module.unshard()
-        self.gathered = {name: p for name, p in self.module.named_parameters(self.path) if name in self.shards}
+        self.gathered = {
+            name: p for name, p in self.module.named_parameters(self.path) if name in self.shards
+        }
         for name, gathered in self.gathered.items():
             GradientHooks(self.shards[name]).move(gathered, self.shards[name])
             set_grad_dtype(gathered, main_dtype(gathered.dtype))
 
     def __str__(self) -> str:
         names = list(self.shards)
-        return f"{self.path} (with the parameters {', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        return (
+            f"{self.path} (with the parameters "
+            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        )
 
 
 class ShardedUnits:
     """The sharded units of this rank's stages. Creating it shards them, in place.
 
-    FSDP2 gathers and reshards, and never reduces gradients: it would do so when a unit's backward ends, before deferred weight
-    gradients and without those that this rank lacks.
+    FSDP2 gathers and reshards, and never reduces gradients: it would do so when a unit's backward
+    ends, before deferred weight gradients and without those that this rank lacks.
 
     Args:
-        module: The assembled module, on its device; tensors on ``meta`` are allocated when they are sharded (:attr:`unfilled`).
+        module: The assembled module, on its device; tensors on ``meta`` are allocated when they are
+            sharded (:attr:`unfilled`).
         stages: Stage -> paths of its units in ``module``.
         root: Path of the module whose call, by the user, runs all units; None: :meth:`call` does.
         specs: Name -> spec of every parameter of ``module``.
         context: The groups of this rank.
         options: How much is kept full, and over which ranks.
-        micro_batches: Whether a step runs several; parameters are then gathered once a step unless the options say otherwise.
+        micro_batches: Whether a step runs several; parameters are then gathered once a step unless
+            the options say otherwise.
         compute_dtype: Dtype in which parameters are gathered and used; None: their own.
-        excluded: Names of parameters that are not sharded, such as those with a copy on another pipeline rank.
+        excluded: Names of parameters that are not sharded, such as those with a copy on another
+            pipeline rank.
     """
 
     def __init__(
@@ -121,14 +141,18 @@ class ShardedUnits:
         self.compute_dtype = compute_dtype
         """Dtype in which parameters are gathered and used; None: their own."""
         self._options = options
-        self._reshard = not micro_batches if options.reshard_after_forward is None else options.reshard_after_forward
+        self._reshard = (
+            not micro_batches
+            if options.reshard_after_forward is None
+            else options.reshard_after_forward
+        )
         instances = options.num_distributed_optimizer_instances
         self.groups = DataGroups.of(context.dp_cp, context, sharded=True, num_instances=instances)
         """Groups whose ranks hold different shards, and whose ranks hold the same ones."""
         if self.groups.shard.process_group is None:
             raise ShardingError(
-                f"units are sharded over data-parallel ranks, and with {self.groups.all.size} in groups of one each rank would "
-                "keep everything. Leave the module as it is."
+                f"units are sharded over data-parallel ranks, and with {self.groups.all.size} in "
+                "groups of one each rank would keep everything. Leave the module as it is."
             )
         self._mesh = DeviceMesh.from_group(self.groups.shard.process_group, context.device.type)
         hooks = {name: GradientHooks(parameter) for name, parameter in module.named_parameters()}
@@ -136,7 +160,10 @@ class ShardedUnits:
         manageable = {
             id(parameter)
             for name, parameter in module.named_parameters()
-            if uses[id(parameter)] == 1 and name not in excluded and not specs[name].is_expert and specs[name].global_shape
+            if uses[id(parameter)] == 1
+            and name not in excluded
+            and not specs[name].is_expert
+            and specs[name].global_shape
         }
         paths = {child: path for path, child in module.named_modules()}
         self.units: list[Unit] = []
@@ -145,8 +172,12 @@ class ShardedUnits:
         self._calls: dict[int, nn.Module] = {}
         unfilled: list[str] = []
         for stage, names in stages.items():
-            candidates = [child for name in names for child in _callable_modules(module.get_submodule(name))]
-            sharded = {child: managed for child in candidates if (managed := _managed(child, manageable))}
+            candidates = [
+                child for name in names for child in _callable_modules(module.get_submodule(name))
+            ]
+            sharded = {
+                child: managed for child in candidates if (managed := _managed(child, manageable))
+            }
             first = len(self.units)
             for index, (child, managed) in enumerate(sharded.items(), first):
                 self._shard(child, managed, stage, index)
@@ -168,21 +199,29 @@ class ShardedUnits:
                 hooks[name].move(shard)
         self._order = UnitOrder([str(unit) for unit in self.units], context.dp_cp, context.device)
 
-    def _shard(self, unit: nn.Module, managed: Sequence[nn.Parameter], stage: int, index: int) -> None:
+    def _shard(
+        self, unit: nn.Module, managed: Sequence[nn.Parameter], stage: int, index: int
+    ) -> None:
         """Shard some parameters of one unit."""
         low = self.compute_dtype
-        if low is not None:  # what is sharded are the fp32 main params; the gathered parameters are cast
+        # What is sharded are the fp32 main params; the gathered parameters are cast.
+        if low is not None:
             for parameter in managed:
                 parameter.data = parameter.data.to(main_dtype(parameter.dtype))
-        # FSDP2's hooks gather. Ours run before them: in backward the first registered one, in forward the last one.
-        unit.register_forward_hook(_uncompiled(lambda _, __, output: self._watch_backward(output, stage, index)))
+        # FSDP2's hooks gather. Ours run before them: in backward the first registered one, in
+        # forward the last one.
+        unit.register_forward_hook(
+            _uncompiled(lambda _, __, output: self._watch_backward(output, stage, index))
+        )
         kept = {id(parameter) for parameter in managed}
         sharded = fully_shard(
             unit,
             mesh=self._mesh,
             reshard_after_forward=self._reshard,
             mp_policy=MixedPrecisionPolicy(param_dtype=low, cast_forward_inputs=False),
-            ignored_params={parameter for parameter in unit.parameters() if id(parameter) not in kept},
+            ignored_params={
+                parameter for parameter in unit.parameters() if id(parameter) not in kept
+            },
         )
         sharded.set_requires_gradient_sync(False, recurse=False)
         sharded.set_reshard_after_backward(self._reshard, recurse=False)
@@ -198,12 +237,19 @@ class ShardedUnits:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._backwards[stage].reached(index))  # type: ignore[no-untyped-call]
 
-    def _make_root(self, stage: int, units: Sequence[nn.Module], module: nn.Module, path: str | None) -> None:
+    def _make_root(
+        self, stage: int, units: Sequence[nn.Module], module: nn.Module, path: str | None
+    ) -> None:
         """Shard a module around the sharded units of a stage, so that FSDP2 prefetches gathers."""
-        if path == "" or not units:  # the LightningModule itself is not called: every unit is a root of its own
+        # The LightningModule itself is not called: every unit is a root of its own.
+        if path == "" or not units:
             return
         root = StageRoot(units) if path is None else module.get_submodule(path)
-        fully_shard(root, mesh=self._mesh, ignored_params={p for p in root.parameters() if not isinstance(p, DTensor)})
+        fully_shard(
+            root,
+            mesh=self._mesh,
+            ignored_params={p for p in root.parameters() if not isinstance(p, DTensor)},
+        )
         if path is None:
             self._calls[stage] = root
 
@@ -211,23 +257,29 @@ class ShardedUnits:
         return self._order.known((TRAINING, stage))
 
     def in_order(self, hook: str, stage: int = 0) -> AbstractContextManager[None]:
-        """Check the order of the calls of a stage's units in Lightning's ``hook``; the first time it is a collective."""
+        """Check the order of the calls of a stage's units in Lightning's ``hook``; the first time
+        it is a collective.
+        """
         return self._order.forward((hook, stage))
 
     def describe(self) -> str:
         """Return one sentence on what is sharded and how."""
         ranks, instances = self.groups.shard.size, self.groups.replicas.size
         kept = "gathered for each use" if self._reshard else "gathered once a step"
-        reduced = "after every micro-batch" if self._options.reduce_every_microbatch else "once a step"
+        reduced = (
+            "after every micro-batch" if self._options.reduce_every_microbatch else "once a step"
+        )
         low = f", used as {self.compute_dtype}".replace("torch.", "") if self.compute_dtype else ""
         copies = f", {instances} times" if instances > 1 else ""
         return (
-            f"Of these, {len(self.units)} units with {len(self.names)} parameters are shards over {ranks} ranks{copies}{low}, "
-            f"{kept}; gradients are reduce-scattered {reduced}."
+            f"Of these, {len(self.units)} units with {len(self.names)} parameters are shards over "
+            f"{ranks} ranks{copies}{low}, {kept}; gradients are reduce-scattered {reduced}."
         )
 
     def call(self, stage: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``run(*args, **kwargs)``, the forward of a stage, with its parameters gathered when needed."""
+        """Return ``run(*args, **kwargs)``, the forward of a stage, with its parameters gathered
+        when needed.
+        """
         root = self._calls.get(stage)
         return run(*args, **kwargs) if root is None else root(run, *args, **kwargs)
 
@@ -243,16 +295,20 @@ class ShardedUnits:
         rows, start = local_rows(parameter)
         used = self.compute_dtype or rows.dtype
         for shard in spec.flat_shards(rows, start):
-            # Main params begin at what is used, as they do where the module was built in that dtype.
+            # Main params begin at what is used, as they do where the module was built in that
+            # dtype.
             shard.data.copy_(full[shard.box.slices].to(used))
         self.unfilled = tuple(other for other in self.unfilled if other != name)
 
     def as_used(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict with the sharded parameters in the dtype in which they are used; main params are saved
-        separately.
+        """Return a state dict with the sharded parameters in the dtype in which they are used; main
+        params are saved separately.
         """
         low = self.compute_dtype
-        return {name: value.to(low) if low and isinstance(value, DTensor) else value for name, value in state.items()}
+        return {
+            name: value.to(low) if low and isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
 
     def reshard(self) -> None:
         """Free the full parameters, which the next use gathers again."""
@@ -260,7 +316,9 @@ class ShardedUnits:
             unit.module.reshard()
 
     def reduce_by(self, reduce: Callable[[int, bool], None]) -> None:
-        """Set the function that reduces a unit's gradients, given its index and whether they are the last ones of a step."""
+        """Set the function that reduces a unit's gradients, given its index and whether they are
+        the last ones of a step.
+        """
         for backward in self._backwards.values():
             backward.reduce = reduce
 
@@ -271,8 +329,12 @@ class ShardedUnits:
 
     @contextmanager
     def completing(self, stages: Iterable[int] | None = None) -> Generator[None, None, None]:
-        """Complete the gradients of these stages (None: all) in the block, reducing them as they appear."""
-        chosen = [self._backwards[stage] for stage in (self._backwards if stages is None else stages)]
+        """Complete the gradients of these stages (None: all) in the block, reducing them as they
+        appear.
+        """
+        chosen = [
+            self._backwards[stage] for stage in (self._backwards if stages is None else stages)
+        ]
         for backward in chosen:
             backward.begin_last()
         yield
@@ -287,19 +349,30 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _managed(unit: nn.Module, manageable: Set[int]) -> list[nn.Parameter]:
-    """Return the parameters of a unit that FSDP2 can shard: those of the dtype that most elements have."""
+    """Return the parameters of a unit that FSDP2 can shard: those of the dtype that most elements
+    have.
+    """
     dtypes = Counter[torch.dtype]()
     for parameter in unit.parameters():
         dtypes[parameter.dtype] += parameter.numel()
     main = max(dtypes, key=lambda dtype: dtypes[dtype], default=None)
-    return [p for p in unit.parameters() if id(p) in manageable and p.dtype == main and p.is_floating_point()]
+    return [
+        p
+        for p in unit.parameters()
+        if id(p) in manageable and p.dtype == main and p.is_floating_point()
+    ]
 
 
 def _allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
-    """Allocate the parameters that were sharded on ``meta``, without filling them; return their names."""
-    shards = {name: p for name, p in unit.named_parameters() if isinstance(p, DTensor) and p.is_meta}
+    """Allocate the parameters that were sharded on ``meta``, without filling them; return their
+    names.
+    """
+    shards = {
+        name: p for name, p in unit.named_parameters() if isinstance(p, DTensor) and p.is_meta
+    }
     memory = {name: torch.empty_like(shard, device=device) for name, shard in shards.items()}
-    unit.load_state_dict(memory, strict=False, assign=True)  # FSDP2 looks at its shards again after this
+    # FSDP2 looks at its shards again after this.
+    unit.load_state_dict(memory, strict=False, assign=True)
     return [f"{path}.{name}" if path else name for name in shards]
 
 
@@ -311,7 +384,9 @@ def _callable_modules(unit: nn.Module) -> list[nn.Module]:
 
 
 def local_rows(tensor: DTensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor sharded along dim 0, flattened, and the index of their first element."""
+    """Return this rank's rows of a tensor sharded along dim 0, flattened, and the index of their
+    first element.
+    """
     rows = tensor.to_local().detach()
     per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * per_rank, tensor.shape[0])

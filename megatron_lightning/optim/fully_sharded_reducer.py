@@ -1,10 +1,11 @@
 """The gradient reduction of one optimizer step where FSDP2 shards the units.
 
-FSDP2 gathers parameters. Their gradients stay with them, summed over micro-batches, until the unit is reduced here: packed by
-the rank that keeps the rows, each parameter padded to as many rows as the first rank has.
+FSDP2 gathers parameters. Their gradients stay with them, summed over micro-batches, until the unit
+is reduced here: packed by the rank that keeps the rows, each parameter padded to as many rows as
+the first rank has.
 
-    | parameter 0: rank 0's rows | parameter 1: rank 0's rows | ... | parameter 0: rank 1's rows | parameter 1: rank 1's ...
-    |                       to rank 0                         | ... |                       to rank 1
+    | p0: rank 0's rows | p1: rank 0's rows | ... | p0: rank 1's rows | p1: rank 1's rows | ...
+    |                 to rank 0                   |                 to rank 1               | ...
 
 The rest is reduced in buckets as under ZeRO-1.
 """
@@ -32,7 +33,8 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 class UnitGradients:
-    """The reduction of one unit's gradients, from this rank's sums to its rows of the sums over all ranks.
+    """The reduction of one unit's gradients, from this rank's sums to its rows of the sums over all
+    ranks.
 
     Args:
         unit: The unit.
@@ -53,7 +55,9 @@ class UnitGradients:
         self._unit = unit
         self._ranks = groups.shard.size
         self._within = replace(groups, replicas=ALONE)
-        self._across = replace(groups, all=groups.replicas, shard=ALONE, replicas=ALONE, sharded=False)
+        self._across = replace(
+            groups, all=groups.replicas, shard=ALONE, replicas=ALONE, sharded=False
+        )
         self._sent = sent_as, bytes_communicated
         self._places: dict[str, slice] = {}
         self._size = 0  # elements of one rank's rows
@@ -96,12 +100,20 @@ class UnitGradients:
         """Wait for the sums; return this rank's rows, padded, by name."""
         if self._reduction is not None:
             self._reduction.finish()
-        return {} if self._sum is None else {name: self._sum[place] for name, place in self._places.items()}
+        return (
+            {}
+            if self._sum is None
+            else {name: self._sum[place] for name, place in self._places.items()}
+        )
 
     def _pack(self) -> Tensor:
-        """Move the gradients into one buffer [ranks, size]; what has none, and the padding, is zero."""
+        """Move the gradients into one buffer [ranks, size]; what has none, and the padding, is
+        zero.
+        """
         like = next(iter(self._unit.shards.values()))
-        buffer = torch.zeros(self._ranks, self._size, dtype=main_dtype(like.dtype), device=like.device)
+        buffer = torch.zeros(
+            self._ranks, self._size, dtype=main_dtype(like.dtype), device=like.device
+        )
         for name, place in self._places.items():
             parameter = self._unit.gathered.get(name)
             gradient = None if parameter is None else parameter.grad
@@ -119,7 +131,9 @@ class UnitGradients:
 
 
 class FullyShardedReducer(GradientReducer):
-    """Reduce the gradients of units that FSDP2 shards into rows, the rest in buckets as under ZeRO-1."""
+    """Reduce the gradients of units that FSDP2 shards into rows, the rest in buckets as under
+    ZeRO-1.
+    """
 
     def __init__(
         self,
@@ -131,10 +145,18 @@ class FullyShardedReducer(GradientReducer):
         matrices: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
     ) -> None:
-        rest = {name: parameter for name, parameter in parameters.items() if name not in units.names}
-        super().__init__(rest, specs, context, sharded=True, matrices=matrices - units.names, options=options)
+        rest = {
+            name: parameter for name, parameter in parameters.items() if name not in units.names
+        }
+        super().__init__(
+            rest, specs, context, sharded=True, matrices=matrices - units.names, options=options
+        )
         self.units = units
-        self._in_units = {name: p for name, p in parameters.items() if name in units.names and isinstance(p, DTensor)}
+        self._in_units = {
+            name: p
+            for name, p in parameters.items()
+            if name in units.names and isinstance(p, DTensor)
+        }
         self.parameters = dict(parameters)
         for name, parameter in self._in_units.items():
             shard = _rows_shard(parameter, is_main=units.compute_dtype is not None)
@@ -155,13 +177,18 @@ class FullyShardedReducer(GradientReducer):
         instances = self.options.num_distributed_optimizer_instances
         self._exchange_group = context.divide(context.axis("tp-dp-cp"), instances)[0]
         """The ranks that together hold each parameter of this stage once."""
-        self._partial: dict[tuple[AxisGroup, ...], list[str]] = {}  # further groups to sum over -> parameters of the units
+        # Further groups to sum over -> parameters of the units.
+        self._partial: dict[tuple[AxisGroup, ...], list[str]] = {}
         for name in self._in_units:
             groups = [context.axis(axis) for axis in specs[name].partial_over]
-            self._partial.setdefault(tuple(group for group in groups if group.size > 1), []).append(name)
+            self._partial.setdefault(tuple(group for group in groups if group.size > 1), []).append(
+                name
+            )
 
     def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's rows of a matrix, which may be empty, and the ranks that together hold it."""
+        """Return the spec of this rank's rows of a matrix, which may be empty, and the ranks that
+        together hold it.
+        """
         if name not in self._in_units:
             return None
         parameter, spec = self._in_units[name], self.specs[name]
@@ -198,7 +225,9 @@ class FullyShardedReducer(GradientReducer):
         self.units.accumulate()
 
     def _reduce_unit(self, index: int, last: bool) -> None:
-        """Begin to reduce a unit, overlapping the backward of the previous one: one at a time, to bound the memory."""
+        """Begin to reduce a unit, overlapping the backward of the previous one: one at a time, to
+        bound the memory.
+        """
         self._wait_for_unit()
         self._started = self._gradients[index]
         self._started.start(last)
@@ -209,12 +238,18 @@ class FullyShardedReducer(GradientReducer):
             self._started = None
 
     def finish(self, scale: float | Tensor = 1.0) -> None:
-        """Complete the reduction: the shards are summed over the other axes, scaled, and handed to the optimizers."""
+        """Complete the reduction: the shards are summed over the other axes, scaled, and handed to
+        the optimizers.
+        """
         self._wait_for_unit()
         super().finish(scale)
         sums: dict[str, Tensor] = {}
         for gradients in self._gradients:
-            sums.update((name, rows) for name, rows in gradients.finish().items() if name not in self._unused)
+            sums.update(
+                (name, rows)
+                for name, rows in gradients.finish().items()
+                if name not in self._unused
+            )
         self.units.reshard()
         for groups, names in self._partial.items():
             for group in groups:
@@ -226,13 +261,21 @@ class FullyShardedReducer(GradientReducer):
             target.grad = None if rows is None else rows[: target.numel()].view_as(target)
 
     def _launch_in_order(self, *, everything: bool = False) -> None:
-        """Launch the buckets after the units, so that the collectives of all ranks have one order."""
+        """Launch the buckets after the units, so that the collectives of all ranks have one
+        order.
+        """
         if everything:
             super()._launch_in_order(everything=True)
 
     def _usage(self) -> list[Usage]:
-        used, data_group = set[str]().union(*(gradients.used for gradients in self._gradients)), self.units.groups.all
-        units = [Usage(names, [name in used for name in names], sums, data_group) for sums, names in self._partial.items()]
+        used, data_group = (
+            set[str]().union(*(gradients.used for gradients in self._gradients)),
+            self.units.groups.all,
+        )
+        units = [
+            Usage(names, [name in used for name in names], sums, data_group)
+            for sums, names in self._partial.items()
+        ]
         return super()._usage() + units
 
     def _sum_over(self, group: AxisGroup, shards: Sequence[Tensor]) -> None:
@@ -241,7 +284,9 @@ class FullyShardedReducer(GradientReducer):
             return
         buffer = torch.cat(list(shards))
         self._all_reduce(buffer, group)
-        for shard, summed in zip(shards, torch.split(buffer, [shard.numel() for shard in shards]), strict=True):
+        for shard, summed in zip(
+            shards, torch.split(buffer, [shard.numel() for shard in shards]), strict=True
+        ):
             shard.copy_(summed)
 
 

@@ -1,4 +1,6 @@
-"""Merge the parameter groups of all pipeline ranks into the full model's, and find a rank's own again."""
+"""Merge the parameter groups of all pipeline ranks into the full model's, and find a rank's own
+again.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def merge_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Merge the groups of all stages, in order, by name or by equal hyper-parameters; a stage may lack empty ones."""
+def merge_groups(
+    ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Merge the groups of all stages, in order, by name or by equal hyper-parameters; a stage may
+    lack empty ones.
+    """
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for groups in ranks:
         seen: Counter[str] = Counter()
@@ -23,7 +29,9 @@ def merge_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[st
     return list(merged.values())
 
 
-def groups_of_rank(local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def groups_of_rank(
+    local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
     """Return the saved group of each local one: by its parameters, its name, or its position."""
     holder = {name: group for group in saved for name in group["params"]}
     named = {group["name"]: group for group in saved if "name" in group}

@@ -1,8 +1,9 @@
 """Dynamic loss scaling for fp16: updates of the scale, and the unscaling of gradients.
 
-As in Megatron-Core's ``DynamicGradScaler``, an overflow decrements the hysteresis counter and, once it is used up, halves the
-scale; a run of clean steps doubles the scale and resets the counter. An overflow never resets it, so a scale that is much too
-high falls at every step (mixed precision training, https://arxiv.org/abs/1710.03740, section 3.2).
+As in Megatron-Core's ``DynamicGradScaler``, an overflow decrements the hysteresis counter and, once
+it is used up, halves the scale; a run of clean steps doubles the scale and resets the counter. An
+overflow never resets it, so a scale that is much too high falls at every step (mixed precision
+training, https://arxiv.org/abs/1710.03740, section 3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron_lightning.config import LossScaleOptions
 
 
 class DynamicLossScale:
-    """The factor that keeps small fp16 gradients above zero; equal on all ranks, because all see the same overflows."""
+    """The factor that keeps small fp16 gradients above zero; equal on all ranks, because all see
+    the same overflows.
+    """
 
     def __init__(self, options: LossScaleOptions | None = None) -> None:
         self.options = options or LossScaleOptions()
@@ -33,7 +36,9 @@ class DynamicLossScale:
         return self.scale <= self.options.min_scale
 
     def update(self, overflowed: bool) -> None:
-        """Update the scale after a step in which a gradient on any rank was infinite or NaN, or not."""
+        """Update the scale after a step in which a gradient on any rank was infinite or NaN, or
+        not.
+        """
         options = self.options
         if overflowed:
             self._clean_steps = 0
@@ -42,13 +47,18 @@ class DynamicLossScale:
                 self.scale = max(self.scale * options.backoff_factor, options.min_scale)
             return
         self._clean_steps += 1
-        if self._clean_steps >= options.growth_interval:  # more: the resumed run had a longer interval
+        # More: the resumed run had a longer interval.
+        if self._clean_steps >= options.growth_interval:
             self._clean_steps, self._overflows_left = 0, options.hysteresis
             self.scale *= options.growth_factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under Megatron-Core's names."""
-        return {"scale": self.scale, "growth_tracker": self._clean_steps, "hysteresis_tracker": self._overflows_left}
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._clean_steps,
+            "hysteresis_tracker": self._overflows_left,
+        }
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return the state of an equivalent ``torch.amp.GradScaler``, which has no hysteresis."""
@@ -63,13 +73,16 @@ class DynamicLossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a :meth:`state_dict`, or from that of a ``torch.amp.GradScaler``."""
         self.scale = float(state["scale"])
-        self._clean_steps = int(state["growth_tracker"] if "growth_tracker" in state else state["_growth_tracker"])
+        self._clean_steps = int(
+            state["growth_tracker"] if "growth_tracker" in state else state["_growth_tracker"]
+        )
         self._overflows_left = int(state.get("hysteresis_tracker", self.options.hysteresis))
 
 
 @torch.no_grad()
 def unscale_(gradients: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Divide the gradients by ``scale`` in place, in one pass that also looks for infinities and NaN.
+    """Divide the gradients by ``scale`` in place, in one pass that also looks for infinities and
+    NaN.
 
     Returns:
         A float tensor of shape [1] on ``device``: 1 if a gradient is not finite, else 0.

@@ -1,7 +1,8 @@
 """Moments stored as bf16 between steps.
 
-The optimizer computes in fp32: its moments are widened before a step and rounded to the nearest bf16 after it, so that the
-4 bytes per parameter are saved while forward and backward need the memory, not during the step itself.
+The optimizer computes in fp32: its moments are widened before a step and rounded to the nearest
+bf16 after it, so that the 4 bytes per parameter are saved while forward and backward need the
+memory, not during the step itself.
 """
 
 from __future__ import annotations
@@ -14,22 +15,43 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"})
-"""States that are averages of gradients; unbounded sums of other optimizers would not survive the rounding."""
+MOMENTS = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "acc_delta",
+    }
+)
+"""States that are averages of gradients; unbounded sums of other optimizers would not survive the
+rounding."""
 
-_DECAY_RATES: Mapping[str, str] = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}  # option -> its name in messages
-_SMALLEST_UPDATE = 2.0**-9  # half the distance of neighboring bf16 numbers, relative to the larger ones
+# Option -> its name in messages.
+_DECAY_RATES: Mapping[str, str] = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}
+# Half the distance of neighboring bf16 numbers, relative to the larger ones.
+_SMALLEST_UPDATE = 2.0**-9
 
 
 def warn_if_lost(optimizer: Optimizer) -> None:
     """Warn if the second moment changes by less in a step than bf16 can represent."""
-    rates = {name: [_rate(group, name) for group in optimizer.param_groups if name in group] for name in _DECAY_RATES}
-    slow = {name: max(found) for name, found in rates.items() if found and 1.0 - max(found) < _SMALLEST_UPDATE}
+    rates = {
+        name: [_rate(group, name) for group in optimizer.param_groups if name in group]
+        for name in _DECAY_RATES
+    }
+    slow = {
+        name: max(found)
+        for name, found in rates.items()
+        if found and 1.0 - max(found) < _SMALLEST_UPDATE
+    }
     for name, rate in slow.items():
         called = _DECAY_RATES[name]
         warnings.warn(
-            f"moments_dtype='bf16' with {called}={rate}: a second moment that shrinks by {1.0 - rate:.2g} of itself a "
-            f"step rounds back to what it was, so it never falls. Set {called} to 0.99 or less, or moments_dtype='fp32'.",
+            f"moments_dtype='bf16' with {called}={rate}: a second moment that shrinks by "
+            f"{1.0 - rate:.2g} of itself a step rounds back to what it was, so it never falls. "
+            f"Set {called} to 0.99 or less, or moments_dtype='fp32'.",
             stacklevel=2,
         )
 
@@ -52,7 +74,8 @@ def narrow(optimizer: Optimizer, targets: Iterable[nn.Parameter]) -> None:
 
 def _cast(optimizer: Optimizer, target: nn.Parameter, dtype: torch.dtype) -> None:
     state = optimizer.state.get(target, {})
-    if "grad_avg" in state:  # a variance, the difference of two moments: rounded ones could make it negative
+    # A variance, the difference of two moments: rounded ones could make it negative.
+    if "grad_avg" in state:
         return
     for key in MOMENTS.intersection(state):
         value = state[key]

@@ -6,7 +6,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.optim.accumulation import GradientAccumulation
-from megatron_lightning.optim.clipping import clip_grads_by_norm_, clip_grads_by_value_, global_grad_norm, global_zero_count
+from megatron_lightning.optim.clipping import (
+    clip_grads_by_norm_,
+    clip_grads_by_value_,
+    global_grad_norm,
+    global_zero_count,
+)
 from megatron_lightning.parallel.context import ParallelContext
 
 
@@ -36,21 +41,30 @@ class GradientNorms:
     def group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the global norm of every parameter group by its name or index; a collective."""
         reducer = self._accumulation.reducer
-        targets, groups = reducer.targets(), zip(optimizer.param_groups, self._carriers(optimizer), strict=True)
+        targets, groups = (
+            reducer.targets(),
+            zip(optimizer.param_groups, self._carriers(optimizer), strict=True),
+        )
         mine = {str(group.get("name", index)): ids for index, (group, ids) in enumerate(groups)}
         gradients = reducer.gradients()
         norms = {}
         for name in self._names_of_all_ranks(tuple(mine)):
             ids = mine.get(name, set())
-            norms[name] = self._norm_of({key: g for key, g in gradients.items() if id(targets[key]) in ids})
+            norms[name] = self._norm_of(
+                {key: g for key, g in gradients.items() if id(targets[key]) in ids}
+            )
         return norms
 
     def _carriers(self, optimizer: Optimizer) -> list[set[int]]:
-        """Return the tensors that carry the gradients of each parameter group, which may not be its own."""
+        """Return the tensors that carry the gradients of each parameter group, which may not be its
+        own.
+        """
         for view in self._accumulation.views:
             if view.exchanged and view.optimizer is optimizer:
                 return view.carriers_of_groups()
-        return [{id(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
+        return [
+            {id(parameter) for parameter in group["params"]} for group in optimizer.param_groups
+        ]
 
     def _names_of_all_ranks(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the group names of all pipeline ranks; exchanged when this rank's change."""
@@ -69,17 +83,28 @@ class GradientNorms:
             return reducer.gradients()
         stepped = set().union(*self._carriers(optimizer))
         targets = reducer.targets()
-        return {name: gradient for name, gradient in reducer.gradients().items() if id(targets[name]) in stepped}
+        return {
+            name: gradient
+            for name, gradient in reducer.gradients().items()
+            if id(targets[name]) in stepped
+        }
 
     def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the gradients of ``optimizer``, to be changed in place."""
         gradients = list(self._read_by(optimizer).values())
         known = {id(target) for target in self._accumulation.reducer.targets().values()}
-        others = [p.grad for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        others = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in known
+        ]
         return gradients + [gradient for gradient in others if gradient is not None]
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Scale the gradients of ``optimizer`` to a global norm of at most ``clip_val``; a collective."""
+        """Scale the gradients of ``optimizer`` to a global norm of at most ``clip_val``; a
+        collective.
+        """
         self.last_norm = self.norm(optimizer)
         clip_grads_by_norm_(self._read_by(optimizer).values(), clip_val, self.last_norm)
 

@@ -1,11 +1,14 @@
-"""The all-gather of parameters after a step of the sharded optimizer, inside that step or beside the next forward.
+"""The all-gather of parameters after a step of the sharded optimizer, inside that step or beside
+the next forward.
 
-Overlapped, every bucket is gathered in the order in which forward reaches it, and a module waits for the buckets of its own
-parameters when it is called. Parameters are also read without a call of the module that owns them: ``nn.MultiheadAttention``
-reads the weight of its ``out_proj``. The first training step, whose gathers complete at once, records which modules are called.
-For the parameters of the others the innermost called module around them waits, and where there is none (the LightningModule and
-the pipelined module are entered without a call) the start of the step. Other readers of weights between the step and the next
-forward call :meth:`ParameterGather.wait` first. Autograd refuses a backward through a weight that was read too early.
+Overlapped, every bucket is gathered in the order in which forward reaches it, and a module waits
+for the buckets of its own parameters when it is called. Parameters are also read without a call of
+the module that owns them: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``. The first
+training step, whose gathers complete at once, records which modules are called. For the parameters
+of the others the innermost called module around them waits, and where there is none (the
+LightningModule and the pipelined module are entered without a call) the start of the step. Other
+readers of weights between the step and the next forward call :meth:`ParameterGather.wait` first.
+Autograd refuses a backward through a weight that was read too early.
 """
 
 from __future__ import annotations
@@ -52,16 +55,27 @@ class ParameterGather:
 
     def _watch(self, root: nn.Module) -> None:
         """Make every module wait for its own parameters, and record its calls."""
-        bucket_of = {id(p): bucket for bucket in self._reducer.buckets if bucket.sharded for p in bucket.parameters}
+        bucket_of = {
+            id(p): bucket
+            for bucket in self._reducer.buckets
+            if bucket.sharded
+            for p in bucket.parameters
+        }
         readers: dict[int, _Reader] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             if id(module) not in readers:
-                own = {id(bucket_of[id(p)]): bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of}
+                own = {
+                    id(bucket_of[id(p)]): bucket_of[id(p)]
+                    for p in module.parameters(recurse=False)
+                    if id(p) in bucket_of
+                }
                 readers[id(module)] = reader = _Reader(list(own.values()))
                 if module is root or hasattr(module, "pipeline_units"):
                     self._unannounced += reader.buckets
                 # Before existing hooks: weight norm's computes the weight from parameters.
-                reader.hook = module.register_forward_pre_hook(lambda *_, reader=reader: self._announce(reader), prepend=True)
+                reader.hook = module.register_forward_pre_hook(
+                    lambda *_, reader=reader: self._announce(reader), prepend=True
+                )
             self._readers[path] = readers[id(module)]
 
     def _announce(self, reader: _Reader) -> None:
@@ -70,14 +84,18 @@ class ParameterGather:
         self.wait(reader.buckets)
 
     def _learn(self) -> None:
-        """Assign the parameters of modules that were not called to a module that waits for them; then overlap gathers."""
+        """Assign the parameters of modules that were not called to a module that waits for them;
+        then overlap gathers.
+        """
         for path, reader in self._readers.items():
             if reader.called:
                 continue
             outer = path
             while outer and not self._readers[outer].called:
                 outer = outer.rpartition(".")[0]
-            waits = self._readers[outer].buckets if self._readers[outer].called else self._unannounced
+            waits = (
+                self._readers[outer].buckets if self._readers[outer].called else self._unannounced
+            )
             waits += [bucket for bucket in reader.buckets if bucket not in waits]
         for reader in self._readers.values():
             if not reader.buckets:
@@ -111,7 +129,8 @@ class ParameterGather:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
-                increment_version(bucket.parameters)  # autograd refuses a backward with the old value
+                # Autograd refuses a backward with the old value.
+                increment_version(bucket.parameters)
 
     def detach(self) -> None:
         """Remove the hooks without waiting, since other ranks may have failed."""

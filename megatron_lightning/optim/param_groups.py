@@ -1,7 +1,8 @@
 """Parameter groups from a table of learning rates, minimum rates and weight decays.
 
-Rows match parameters by name and number of dims, whatever a rank holds, and rows without a match here stay as empty groups.
-So every rank of a pipeline has the same groups in the same order, and schedulers, monitors and checkpoints agree.
+Rows match parameters by name and number of dims, whatever a rank holds, and rows without a match
+here stay as empty groups. So every rank of a pipeline has the same groups in the same order, and
+schedulers, monitors and checkpoints agree.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class ParamGroup:
     name: str
     """Name of the group, as LearningRateMonitor logs it."""
     params: Sequence[str] = ("**",)
-    """Patterns of parameter names; ``*`` represents one segment of a dotted name or a part of it, ``**`` any number of
-    segments."""
+    """Patterns of parameter names; ``*`` represents one segment of a dotted name or a part of it,
+    ``**`` any number of segments."""
     max_dims: int | None = None
     """Match only parameters of at most that many dims; 1: norms and biases."""
     lr: float | None = None
@@ -45,11 +46,20 @@ class ParamGroup:
         for name in ("lr", "lr_mult", "min_lr", "wd_mult"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ConfigError(f"{name}={value} of parameter group {self.name!r} is negative. Set it to 0 or more.")
+                raise ConfigError(
+                    f"{name}={value} of parameter group {self.name!r} is negative. Set it to 0 or "
+                    "more."
+                )
         if self.lr is not None and self.lr_mult != 1.0:
-            raise ConfigError(f"parameter group {self.name!r} has both lr={self.lr} and lr_mult={self.lr_mult}. Leave one out.")
+            raise ConfigError(
+                f"parameter group {self.name!r} has both lr={self.lr} and lr_mult={self.lr_mult}. "
+                "Leave one out."
+            )
         if isinstance(self.params, str) or not self.params:
-            raise ConfigError(f"params={self.params!r} of parameter group {self.name!r} is no list of patterns. Set one.")
+            raise ConfigError(
+                f"params={self.params!r} of parameter group {self.name!r} is no list of patterns. "
+                "Set one."
+            )
 
 
 NO_DECAY = ParamGroup(name="no_decay", max_dims=1, wd_mult=0.0)
@@ -66,7 +76,8 @@ def make_param_groups(
     """Return the groups for an optimizer; a parameter belongs to the first row that matches it.
 
     Args:
-        module: Owner of the parameters; patterns match the names of ``named_parameters()``, or the owner's of a tied copy.
+        module: Owner of the parameters; patterns match the names of ``named_parameters()``, or the
+            owner's of a tied copy.
         table: The rows, in order.
         lr: Common peak learning rate.
         weight_decay: Common weight decay.
@@ -76,8 +87,16 @@ def make_param_groups(
     """
     names = [DEFAULT_GROUP, *(row.name for row in table)]
     if len(set(names)) != len(names):
-        raise ConfigError(f"parameter groups are named {', '.join(names)}; one name occurs twice. Rename one.")
-    default: dict[str, Any] = {"params": [], "name": DEFAULT_GROUP, "lr": lr, "weight_decay": weight_decay, "wd_mult": 1.0}
+        raise ConfigError(
+            f"parameter groups are named {', '.join(names)}; one name occurs twice. Rename one."
+        )
+    default: dict[str, Any] = {
+        "params": [],
+        "name": DEFAULT_GROUP,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "wd_mult": 1.0,
+    }
     groups = [default, *(_group(row, lr, weight_decay) for row in table)]
     patterns = [[compile_pattern(pattern) for pattern in row.params] for row in table]
     owners = tied_names(module)
@@ -86,7 +105,8 @@ def make_param_groups(
         matching = (
             index
             for index, (row, own) in enumerate(zip(table, patterns, strict=True), start=1)
-            if (row.max_dims is None or parameter.dim() <= row.max_dims) and any(pattern.fullmatch(name) for pattern in own)
+            if (row.max_dims is None or parameter.dim() <= row.max_dims)
+            and any(pattern.fullmatch(name) for pattern in own)
         )
         groups[next(matching, 0)]["params"].append(parameter)
     return groups
@@ -98,16 +118,26 @@ def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
     for row, group in zip(table, groups, strict=True):
         if group["params"]:
             continue
-        fitting = [name for name, p in module.named_parameters() if row.max_dims is None or p.dim() <= row.max_dims]
+        fitting = [
+            name
+            for name, p in module.named_parameters()
+            if row.max_dims is None or p.dim() <= row.max_dims
+        ]
         raise ConfigError(
-            f"parameter group {row.name!r} takes no parameter of {type(module).__name__}: params={list(row.params)} match "
-            f"none, or only what rows before it have taken. Parameters are called {' or '.join(map(repr, fitting[:2]))}; "
-            "give such names, in which * represents a part of a segment and ** any number of segments, or remove the row."
+            f"parameter group {row.name!r} takes no parameter of {type(module).__name__}: "
+            f"params={list(row.params)} match none, or only what rows before it have taken. "
+            f"Parameters are called {' or '.join(map(repr, fitting[:2]))}; give such names, in "
+            "which * represents a part of a segment and ** any number of segments, or remove the "
+            "row."
         )
 
 
 def _group(row: ParamGroup, lr: float, weight_decay: float) -> dict[str, Any]:
-    group: dict[str, Any] = {"params": [], "name": row.name, "lr": lr * row.lr_mult if row.lr is None else row.lr}
+    group: dict[str, Any] = {
+        "params": [],
+        "name": row.name,
+        "lr": lr * row.lr_mult if row.lr is None else row.lr,
+    }
     group |= {"weight_decay": weight_decay * row.wd_mult, "wd_mult": row.wd_mult}
     if row.lr_mult != 1.0:
         group["lr_mult"] = row.lr_mult

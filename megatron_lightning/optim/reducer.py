@@ -1,13 +1,15 @@
-"""The gradient reduction of one optimizer step: overlapped with backward, summed over every axis that needs it.
+"""The gradient reduction of one optimizer step: overlapped with backward, summed over every axis
+that needs it.
 
-Order of one step (as megatron/core/distributed/finalize_model_grads.py, with all partial sums before the data-parallel
-reduction, so that every bucket is reduced once):
+Order of one step (as megatron/core/distributed/finalize_model_grads.py, with all partial sums
+before the data-parallel reduction, so that every bucket is reduced once):
 
     begin_step()                       no parameter has a gradient
-    backward of every micro-batch      the first gradient is copied into the buffer, p.grad becomes a view of it, and autograd
-                                       adds the next ones to that; ``sync`` is set for the last one of each stage
+    backward of every micro-batch      the first gradient is copied into the buffer, p.grad becomes
+                                       a view of it, and autograd adds the next ones to that;
+                                       ``sync`` is set for the last one of each stage
     hide() … publish()                 p.grad are hidden while Lightning calls ``zero_grad``
-    finish(scale)                      the remaining reductions are launched; all are awaited and scaled
+    finish(scale)                      the remaining reductions are launched, awaited and scaled
 
 Parameters that need neither a reduction nor an fp32 gradient keep the plain gradients of autograd.
 """
@@ -32,7 +34,9 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 class Usage(NamedTuple):
-    """Parameters that are reduced over the same ranks, and which of them received a gradient on this rank."""
+    """Parameters that are reduced over the same ranks, and which of them received a gradient on
+    this rank.
+    """
 
     names: Sequence[str]
     touched: Sequence[bool]
@@ -44,12 +48,16 @@ class GradientReducer:
     """Reduce the gradients of one rank's parameters.
 
     Args:
-        parameters: Name -> trainable local parameter, in registration order (equal on all ranks of a data group).
+        parameters: Name -> trainable local parameter, in registration order (equal on all ranks of
+            a data group).
         specs: Name -> shard spec; further names are ignored.
-        context: The groups of this rank. With a pipeline, construction is a collective of the pipeline group.
-        sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1); False: all of them on every rank.
+        context: The groups of this rank. With a pipeline, construction is a collective of the
+            pipeline group.
+        sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1); False: all of them
+            on every rank.
         matrices: Names of the parameters whose optimizer needs them undivided.
-        stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all together.
+        stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all
+            together.
         options: Size of the buckets, and how they are sent.
 
     Raises:
@@ -74,7 +82,8 @@ class GradientReducer:
         self.sync = False
         """Whether the gradients that arrive now are their parameters' last ones of this step."""
         self.late: frozenset[str] = frozenset()
-        """Parameters to which ``sync`` does not apply, such as those that several stages of this rank share."""
+        """Parameters to which ``sync`` does not apply, such as those that several stages of this
+        rank share."""
         self.bytes_communicated: Counter[str] = Counter()
         """Bytes given to each collective so far, by its name."""
         tied = _tied_names(self.parameters, specs, context)
@@ -95,11 +104,14 @@ class GradientReducer:
             bucket_size=options.bucket_size,
         )
         self.shards: dict[str, ParameterShard] = {}
-        """Name -> this rank's shard of a bucketed parameter; the optimizer may set another ``target``."""
+        """Name -> this rank's shard of a bucketed parameter; the optimizer may set another
+        ``target``."""
         for bucket in self.buckets:
             self.shards.update(bucket.shards())
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
-        self._native = [parameter for name, parameter in self.parameters.items() if name not in self.bucket_of]
+        self._native = [
+            parameter for name, parameter in self.parameters.items() if name not in self.bucket_of
+        ]
         self._hidden: list[Tensor | None] = []
         self._overlapped = [bucket for bucket in self.buckets if not bucket.sum_groups]
         self._num_launched = 0
@@ -122,7 +134,9 @@ class GradientReducer:
 
     @property
     def exchanges(self) -> bool:
-        """Whether optimizers step other tensors than the parameters, or gradients are reduced here."""
+        """Whether optimizers step other tensors than the parameters, or gradients are reduced
+        here.
+        """
         return bool(self.buckets)
 
     def is_plain(self, name: str) -> bool:
@@ -134,7 +148,9 @@ class GradientReducer:
         return name in self.bucket_of and self.bucket_of[name].sharded
 
     def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's rows of a matrix and the ranks that hold the others; None: it is not divided here."""
+        """Return the spec of this rank's rows of a matrix and the ranks that hold the others; None:
+        it is not divided here.
+        """
         return None
 
     def detach(self) -> None:
@@ -160,20 +176,26 @@ class GradientReducer:
         self.publish()
 
     def hide(self) -> None:
-        """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish` restores it."""
+        """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish`
+        restores it.
+        """
         self._hidden = self._hidden or [parameter.grad for parameter in self._native]
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def publish(self) -> None:
-        """Set every ``p.grad`` to the accumulated (before :meth:`finish`) or reduced gradient (after it), if any."""
+        """Set every ``p.grad`` to the accumulated (before :meth:`finish`) or reduced gradient
+        (after it), if any.
+        """
         for parameter, gradient in zip(self._native, self._hidden, strict=False):
             parameter.grad = gradient
         self._hidden = []
         for bucket in self.buckets:
             rows = zip(bucket.names, bucket.parameters, bucket.views, bucket.touched, strict=True)
             for name, parameter, view, touched in rows:
-                there = not bucket.sharded and name not in self._unused if self._finished else touched
+                there = (
+                    not bucket.sharded and name not in self._unused if self._finished else touched
+                )
                 parameter.grad = view if there else None
 
     def complete(self, names: Iterable[str]) -> None:
@@ -187,18 +209,23 @@ class GradientReducer:
     def launch(self) -> None:
         """Launch the remaining reductions, such as those of buckets with unused parameters.
 
-        Call it before any other collective of the data group: ranks that used other parameters would order them otherwise.
+        Call it before any other collective of the data group: ranks that used other parameters
+        would order them otherwise.
         """
         self._launch_in_order(everything=True)
 
     def finish(self, scale: float | Tensor = 1.0) -> None:
         """Complete the reduction and multiply the gradients by ``scale``.
 
-        Afterwards ``p.grad`` is the full reduced gradient, or None where it is sharded; the optimizer's parameters have
-        theirs. A parameter that no rank used has None, so that optimizers skip it as they do on one device.
+        Afterwards ``p.grad`` is the full reduced gradient, or None where it is sharded; the
+        optimizer's parameters have theirs. A parameter that no rank used has None, so that
+        optimizers skip it as they do on one device.
         """
         if self._finished and self.buckets:
-            raise PipelineError("finish() was called twice; the gradients are reduced already. Call begin_step() first.")
+            raise PipelineError(
+                "finish() was called twice; the gradients are reduced already. Call begin_step() "
+                "first."
+            )
         self.launch()
         for bucket in self.buckets:
             if bucket.sum_groups:
@@ -212,7 +239,10 @@ class GradientReducer:
         self._reductions.clear()
         if isinstance(scale, Tensor) or scale != 1.0:
             own = [bucket.gradient[bucket.shard] for bucket in self.buckets]
-            gradients = [*own, *(parameter.grad for parameter in self._native if parameter.grad is not None)]
+            gradients = [
+                *own,
+                *(parameter.grad for parameter in self._native if parameter.grad is not None),
+            ]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
         self._finished = True
@@ -221,22 +251,31 @@ class GradientReducer:
             shard.target.grad = None if name in self._unused else shard.gradient
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the optimizers' gradients by parameter name in registration order; unused parameters are absent.
+        """Return the optimizers' gradients by parameter name in registration order; unused
+        parameters are absent.
 
         With sharded gradients an entry is this rank's shard, 1-D unless it is the full parameter.
         """
-        return {name: target.grad for name, target in self.targets().items() if target.grad is not None}
+        return {
+            name: target.grad for name, target in self.targets().items() if target.grad is not None
+        }
 
     def targets(self) -> dict[str, nn.Parameter]:
-        """Return the tensor that carries the gradient of each parameter of this rank, by name in registration order."""
+        """Return the tensor that carries the gradient of each parameter of this rank, by name in
+        registration order.
+        """
         return {
             name: self.shards[name].target if name in self.shards else parameter
             for name, parameter in self.parameters.items()
             if name in self.shards or name not in self.bucket_of
         }
 
-    def counted(self, gradients: Mapping[str, Tensor] | None = None) -> Iterator[tuple[Tensor, ShardSpec]]:
-        """Yield all or some gradients with their specs; if any are sharded, without equal ones of other replicas."""
+    def counted(
+        self, gradients: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, ShardSpec]]:
+        """Yield all or some gradients with their specs; if any are sharded, without equal ones of
+        other replicas.
+        """
         for name, gradient in (self.gradients() if gradients is None else gradients).items():
             groups = self.groups[self.specs[name].data_axes]
             if not self.sharded or (groups.replicas if groups.sharded else groups.all).rank == 0:
@@ -245,13 +284,15 @@ class GradientReducer:
     def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if bucket.launched:
             raise PipelineError(
-                f"{bucket.names[index]} received a gradient after the reduction of its bucket had started, so it would be "
-                "lost. Set sync only for the last backward that reaches a parameter in an optimizer step."
+                f"{bucket.names[index]} received a gradient after the reduction of its bucket had "
+                "started, so it would be lost. Set sync only for the last backward that reaches a "
+                "parameter in an optimizer step."
             )
         if bucket.gathering is not None:
             raise PipelineError(
-                f"{bucket.names[index]} was used while its new value was still on its way: no call of the module that owns it "
-                "announced the use. Read a parameter only in the forward of its own module, or set overlap_param_gather=False."
+                f"{bucket.names[index]} was used while its new value was still on its way: no call "
+                "of the module that owns it announced the use. Read a parameter only in the "
+                "forward of its own module, or set overlap_param_gather=False."
             )
         view = bucket.views[index]
         if parameter.grad is not None and parameter.grad is not view:
@@ -267,7 +308,9 @@ class GradientReducer:
                 self._launch_in_order()
 
     def _launch_in_order(self, *, everything: bool = False) -> None:
-        """Launch the reductions of complete buckets in order: the collectives of all ranks must match."""
+        """Launch the reductions of complete buckets in order: the collectives of all ranks must
+        match.
+        """
         while self._num_launched < len(self._overlapped):
             bucket = self._overlapped[self._num_launched]
             if not everything and len(bucket.ready) < len(bucket.names):
@@ -280,15 +323,22 @@ class GradientReducer:
         bucket.launched = True
         if self._reductions:
             self._reductions[-1].reduce_replicas()
-        self._reductions.append(Reduction(bucket.gradient, bucket.data, self._sent_as, self.bytes_communicated))
+        self._reductions.append(
+            Reduction(bucket.gradient, bucket.data, self._sent_as, self.bytes_communicated)
+        )
 
-    def _all_reduce(self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def _all_reduce(
+        self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
         self.bytes_communicated["all_reduce"] += tensor.nbytes
         dist.all_reduce(tensor, op, group=group.process_group)
 
     def _usage(self) -> list[Usage]:
         """Return which parameters received a gradient in this step."""
-        return [Usage(bucket.names, bucket.touched, bucket.sum_groups, bucket.data.all) for bucket in self.buckets]
+        return [
+            Usage(bucket.names, bucket.touched, bucket.sum_groups, bucket.data.all)
+            for bucket in self.buckets
+        ]
 
     @cached_property
     def _flags(self) -> dict[AxisGroup, Tensor]:
@@ -297,7 +347,10 @@ class GradientReducer:
         for usage in self._usage():
             sizes[usage.data_group] += len(usage.names)
         device = self.context.device
-        return {group: torch.zeros(size, dtype=torch.uint8, device=device) for group, size in sizes.items()}
+        return {
+            group: torch.zeros(size, dtype=torch.uint8, device=device)
+            for group, size in sizes.items()
+        }
 
     def _agree_on_unused(self) -> set[str]:
         """Return the names of the parameters that no rank used in this step."""
@@ -313,13 +366,17 @@ class GradientReducer:
             first = 0
             for usage in mine:
                 for sum_group in usage.sum_groups:
-                    self._all_reduce(flags[first : first + len(usage.names)], sum_group, dist.ReduceOp.MAX)
+                    self._all_reduce(
+                        flags[first : first + len(usage.names)], sum_group, dist.ReduceOp.MAX
+                    )
                 first += len(usage.names)
             if group.size > 1:
                 self._all_reduce(flags, group, dist.ReduceOp.MAX)
             if not all(touched):  # reading the flags synchronizes with the device
                 names = [name for usage in mine for name in usage.names]
-                unused.update(name for name, used in zip(names, flags.tolist(), strict=True) if not used)
+                unused.update(
+                    name for name, used in zip(names, flags.tolist(), strict=True) if not used
+                )
         return unused
 
 
@@ -330,11 +387,14 @@ def _tied_names(
     if context.pp.size == 1:
         return frozenset()
     mine = {name: specs[name].tied_to or name for name in parameters}
-    copied = context.pp.all_gather_object({owner for name, owner in mine.items() if specs[name].tied_to is not None})
+    copied = context.pp.all_gather_object(
+        {owner for name, owner in mine.items() if specs[name].tied_to is not None}
+    )
     tied = frozenset(name for name, owner in mine.items() if owner in set().union(*copied))
     if tied and context.axis("embedding").rank < 0:
         raise ShardingError(
-            f"{min(tied)} is tied to a parameter of another pipeline rank, and pipeline rank {context.pp.rank} is not in the "
-            "embedding group. Only the first and the last pipeline rank may hold tied parameters."
+            f"{min(tied)} is tied to a parameter of another pipeline rank, and pipeline rank "
+            f"{context.pp.rank} is not in the embedding group. Only the first and the last "
+            "pipeline rank may hold tied parameters."
         )
     return tied

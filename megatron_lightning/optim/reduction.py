@@ -2,10 +2,11 @@
 
     not sharded                 all-reduce
     sharded                     reduce-scatter
-    sharded, with replicas      reduce-scatter inside the shard group, then all-reduce of the shard over the replicas
+    sharded, with replicas      reduce-scatter inside the shard group,
+                                then all-reduce of the shard over the replicas
 
-The second phase begins when the next bucket's reduction does, so that it overlaps the backward pass as well; the order of the
-collectives is the same on every rank.
+The second phase begins when the next bucket's reduction does, so that it overlaps the backward pass
+as well; the order of the collectives is the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ class Reduction:
         bytes_communicated: Counts the bytes given to each collective.
     """
 
-    def __init__(self, gradient: Tensor, data: DataGroups, dtype: torch.dtype | None, bytes_communicated: Counter[str]) -> None:
+    def __init__(
+        self,
+        gradient: Tensor,
+        data: DataGroups,
+        dtype: torch.dtype | None,
+        bytes_communicated: Counter[str],
+    ) -> None:
         self._data = data
         self._bytes = bytes_communicated
         own = data.shard_of(gradient.numel())
@@ -40,7 +47,8 @@ class Reduction:
         group = data.shard if data.sharded else data.all
         if group.process_group is None:
             return
-        rounded = dtype is not None and gradient.is_floating_point()  # a complex one would lose its imaginary part
+        # A complex one would lose its imaginary part.
+        rounded = dtype is not None and gradient.is_floating_point()
         buffer = gradient.to(dtype) if rounded else gradient
         self._sent = buffer[own]
         if data.sharded:
@@ -57,7 +65,10 @@ class Reduction:
             return
         self._wait()
         self._count("all_reduce", self._sent)
-        self._work, self._second_phase = dist.all_reduce(self._sent, group=group.process_group, async_op=True), True
+        self._work, self._second_phase = (
+            dist.all_reduce(self._sent, group=group.process_group, async_op=True),
+            True,
+        )
 
     def finish(self) -> None:
         """Wait until this rank's shard is the sum over all ranks."""

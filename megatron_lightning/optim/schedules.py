@@ -1,4 +1,5 @@
-"""Learning-rate and weight-decay schedules as a torch ``LRScheduler``: Megatron-Core's ``OptimizerParamScheduler``.
+"""Learning-rate and weight-decay schedules as a torch ``LRScheduler``: Megatron-Core's
+``OptimizerParamScheduler``.
 
 With n optimizer steps (or samples) consumed, a group with peak rate ``max`` trains at
 
@@ -7,10 +8,11 @@ With n optimizer steps (or samples) consumed, a group with peak rate ``max`` tra
     inverse-square-root   max(min, max sqrt(warm-up / n))
     otherwise             min + c (max - min), with r = (n - warm-up) / (decay - warm-up)
 
-where c is 1 (constant), 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine, https://arxiv.org/abs/1608.03983). WSD (warm-up,
-stable, decay: https://arxiv.org/abs/2404.06395) keeps c = 1 until the last ``wsd_decay_steps``; when a part q of them has
-passed, c is 1 - q, (cos(pi q) + 1) / 2, 2 * 0.5^q - 1 or 1 - sqrt(q). The first step of a run is taken at n = 0, so with a
-warm-up at ``init``.
+where c is 1 (constant), 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine,
+https://arxiv.org/abs/1608.03983). WSD (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)
+keeps c = 1 until the last ``wsd_decay_steps``; when a part q of them has passed, c is 1 - q,
+(cos(pi q) + 1) / 2, 2 * 0.5^q - 1 or 1 - sqrt(q). The first step of a run is taken at n = 0, so
+with a warm-up at ``init``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ OnResume = Literal["require_equal", "configured", "checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """A schedule, with the names of Megatron-Core; all ``_steps`` are counted in ``unit`` from the start of training.
+    """A schedule, with the names of Megatron-Core; all ``_steps`` are counted in ``unit`` from the
+    start of training.
 
     The peak is the learning rate that the optimizer, or a parameter group of it, was made with.
     """
@@ -64,20 +67,28 @@ class LRSchedule:
     unit: Literal["steps", "samples"] = "steps"
     """Whether optimizer steps or training samples are counted."""
     samples_per_step: int | None = None
-    """Samples of an optimizer step over all ranks, for strategies that do not count them as MegatronStrategy does."""
+    """Samples of an optimizer step over all ranks, for strategies that do not count them as
+    MegatronStrategy does."""
     on_resume: OnResume = "require_equal"
-    """Whether to refuse a checkpoint of another schedule, to follow this one, or to follow the checkpoint's."""
+    """Whether to refuse a checkpoint of another schedule, to follow this one, or to follow the
+    checkpoint's."""
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ("lr_decay_style", DecayStyle), ("lr_wsd_decay_style", TailStyle), ("wd_incr_style", WeightDecayStyle),
+            ("lr_decay_style", DecayStyle), ("lr_wsd_decay_style", TailStyle),
+            ("wd_incr_style", WeightDecayStyle),
             ("unit", Literal["steps", "samples"]), ("on_resume", OnResume),
         ):  # fmt: skip
             if getattr(self, name) not in get_args(choices):
                 allowed = ", ".join(get_args(choices))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is unknown. Set it to one of {allowed}.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, which is unknown. Set it to one of "
+                    f"{allowed}."
+                )
         if not self.init_lr >= 0.0 or not self.min_lr >= 0.0:
-            raise ConfigError(f"init_lr={self.init_lr} and min_lr={self.min_lr} are rates. Set them to 0 or more.")
+            raise ConfigError(
+                f"init_lr={self.init_lr} and min_lr={self.min_lr} are rates. Set them to 0 or more."
+            )
         self._check_lengths()
         self._check_weight_decay()
 
@@ -86,33 +97,49 @@ class LRSchedule:
         if warmup < 0:
             raise ConfigError(f"lr_warmup_steps={warmup} is a length. Set it to 0 or more.")
         if decay is None and self.lr_decay_style != "constant":
-            raise ConfigError(f"lr_decay_style={self.lr_decay_style} ends somewhere. Set lr_decay_steps.")
+            raise ConfigError(
+                f"lr_decay_style={self.lr_decay_style} ends somewhere. Set lr_decay_steps."
+            )
         if decay is not None and decay <= warmup:
             raise ConfigError(
-                f"lr_decay_steps={decay} ends before lr_warmup_steps={warmup}; it counts from the start of training. "
-                "Set it above lr_warmup_steps."
+                f"lr_decay_steps={decay} ends before lr_warmup_steps={warmup}; it counts from the "
+                "start of training. Set it above lr_warmup_steps."
             )
-        if self.lr_decay_style == "WSD" and (self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= (decay or 0)):
+        if self.lr_decay_style == "WSD" and (
+            self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= (decay or 0)
+        ):
             raise ConfigError(
-                f"wsd_decay_steps is {self.wsd_decay_steps}; the tail of WSD lies within lr_decay_steps={decay}. "
-                f"Set it to 1 to {decay}."
+                f"wsd_decay_steps is {self.wsd_decay_steps}; the tail of WSD lies within "
+                f"lr_decay_steps={decay}. Set it to 1 to {decay}."
             )
 
     def _check_weight_decay(self) -> None:
         start, end = self.start_wd, self.end_wd
         if (start is None) != (end is None):
-            raise ConfigError(f"start_wd={start} and end_wd={end}; a change has two ends. Set both, or neither.")
+            raise ConfigError(
+                f"start_wd={start} and end_wd={end}; a change has two ends. Set both, or neither."
+            )
         if start is None or end is None:
             return
         if not 0.0 <= start <= end:
-            raise ConfigError(f"start_wd={start} and end_wd={end}; weight decay grows from 0 or more. Lower start_wd.")
+            raise ConfigError(
+                f"start_wd={start} and end_wd={end}; weight decay grows from 0 or more. Lower "
+                "start_wd."
+            )
         if self.wd_incr_style == "constant" and start != end:
-            raise ConfigError(f"start_wd={start} and end_wd={end} differ under wd_incr_style=constant. Set linear or cosine.")
+            raise ConfigError(
+                f"start_wd={start} and end_wd={end} differ under wd_incr_style=constant. Set "
+                "linear or cosine."
+            )
         if self.wd_incr_style != "constant" and not (self.wd_incr_steps or self.lr_decay_steps):
-            raise ConfigError(f"wd_incr_style={self.wd_incr_style} ends somewhere. Set wd_incr_steps.")
+            raise ConfigError(
+                f"wd_incr_style={self.wd_incr_style} ends somewhere. Set wd_incr_steps."
+            )
 
     def lr(self, consumed: int, peak: float, init: float, floor: float) -> float:
-        """Return the learning rate after ``consumed`` steps or samples, from ``init`` over ``peak`` to ``floor``."""
+        """Return the learning rate after ``consumed`` steps or samples, from ``init`` over ``peak``
+        to ``floor``.
+        """
         warmup, decay = self.lr_warmup_steps, self.lr_decay_steps
         if warmup > 0 and consumed <= warmup:
             return init + (peak - init) * float(consumed) / float(warmup)
@@ -129,16 +156,28 @@ class LRSchedule:
         if self.lr_decay_style == "WSD":
             tail = self.wsd_decay_steps or 1
             start = decay - tail
-            return 1.0 if consumed <= start else _TAILS[self.lr_wsd_decay_style](float(consumed - start) / float(tail))
+            return (
+                1.0
+                if consumed <= start
+                else _TAILS[self.lr_wsd_decay_style](float(consumed - start) / float(tail))
+            )
         return _TAILS[self.lr_decay_style](float(consumed - warmup) / float(decay - warmup))
 
     def weight_decay(self, consumed: int) -> float | None:
         """Return the weight decay after ``consumed`` steps or samples; None: not scheduled."""
         start, end, length = self.start_wd, self.end_wd, self.wd_incr_steps or self.lr_decay_steps
-        if start is None or end is None or self.wd_incr_style == "constant" or length is None or consumed > length:
+        if (
+            start is None
+            or end is None
+            or self.wd_incr_style == "constant"
+            or length is None
+            or consumed > length
+        ):
             return end
         ratio = float(consumed) / float(length)
-        return start + (ratio if self.wd_incr_style == "linear" else _cosine(1.0 - ratio)) * (end - start)
+        return start + (ratio if self.wd_incr_style == "linear" else _cosine(1.0 - ratio)) * (
+            end - start
+        )
 
 
 def _cosine(ratio: float) -> float:
@@ -164,15 +203,18 @@ class _Group(NamedTuple):
 
 
 class ScheduledLR(LRScheduler):
-    """Set the learning rate and, where configured, the weight decay of every parameter group by an :class:`LRSchedule`.
+    """Set the learning rate and, where configured, the weight decay of every parameter group by an
+    :class:`LRSchedule`.
 
-    A group's peak is its ``lr`` when this is made. Further keys of a group are read if present: ``min_lr``; ``lr_mult``, by
-    which ``init_lr`` and ``min_lr`` are multiplied as the group's ``lr`` was; ``wd_mult``, the factor of the scheduled weight
-    decay (otherwise 0 for groups made without weight decay, and 1). Step it after every optimizer step (Lightning:
-    ``"interval": "step"``).
+    A group's peak is its ``lr`` when this is made. Further keys of a group are read if present:
+    ``min_lr``; ``lr_mult``, by which ``init_lr`` and ``min_lr`` are multiplied as the group's
+    ``lr`` was; ``wd_mult``, the factor of the scheduled weight decay (otherwise 0 for groups made
+    without weight decay, and 1). Step it after every optimizer step (Lightning: ``"interval":
+    "step"``).
 
     Raises:
-        ConfigError: If a group's minimum is above its peak; in :meth:`step`, if samples are not counted.
+        ConfigError: If a group's minimum is above its peak; in :meth:`step`, if samples are not
+            counted.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule) -> None:
@@ -184,7 +226,8 @@ class ScheduledLR(LRScheduler):
         for index, group in enumerate(self._groups):
             if not group.floor <= group.peak:
                 raise ConfigError(
-                    f"parameter group {index} has min_lr={group.floor} above its learning rate {group.peak}. Lower min_lr."
+                    f"parameter group {index} has min_lr={group.floor} above its learning rate "
+                    f"{group.peak}. Lower min_lr."
                 )
         self._counting = False
         super().__init__(optimizer)
@@ -213,14 +256,18 @@ class ScheduledLR(LRScheduler):
             samples = self.schedule.samples_per_step
         if samples is None:
             raise ConfigError(
-                'the schedule has unit="samples", and this strategy does not count them. Set samples_per_step, or use '
+                'the schedule has unit="samples", and this strategy does not count them. Set '
+                "samples_per_step, or use "
                 "MegatronStrategy."
             )
         return samples
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of every group."""
-        return [self.schedule.lr(self.num_steps, group.peak, group.init, group.floor) for group in self._groups]
+        return [
+            self.schedule.lr(self.num_steps, group.peak, group.init, group.floor)
+            for group in self._groups
+        ]
 
     def _set_weight_decay(self) -> None:
         value = self.schedule.weight_decay(self.num_steps)
@@ -250,7 +297,9 @@ class ScheduledLR(LRScheduler):
         self.num_steps, self.last_epoch = state_dict["num_steps"], state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self.base_lrs = [group.peak for group in self._groups]
-        for group, own, rate in zip(self.optimizer.param_groups, self._groups, self.get_lr(), strict=True):
+        for group, own, rate in zip(
+            self.optimizer.param_groups, self._groups, self.get_lr(), strict=True
+        ):
             group["initial_lr"] = own.peak
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -261,15 +310,25 @@ class ScheduledLR(LRScheduler):
 
     def _require_equal(self, state: Mapping[str, Any]) -> None:
         saved = state["schedule"]
-        here = {key: value for key, value in asdict(self.schedule).items() if key not in ("on_resume", "samples_per_step")}
-        differing = [f"{key}: {value} here, {saved.get(key)} there" for key, value in here.items() if saved.get(key) != value]
+        here = {
+            key: value
+            for key, value in asdict(self.schedule).items()
+            if key not in ("on_resume", "samples_per_step")
+        }
+        differing = [
+            f"{key}: {value} here, {saved.get(key)} there"
+            for key, value in here.items()
+            if saved.get(key) != value
+        ]
         mine = [group._asdict() for group in self._groups]
         if not differing and mine != state["groups"]:
             differing = [f"parameter groups: {mine} here, {state['groups']} there"]
         if differing:
             raise CheckpointError(
-                f"the checkpoint was written under another learning-rate schedule ({'; '.join(differing)}). Set on_resume to "
-                '"configured" to follow this schedule from here on, or to "checkpoint" to follow the one in the checkpoint.'
+                "the checkpoint was written under another learning-rate schedule "
+                f"({'; '.join(differing)}). Set on_resume to "
+                '"configured" to follow this schedule from here on, or to "checkpoint" to follow '
+                "the one in the checkpoint."
             )
 
 

@@ -1,8 +1,10 @@
-"""Backward passes of the units that FSDP2 shards: one reduction of each unit, in one order, on every rank.
+"""Backward passes of the units that FSDP2 shards: one reduction of each unit, in one order, on
+every rank.
 
-Which parameters of a unit get a gradient, and whether backward reaches the unit at all, may depend on the data. Collectives
-must not: they follow from the order of the calls alone, which is the same on all ranks (``unit_order``). With the units 0 to 3
-called in this order, a backward pass that gathers parameters is, on every rank:
+Which parameters of a unit get a gradient, and whether backward reaches the unit at all, may depend
+on the data. Collectives must not: they follow from the order of the calls alone, which is the same
+on all ranks (``unit_order``). With the units 0 to 3 called in this order, a backward pass that
+gathers parameters is, on every rank:
 
     backward reaches 3                gather 3, gather 2 ahead
     backward reaches 2    reduce 3              gather 1 ahead
@@ -10,8 +12,8 @@ called in this order, a backward pass that gathers parameters is, on every rank:
     backward reaches 0    reduce 1
     backward ends         reduce 0
 
-Autograd runs in reverse order: when it has reached a unit, the gradients of later units are complete. A unit that it did not
-reach is gathered and reduced anyway, between the units around it.
+Autograd runs in reverse order: when it has reached a unit, the gradients of later units are
+complete. A unit that it did not reach is gathered and reduced anyway, between the units around it.
 """
 
 from __future__ import annotations
@@ -25,14 +27,23 @@ from megatron_lightning.compat import at_end_of_backward
 class StageBackward:
     """The backward passes of one stage's units."""
 
-    def __init__(self, units: Mapping[int, Any], order: Callable[[], Sequence[int]], *, reshard: bool, every: bool) -> None:
+    def __init__(
+        self,
+        units: Mapping[int, Any],
+        order: Callable[[], Sequence[int]],
+        *,
+        reshard: bool,
+        every: bool,
+    ) -> None:
         self._units = units
         self._order = order
         self._reshard = reshard
         self._every = every
         self.reduce: Callable[[int, bool], None] = lambda unit, last: None
-        """Reduces a unit's gradients, given its index and whether they are the last ones of the step."""
-        self._later: dict[int, list[int]] = {}  # unit -> units whose first call follows its last one
+        """Reduces a unit's gradients, given its index and whether they are the last ones of the
+        step."""
+        # Unit -> units whose first call follows its last one.
+        self._later: dict[int, list[int]] = {}
         self._next: dict[int, int] = {}  # unit -> the one whose backward follows
         self._last = self._running = False
         self._reached: set[int] = set()
@@ -48,7 +59,9 @@ class StageBackward:
         self._begin()
 
     def end_last(self) -> None:
-        """Reduce the units that no backward pass has reduced, such as those with deferred weight gradients."""
+        """Reduce the units that no backward pass has reduced, such as those with deferred weight
+        gradients.
+        """
         for unit in self._pending(dict.fromkeys([*self._later, *self._units])):
             self._complete(unit)
         self._last = False
@@ -71,10 +84,13 @@ class StageBackward:
     def _learn(self, order: Sequence[int]) -> None:
         first = {unit: order.index(unit) for unit in dict.fromkeys(order)}
         last = {unit: place for place, unit in enumerate(order)}
-        self._later = {unit: [other for other in first if first[other] > last[unit]] for unit in first}
+        self._later = {
+            unit: [other for other in first if first[other] > last[unit]] for unit in first
+        }
         self._next = {unit: order[place - 1] if place else unit for unit, place in last.items()}
         for unit, following in self._next.items():
-            # By default FSDP2 prefetches the unit that ran before, which at the first unit is one of another micro-batch.
+            # By default FSDP2 prefetches the unit that ran before, which at the first unit is one
+            # of another micro-batch.
             self._units[unit].set_modules_to_backward_prefetch([self._units[following]])
 
     def _end(self) -> None:
@@ -89,7 +105,9 @@ class StageBackward:
         return any(p.requires_grad for other in before for p in self._units[other].parameters())
 
     def _leave(self, unit: int, *, gather: bool) -> None:
-        """Complete a unit after its backward; gather it if this rank did not reach it, as other ranks do."""
+        """Complete a unit after its backward; gather it if this rank did not reach it, as other
+        ranks do.
+        """
         if unit not in self._reached:
             self.reached(unit)
             if gather and self._reshard:

@@ -1,8 +1,9 @@
 """Check that data-parallel ranks call the units that FSDP2 shards in the same order.
 
-Every call of a unit is a collective of all data-parallel ranks, so a rank that skips a unit joins another unit's collective
-instead: both wait forever or, where the sizes agree, compute with wrong weights. The ranks compare their calls one by one the
-first time that they run a kind of step. Afterwards each rank checks that order alone, before it joins the collective.
+Every call of a unit is a collective of all data-parallel ranks, so a rank that skips a unit joins
+another unit's collective instead: both wait forever or, where the sizes agree, compute with wrong
+weights. The ranks compare their calls one by one the first time that they run a kind of step.
+Afterwards each rank checks that order alone, before it joins the collective.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class UnitOrder:
 
     @contextmanager
     def forward(self, kind: Hashable) -> Generator[None, None, None]:
-        """Check the calls of one forward of ``kind`` in the block; the first of a kind is a collective."""
+        """Check the calls of one forward of ``kind`` in the block; the first of a kind is a
+        collective.
+        """
         self._kind, self._seen = kind, []
         try:
             yield
@@ -45,7 +48,9 @@ class UnitOrder:
             self._kind = None
 
     def called(self, unit: int) -> None:
-        """Check the next call of a unit; calls outside of :meth:`forward`, such as a recomputation, are ignored."""
+        """Check the next call of a unit; calls outside of :meth:`forward`, such as a recomputation,
+        are ignored.
+        """
         if self._kind is None:
             return
         known = self._known.get(self._kind)
@@ -63,7 +68,9 @@ class UnitOrder:
         if self._group.process_group is None:
             return
         units = [torch.zeros((), dtype=torch.int64, device=self._device) for _ in self._group.ranks]
-        dist.all_gather(units, torch.tensor(unit, device=self._device), group=self._group.process_group)
+        dist.all_gather(
+            units, torch.tensor(unit, device=self._device), group=self._group.process_group
+        )
         calls = {rank: int(other) for rank, other in zip(self._group.ranks, units, strict=True)}
         if len(set(calls.values())) > 1:
             self._fail(calls)
@@ -74,8 +81,10 @@ class UnitOrder:
             expected = known[len(self._seen)] if len(self._seen) < len(known) else _END
             found += f", and until now every data-parallel rank {self._describe(expected)} there"
         raise ShardingError(
-            f'{found}. With data_parallel="fsdp" the data-parallel ranks {list(self._group.ranks)} gather each unit together, '
-            "so all of them must call the same units in the same order in every step. Let no branch by the data leave out a "
+            f'{found}. With data_parallel="fsdp" the data-parallel ranks {list(self._group.ranks)} '
+            "gather each unit together, "
+            "so all of them must call the same units in the same order in every step. Let no "
+            "branch by the data leave out a "
             'unit as a whole (a part of one may stay unused), or set data_parallel="zero1".'
         )
 

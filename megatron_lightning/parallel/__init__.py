@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from megatron_lightning.parallel.sharding import ShardingPlan, parallelize
     from megatron_lightning.parallel.spec import ShardSpec
 
-__all__ = ["AxisGroup", "ParallelContext", "ParallelLayout", "RankGrid", "ShardSpec", "ShardingPlan", "parallelize"]
+__all__ = [
+    "AxisGroup",
+    "ParallelContext",
+    "ParallelLayout",
+    "RankGrid",
+    "ShardSpec",
+    "ShardingPlan",
+    "parallelize",
+]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,

@@ -1,14 +1,16 @@
-"""Collectives over one axis as conjugate autograd pairs, the ``f`` and ``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053)
-and their sequence-parallel forms (https://arxiv.org/abs/2205.05198).
+"""Collectives over one axis as conjugate autograd pairs, the ``f`` and ``g`` of Megatron-LM
+(https://arxiv.org/abs/1909.08053) and their sequence-parallel forms
+(https://arxiv.org/abs/2205.05198).
 
-    copy_to_axis        identity        / all-reduce         scatter         own shard       / all-gather
-    reduce_from_axis    all-reduce      / identity           gather          all-gather      / own shard
-    gather_sequence     all-gather      / reduce-scatter     reduce_scatter  reduce-scatter  / all-gather
+    copy_to_axis      identity   / all-reduce      scatter         own shard      / all-gather
+    reduce_from_axis  all-reduce / identity        gather          all-gather     / own shard
+    gather_sequence   all-gather / reduce-scatter  reduce_scatter  reduce-scatter / all-gather
 
-All use torch's functional collectives; on CPUs those that gather or scatter use the operators of ``cpu_exchange``, which
-are complete when they return. ``torch.compile`` traces both, and activation checkpointing may save or recompute them.
-None works in place on its argument, and over an axis of one rank each returns its argument. The functions that end in
-``_start`` have no gradient: until :func:`finish`, other work overlaps the communication.
+All use torch's functional collectives; on CPUs those that gather or scatter use the operators of
+``cpu_exchange``, which are complete when they return. ``torch.compile`` traces both, and activation
+checkpointing may save or recompute them. None works in place on its argument, and over an axis of
+one rank each returns its argument. The functions that end in ``_start`` have no gradient: until
+:func:`finish`, other work overlaps the communication.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ _ops = torch.ops._c10d_functional
 def _name(group: AxisGroup) -> str:
     if group.process_group is None:
         raise ShardingError(
-            f"the group over {group.name} has {group.size} ranks and no communicator: it came from another process. "
-            "Build the module again with this process's ParallelContext."
+            f"the group over {group.name} has {group.size} ranks and no communicator: it came from "
+            "another process. Build the module again with this process's ParallelContext."
         )
     return group.process_group.group_name
 
 
 def overlaps(x: Tensor) -> bool:
-    """Return whether a gather or scatter of ``x`` overlaps other work; that of a CPU tensor is complete when it returns."""
+    """Return whether a gather or scatter of ``x`` overlaps other work; that of a CPU tensor is
+    complete when it returns.
+    """
     return x.device.type != "cpu"
 
 
@@ -70,7 +74,9 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Wait for a ``_start`` with the same ``dim`` and return its result (an all-reduce has dim 0)."""
+    """Wait for a ``_start`` with the same ``dim`` and return its result (an all-reduce has dim
+    0).
+    """
     return started if group.size == 1 else _ops.wait_tensor(started).movedim(0, dim)
 
 
@@ -83,8 +89,9 @@ def _shard_length(x: Tensor, group: AxisGroup, dim: int) -> int:
     """Return the extent of one rank's shard of ``x`` along ``dim``."""
     if x.shape[dim] % group.size:
         raise ShardingError(
-            f"dim {dim} of an activation of shape {tuple(x.shape)} has {x.shape[dim]} entries, which {group.size} {group.name} "
-            f"ranks cannot share equally. Pad the sequence to a multiple of {group.size}, or set sequence_parallel to False."
+            f"dim {dim} of an activation of shape {tuple(x.shape)} has {x.shape[dim]} entries, "
+            f"which {group.size} {group.name} ranks cannot share equally. Pad the sequence to a "
+            f"multiple of {group.size}, or set sequence_parallel to False."
         )
     return x.shape[dim] // group.size
 
@@ -124,7 +131,11 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return finish(reduce_scatter_start(grad, ctx.group, ctx.dim), ctx.group, ctx.dim), None, None
+        return (
+            finish(reduce_scatter_start(grad, ctx.group, ctx.dim), ctx.group, ctx.dim),
+            None,
+            None,
+        )
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -147,7 +158,9 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         length = _shard_length(x, group, dim)
-        return x.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, group.rank * length, length).clone(
+            memory_format=torch.contiguous_format
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -155,15 +168,23 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather forward, own shard backward; the last ranks' shards may be shorter than the others'."""
+    """All-gather forward, own shard backward; the last ranks' shards may be shorter than the
+    others'.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int, total: int) -> Tensor:
         longest = shard_range(total, group.size, 0)[1]
-        ctx.dim, ctx.start, ctx.length = dim, shard_range(total, group.size, group.rank)[0], x.shape[dim]
+        ctx.dim, ctx.start, ctx.length = (
+            dim,
+            shard_range(total, group.size, group.rank)[0],
+            x.shape[dim],
+        )
         padded = x.movedim(dim, -1)
         padded = F.pad(padded, (0, longest - x.shape[dim])) if x.shape[dim] < longest else padded
-        return finish(all_gather_start(padded.movedim(-1, dim), group, dim), group, dim).narrow(dim, 0, total)
+        return finish(all_gather_start(padded.movedim(-1, dim), group, dim), group, dim).narrow(
+            dim, 0, total
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -171,7 +192,9 @@ class _Gather(torch.autograd.Function):
 
 
 def copy_to_axis(x: Tensor, group: AxisGroup) -> Tensor:
-    """Identity forward, all-reduce backward: a replicated tensor enters a region where every rank computes with its shard."""
+    """Identity forward, all-reduce backward: a replicated tensor enters a region where every rank
+    computes with its shard.
+    """
     return x if group.size == 1 else _apply(_CopyToAxis, x, group)
 
 
@@ -181,12 +204,16 @@ def reduce_from_axis(x: Tensor, group: AxisGroup) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """All-gather forward, reduce-scatter backward: a sequence shard enters such a region, full along ``dim``."""
+    """All-gather forward, reduce-scatter backward: a sequence shard enters such a region, full
+    along ``dim``.
+    """
     return x if group.size == 1 else _apply(_GatherSequence, x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Reduce-scatter forward, all-gather backward: partial sums leave such a region as sequence shards along ``dim``."""
+    """Reduce-scatter forward, all-gather backward: partial sums leave such a region as sequence
+    shards along ``dim``.
+    """
     return x if group.size == 1 else _apply(_ReduceScatter, x, group, dim)
 
 
@@ -196,11 +223,15 @@ def scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def gather(x: Tensor, group: AxisGroup, dim: int = -1, total: int | None = None) -> Tensor:
-    """All-gather forward, own shard backward: shards along ``dim`` become a tensor that every rank uses in the same way.
+    """All-gather forward, own shard backward: shards along ``dim`` become a tensor that every rank
+    uses in the same way.
 
-    ``total`` is the full extent, where the last ranks hold less than the others; None: all hold the same.
+    ``total`` is the full extent, where the last ranks hold less than the others; None: all hold the
+    same.
     """
-    return x if group.size == 1 else _apply(_Gather, x, group, dim, total or x.shape[dim] * group.size)
+    return (
+        x if group.size == 1 else _apply(_Gather, x, group, dim, total or x.shape[dim] * group.size)
+    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:

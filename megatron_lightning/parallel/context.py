@@ -1,8 +1,8 @@
 """The process groups of one rank, as an object that is passed to its users.
 
-A :class:`ParallelContext` is made once the default process group exists (or for a single process without one) and creates
-every group eagerly and in the same order on all ranks. Two contexts may live in one process. All groups are destroyed at the
-end of its main thread.
+A :class:`ParallelContext` is made once the default process group exists (or for a single process
+without one) and creates every group eagerly and in the same order on all ranks. Two contexts may
+live in one process. All groups are destroyed at the end of its main thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Creation order is fixed, as in megatron/core/parallel_state.py: features such as SHARP bind to the group created first.
+# Creation order is fixed, as in megatron/core/parallel_state.py: features such as SHARP bind to the
+# group created first.
 _DENSE_GROUPS = ("dp-cp", "dp", "cp", "tp", "pp", "tp-pp", "tp-cp", "tp-dp-cp")
 _EXPERT_GROUPS = ("ep", "etp", "etp-ep", "etp-ep-pp", "edp")
 
 
 @dataclass(frozen=True, eq=False)
 class AxisGroup:
-    """The ranks that share one or several axes with this rank. A group of one rank needs no process group."""
+    """The ranks that share one or several axes with this rank. A group of one rank needs no process
+    group.
+    """
 
     name: str
     """Axis or axes, such as ``"tp"`` or ``"dp-cp"``."""
@@ -62,7 +65,9 @@ class AxisGroup:
         return values
 
     def broadcast_object(self, value: T) -> T:
-        """Return the first rank's picklable ``value``; a collective that ignores the others' values."""
+        """Return the first rank's picklable ``value``; a collective that ignores the others'
+        values.
+        """
         if self.process_group is None:
             return value
         values = [value]
@@ -70,10 +75,13 @@ class AxisGroup:
         return values[0]
 
     def __deepcopy__(self, memo: object) -> AxisGroup:
-        return self  # modules that hold a group are copied by callbacks (weight averaging); the communicator is not
+        # Modules that hold a group are copied by callbacks (weight averaging); the communicator is
+        # not.
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (AxisGroup, (self.name, self.ranks, self.rank, None))  # a communicator cannot travel to another process
+        # A communicator cannot travel to another process.
+        return (AxisGroup, (self.name, self.ranks, self.rank, None))
 
 
 ALONE = AxisGroup("alone", (0,), 0, None)
@@ -115,7 +123,9 @@ class ParallelContext:
         self._groups = {"world": self._axis_group("world", world)}
         for name in (*_DENSE_GROUPS, *_EXPERT_GROUPS):
             self._groups[name] = self._axis_group(name, self.grid.group_of(self.rank, name))
-        self._groups["embedding"] = self._axis_group("embedding", self.grid.embedding_group_of(self.rank))
+        self._groups["embedding"] = self._axis_group(
+            "embedding", self.grid.embedding_group_of(self.rank)
+        )
         self.tp = self._groups["tp"]
         self.cp = self._groups["cp"]
         self.dp = self._groups["dp"]
@@ -136,7 +146,9 @@ class ParallelContext:
         )
 
     def _axis_group(self, name: str, ranks: tuple[int, ...]) -> AxisGroup:
-        """Create the group, or reuse the communicator of the same ranks: equal for all members, so no rank waits."""
+        """Create the group, or reuse the communicator of the same ranks: equal for all members, so
+        no rank waits.
+        """
         ranks = tuple(sorted(ranks))
         if ranks not in self._by_ranks:
             self._by_ranks[ranks] = self.new_process_group(ranks, name)
@@ -144,21 +156,31 @@ class ParallelContext:
         return AxisGroup(name, ranks, position, self._by_ranks[ranks])
 
     def new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-        """Create another communicator for ``ranks``; None on other ranks, and for fewer than two. All ranks call this alike."""
+        """Create another communicator for ``ranks``; None on other ranks, and for fewer than two.
+        All ranks call this alike.
+        """
         if len(ranks) < 2:
             return None
         if self.rank not in ranks:
-            # torch names a group by its ranks and the number of groups this rank has made: without one more here, the next
-            # group that is shared with a member of this one would have two names, and both sides would wait forever.
+            # torch names a group by its ranks and the number of groups this rank has made: without
+            # one more here, the next group that is shared with a member of this one would have two
+            # names, and both sides would wait forever.
             dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
             return None
-        group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+        group = dist.new_group(
+            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name
+        )
         if not isinstance(group, dist.ProcessGroup):
-            raise ShardingError(f"torch.distributed gave rank {self.rank} no communicator for the {name} group of {ranks}")
+            raise ShardingError(
+                f"torch.distributed gave rank {self.rank} no communicator for the {name} group of "
+                f"{ranks}"
+            )
         return group
 
     def axis(self, name: str) -> AxisGroup:
-        """Return the group over an axis (``"tp"``) or several (``"dp-cp"``, ``"tp-pp"``), ``"world"`` or ``"embedding"``."""
+        """Return the group over an axis (``"tp"``) or several (``"dp-cp"``, ``"tp-pp"``),
+        ``"world"`` or ``"embedding"``.
+        """
         return self._groups[name]
 
     @property
@@ -177,10 +199,13 @@ class ParallelContext:
         size = group.size // num_parts
         part, position = divmod(group.rank, size)
         inner, outer = group.ranks[part * size : (part + 1) * size], group.ranks[position::size]
-        return self._axis_group(f"{group.name}-part", inner), self._axis_group(f"{group.name}-replicas", outer)
+        return self._axis_group(f"{group.name}-part", inner), self._axis_group(
+            f"{group.name}-replicas", outer
+        )
 
     def device_mesh(self) -> DeviceMesh:
-        """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")`` over the same groups.
+        """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")``
+        over the same groups.
 
         All ranks call this alike: it creates the communicator of axes of one rank.
         """
@@ -194,6 +219,10 @@ class ParallelContext:
             for axis, size in zip(names, sizes, strict=True):
                 flat = flat * size + self.grid.coordinate(rank, axis)
             mesh[flat] = rank
-        alone = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone")
+        alone = dist.new_group(
+            [self.rank], timeout=self._timeout, use_local_synchronization=True, group_desc="alone"
+        )
         groups = [self.axis(name).process_group or alone for name in names]
-        return DeviceMesh.from_group(groups, self.device.type, mesh=mesh.reshape(sizes), mesh_dim_names=names)
+        return DeviceMesh.from_group(
+            groups, self.device.type, mesh=mesh.reshape(sizes), mesh_dim_names=names
+        )

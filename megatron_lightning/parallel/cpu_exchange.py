@@ -1,16 +1,19 @@
 """All-gather and reduce-scatter of CPU tensors.
 
-Those of activations are complete when they return: operators that ``torch.compile`` traces and that activation checkpointing
-may save or recompute. Those of flat buffers (gradients, parameters) work in place, on GPUs too, and asynchronously.
+Those of activations are complete when they return: operators that ``torch.compile`` traces and that
+activation checkpointing may save or recompute. Those of flat buffers (gradients, parameters) work
+in place, on GPUs too, and asynchronously.
 
-torch's gloo backend gathers through a flat copy and reduce-scatters by an all-reduce of everything. With large tensors each
-rank therefore sends every other rank its chunk directly, without copies: (n - 1) / n of the data. Small tensors are faster
-through gloo's collectives, whose fixed costs are lower.
+torch's gloo backend gathers through a flat copy and reduce-scatters by an all-reduce of everything.
+With large tensors each rank therefore sends every other rank its chunk directly, without copies: (n
+- 1) / n of the data. Small tensors are faster through gloo's collectives, whose fixed costs are
+lower.
 
-torch's functional all-gather is not used. On gloo it is a collective named ``ALLGATHER_COALESCED``, and both threads of
-a gloo group, without a lock, assign the name of what they last completed to one ``std::string`` (``ProcessGroupGloo::runLoop``
-of torch 2.13). A name of more than 15 characters makes that string allocate memory, which one thread may free while
-the other writes into it: trainings aborted in ``malloc`` (docs/LOG.md). The names of the collectives used here are shorter.
+torch's functional all-gather is not used. On gloo it is a collective named ``ALLGATHER_COALESCED``,
+and both threads of a gloo group, without a lock, assign the name of what they last completed to one
+``std::string`` (``ProcessGroupGloo::runLoop`` of torch 2.13). A name of more than 15 characters
+makes that string allocate memory, which one thread may free while the other writes into it:
+trainings aborted in ``malloc`` (docs/LOG.md). The names of the collectives used here are shorter.
 """
 
 from __future__ import annotations
@@ -28,26 +31,38 @@ SMALLEST_DIRECT_BYTES = 2**20
 """From this size on direct messages take 0.35 to 0.75 of gloo's processor time (docs/LOG.md)."""
 
 
-@torch.library.custom_op("megatron_lightning::all_gather", mutates_args=(), schema="(Tensor x, int size, str group) -> Tensor")
+@torch.library.custom_op(
+    "megatron_lightning::all_gather",
+    mutates_args=(),
+    schema="(Tensor x, int size, str group) -> Tensor",
+)
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """Return the contiguous ``x`` of all ``size`` ranks of the group, one after the other along dim 0."""
+    """Return the contiguous ``x`` of all ``size`` ranks of the group, one after the other along dim
+    0.
+    """
     process_group = _group(group)
     gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
     if not _is_direct(x):
         compat.all_gather(gathered, x, process_group)
         return gathered
     own, chunks = dist.get_rank(process_group), gathered.chunk(size)
-    messages = Messages(process_group, {rank: (x, chunks[rank]) for rank in range(size) if rank != own})
+    messages = Messages(
+        process_group, {rank: (x, chunks[rank]) for rank in range(size) if rank != own}
+    )
     chunks[own].copy_(x)
     messages.wait()
     return gathered
 
 
 @torch.library.custom_op(
-    "megatron_lightning::reduce_scatter", mutates_args=(), schema="(Tensor x, int size, str group) -> Tensor"
+    "megatron_lightning::reduce_scatter",
+    mutates_args=(),
+    schema="(Tensor x, int size, str group) -> Tensor",
 )
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Return this rank's chunk, along dim 0, of the sum of the contiguous ``x`` of all ``size`` ranks."""
+    """Return this rank's chunk, along dim 0, of the sum of the contiguous ``x`` of all ``size``
+    ranks.
+    """
     process_group = _group(group)
     if not _is_direct(x):
         total = x.new_empty((x.shape[0] // size, *x.shape[1:]))
@@ -55,7 +70,9 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
         return total
     own, chunks = dist.get_rank(process_group), x.chunk(size)
     received = {rank: torch.empty_like(chunks[own]) for rank in range(size) if rank != own}
-    Messages(process_group, {rank: (chunks[rank], buffer) for rank, buffer in received.items()}).wait()
+    Messages(
+        process_group, {rank: (chunks[rank], buffer) for rank, buffer in received.items()}
+    ).wait()
     total, *others = received.values()
     total += chunks[own]
     for other in others:
@@ -84,15 +101,21 @@ def gather_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.W
     chunks, own = buffer.chunk(group.size()), group.rank()
     if not _is_direct(chunks[own]):
         return compat.all_gather(buffer, chunks[own], group, async_op=True)
-    return Messages(group, {rank: (chunks[own], chunk) for rank, chunk in enumerate(chunks) if rank != own})
+    return Messages(
+        group, {rank: (chunks[own], chunk) for rank, chunk in enumerate(chunks) if rank != own}
+    )
 
 
 def reduce_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
-    """Begin to sum the 1-D ``buffer`` over the group into this rank's chunk; the other chunks are undefined afterwards."""
+    """Begin to sum the 1-D ``buffer`` over the group into this rank's chunk; the other chunks are
+    undefined afterwards.
+    """
     chunks, own = buffer.chunk(group.size()), group.rank()
     if not _is_direct(buffer):
         return compat.reduce_scatter(chunks[own], buffer, group, async_op=True)
-    messages = {rank: (chunk, torch.empty_like(chunk)) for rank, chunk in enumerate(chunks) if rank != own}
+    messages = {
+        rank: (chunk, torch.empty_like(chunk)) for rank, chunk in enumerate(chunks) if rank != own
+    }
 
     def add() -> None:
         for _, received in messages.values():
@@ -116,8 +139,14 @@ class Messages:
         messages: Mapping[int, tuple[Tensor, Tensor]],
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        works = [dist.irecv(buffer, group=group, group_src=rank) for rank, (_, buffer) in messages.items()]
-        works += [dist.isend(tensor, group=group, group_dst=rank) for rank, (tensor, _) in messages.items()]
+        works = [
+            dist.irecv(buffer, group=group, group_src=rank)
+            for rank, (_, buffer) in messages.items()
+        ]
+        works += [
+            dist.isend(tensor, group=group, group_dst=rank)
+            for rank, (tensor, _) in messages.items()
+        ]
         self._works = [work for work in works if work is not None]
         self._then = then
 

@@ -1,8 +1,9 @@
 """Megatron's rank numbering, the ranks of every group, as pure arithmetic without torch.
 
-Two grids share the same ranks and the axis ``pp``: the *dense* one has the axes tp, cp, dp, pp, the *expert* one etp, ep,
-edp, pp. The leftmost axis of the order string varies fastest; it places etp and edp where it names tp and dp. A group for
-several axes of one grid (``"tp-pp"``) varies over all of them, in that order.
+Two grids share the same ranks and the axis ``pp``: the *dense* one has the axes tp, cp, dp, pp, the
+*expert* one etp, ep, edp, pp. The leftmost axis of the order string varies fastest; it places etp
+and edp where it names tp and dp. A group for several axes of one grid (``"tp-pp"``) varies over all
+of them, in that order.
 """
 
 from __future__ import annotations
@@ -20,39 +21,60 @@ class RankGrid:
     """The grid of ``world_size`` ranks that a layout describes.
 
     Raises:
-        ConfigError: If the world is not a multiple of the layout's sizes, or the two grids disagree about the pipelines.
+        ConfigError: If the world is not a multiple of the layout's sizes, or the two grids disagree
+            about the pipelines.
     """
 
     def __init__(self, layout: ParallelLayout, world_size: int) -> None:
         self.layout = layout
         self.world_size = world_size
         expert_data = world_size // (layout.etp * layout.ep * layout.pp)
-        self._sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.data_parallel_size(world_size), "pp": layout.pp}
+        self._sizes = {
+            "tp": layout.tp,
+            "cp": layout.cp,
+            "dp": layout.data_parallel_size(world_size),
+            "pp": layout.pp,
+        }
         self._sizes |= {"etp": layout.etp, "ep": layout.ep, "edp": expert_data}
         order = layout.order.split("-")
-        self._grids = [[axis for axis in order if axis != "ep"], [_EXPERT_AXES[axis] for axis in order if axis != "cp"]]
+        self._grids = [
+            [axis for axis in order if axis != "ep"],
+            [_EXPERT_AXES[axis] for axis in order if axis != "cp"],
+        ]
         self._strides: dict[str, int] = {}
         for grid in self._grids:
             stride = 1
             for axis in grid:
                 if self._strides.setdefault(axis, stride) != stride and self._sizes[axis] > 1:
                     raise ConfigError(
-                        f"order {layout.order!r} gives dense layers pipelines of ranks {self._strides[axis]} apart and experts "
-                        f"of ranks {stride} apart. Put pp last in the order."
+                        f"order {layout.order!r} gives dense layers pipelines of ranks "
+                        f"{self._strides[axis]} apart and experts of ranks {stride} apart. Put pp "
+                        "last in the order."
                     )
                 stride *= self._sizes[axis]
 
     def __repr__(self) -> str:
-        sizes = " x ".join(f"{axis} {self._sizes[axis]}" for axis in ("tp", "cp", "dp", "pp") if self._sizes[axis] > 1)
+        sizes = " x ".join(
+            f"{axis} {self._sizes[axis]}"
+            for axis in ("tp", "cp", "dp", "pp")
+            if self._sizes[axis] > 1
+        )
         return f"RankGrid({self.world_size} ranks: {sizes or 'no parallel axis'})"
 
     def _divide(self, axes: str) -> tuple[list[str], list[str]]:
-        """Return ``axes`` and the other axes of their grid, both in the order of the order string."""
+        """Return ``axes`` and the other axes of their grid, both in the order of the order
+        string.
+        """
         named = set(axes.split("-"))
         for grid in self._grids:
             if named.issubset(grid):
-                return [axis for axis in grid if axis in named], [axis for axis in grid if axis not in named]
-        raise ConfigError(f"there is no group {axes!r}: dense axes are tp, cp, dp, pp, axes of experts etp, ep, edp, pp.")
+                return [axis for axis in grid if axis in named], [
+                    axis for axis in grid if axis not in named
+                ]
+        raise ConfigError(
+            f"there is no group {axes!r}: dense axes are tp, cp, dp, pp, axes of experts etp, ep, "
+            "edp, pp."
+        )
 
     def size(self, axes: str) -> int:
         """Return the number of ranks in a group over ``axes`` (such as ``"dp-cp"``)."""
@@ -68,7 +90,9 @@ class RankGrid:
     def group_of(self, rank: int, axes: str) -> tuple[int, ...]:
         """Return the ranks that share all other coordinates with ``rank``, itself included."""
         varied, _ = self._divide(axes)
-        return self._spread(rank - sum(self.coordinate(rank, axis) * self._strides[axis] for axis in varied), varied)
+        return self._spread(
+            rank - sum(self.coordinate(rank, axis) * self._strides[axis] for axis in varied), varied
+        )
 
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group over ``axes``, in Megatron's order of enumeration."""
@@ -76,10 +100,14 @@ class RankGrid:
         return tuple(self._spread(first, varied) for first in self._spread(0, fixed))
 
     def _spread(self, first: int, axes: list[str]) -> tuple[int, ...]:
-        """Return the ranks from ``first`` on that differ in ``axes`` only, the first axis fastest."""
+        """Return the ranks from ``first`` on that differ in ``axes`` only, the first axis
+        fastest.
+        """
         ranks = [first]
         for axis in axes:
-            ranks = [rank + i * self._strides[axis] for i in range(self._sizes[axis]) for rank in ranks]
+            ranks = [
+                rank + i * self._strides[axis] for i in range(self._sizes[axis]) for rank in ranks
+            ]
         return tuple(ranks)
 
     def embedding_group_of(self, rank: int) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
 """Sizes of every parallel axis, as the user writes them in Python or YAML, without torch.
 
-Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* one of a tensor). No name
-means two things; experts live on the same ranks as everything else, divided over axes of their own:
+Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* one
+of a tensor). No name means two things; experts live on the same ranks as everything else, divided
+over axes of their own:
 
-    dense layers   tp   tensor model parallel    cp  context parallel        dp   data parallel          pp  pipeline parallel
-    experts        etp  expert tensor parallel   ep  expert model parallel   edp  expert data parallel   pp  the same
+    dense layers  tp   tensor model parallel   cp  context parallel       dp   data parallel
+    experts       etp  expert tensor parallel  ep  expert model parallel  edp  expert data parallel
+    both          pp   pipeline parallel
 """
 
 from __future__ import annotations
@@ -39,31 +41,45 @@ class ParallelLayout:
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert's matrices (etp); None: same as tensor_model_parallel_size."""
     sequence_parallel: bool | Literal["auto"] = "auto"
-    """Shard activations between tensor-parallel regions along the sequence; "auto": on when tp > 1."""
+    """Shard activations between tensor-parallel regions along the sequence; "auto": on when tp >
+    1."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the rank numbering, leftmost fastest (Megatron's default)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not field.name.endswith("_size") or (value is None and field.name == "expert_tensor_parallel_size"):
+            if not field.name.endswith("_size") or (
+                value is None and field.name == "expert_tensor_parallel_size"
+            ):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{field.name} is {value!r}; it must be a positive integer. Set it to 1 or more.")
+                raise ConfigError(
+                    f"{field.name} is {value!r}; it must be a positive integer. Set it to 1 or "
+                    "more."
+                )
         if self.sequence_parallel is True and self.tp == 1:
             raise ConfigError(
-                "sequence_parallel is True with tensor_model_parallel_size=1; it shards activations over the tensor-parallel "
-                'ranks, and there is one. Set sequence_parallel to "auto" or tensor_model_parallel_size to 2 or more.'
+                "sequence_parallel is True with tensor_model_parallel_size=1; it shards "
+                "activations over the tensor-parallel "
+                'ranks, and there is one. Set sequence_parallel to "auto" or '
+                "tensor_model_parallel_size to 2 or more."
             )
         if self.sequence_parallel not in (True, False, "auto"):
-            raise ConfigError(f'sequence_parallel is {self.sequence_parallel!r}. Set it to true, false or "auto".')
+            raise ConfigError(
+                f'sequence_parallel is {self.sequence_parallel!r}. Set it to true, false or "auto".'
+            )
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
-                f"virtual_pipeline_model_parallel_size={self.vpp} needs a pipeline, and pipeline_model_parallel_size is 1. "
-                "Set pipeline_model_parallel_size to 2 or more, or virtual_pipeline_model_parallel_size to 1."
+                f"virtual_pipeline_model_parallel_size={self.vpp} needs a pipeline, and "
+                "pipeline_model_parallel_size is 1. Set pipeline_model_parallel_size to 2 or "
+                "more, or virtual_pipeline_model_parallel_size to 1."
             )
         if sorted(self.order.split("-")) != sorted(ORDER):
-            raise ConfigError(f"order is {self.order!r}; it must list each of {', '.join(ORDER)} once, joined by '-'.")
+            raise ConfigError(
+                f"order is {self.order!r}; it must list each of {', '.join(ORDER)} once, joined by "
+                "'-'."
+            )
 
     @property
     def tp(self) -> int:
@@ -124,7 +140,7 @@ class ParallelLayout:
         data, expert_data = world_size // model, world_size // expert
         if not self.order.endswith("pp") and self.pp > 1 and data != expert_data:
             raise ConfigError(
-                f"order {self.order!r} with pp > 1 needs equal data-parallel sizes, and the dense grid has {data}, "
-                f"the expert grid {expert_data}. Put pp last in the order."
+                f"order {self.order!r} with pp > 1 needs equal data-parallel sizes, and the dense "
+                f"grid has {data}, the expert grid {expert_data}. Put pp last in the order."
             )
         return data

@@ -1,4 +1,6 @@
-"""Fill the shards of a model that was built on ``meta`` with the values that one process would have."""
+"""Fill the shards of a model that was built on ``meta`` with the values that one process would
+have.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,29 @@ from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the tensors on ``meta`` on ``device`` and fill them, in place; the others stay as they are.
+    """Allocate the tensors on ``meta`` on ``device`` and fill them, in place; the others stay as
+    they are.
 
-    Every parameter's values come from ``init_weights(name, tensor)`` of the outermost module that has such a method: it fills
-    ``tensor``, which has the global shape and is fp32 for floating types, with the initial values of the parameter ``name``
-    (relative to that module). A rank never holds more than its shards and one full parameter.
+    Every parameter's values come from ``init_weights(name, tensor)`` of the outermost module that
+    has such a method: it fills ``tensor``, which has the global shape and is fp32 for floating
+    types, with the initial values of the parameter ``name`` (relative to that module). A rank never
+    holds more than its shards and one full parameter.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``init_weights``.
     """
     specs, ties, filled = named_shard_specs(model), tied_names(model), {}
-    for path, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for path, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         if not tensor.is_meta:
             continue
         if id(tensor) not in filled:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
-            shard = spec.shard(initial_value(model, ties.get(path, path), spec.global_shape, tensor.dtype, device))
+            shard = spec.shard(
+                initial_value(model, ties.get(path, path), spec.global_shape, tensor.dtype, device)
+            )
             shard = shard.to(tensor.dtype)
             if isinstance(tensor, nn.Parameter):
                 shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
@@ -40,9 +49,15 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         setattr(model.get_submodule(parent), leaf, filled[id(tensor)])
 
 
-def initial_value(model: nn.Module, path: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return the full initial value of the tensor at ``path``, of ``shape``, and in fp32 where ``dtype`` is floating."""
-    full = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device=device)
+def initial_value(
+    model: nn.Module, path: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Return the full initial value of the tensor at ``path``, of ``shape``, and in fp32 where
+    ``dtype`` is floating.
+    """
+    full = torch.empty(
+        shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device=device
+    )
     owner, name = _initializer(model, path)
     with torch.no_grad():
         owner(name, full)
@@ -50,13 +65,17 @@ def initial_value(model: nn.Module, path: str, shape: Shape, dtype: torch.dtype,
 
 
 def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:
-    """Return the outermost ``init_weights(name, tensor)`` above ``path``, and the name it knows the tensor by."""
+    """Return the outermost ``init_weights(name, tensor)`` above ``path``, and the name it knows the
+    tensor by.
+    """
     segments, modules = path.split("."), dict(model.named_modules())
     for depth in range(len(segments)):
         method = getattr(modules.get(".".join(segments[:depth])), "init_weights", None)
-        if method is not None and len(signature(method).parameters) == 2:  # other libraries use the name for other things
+        # Other libraries use the name for other things.
+        if method is not None and len(signature(method).parameters) == 2:
             return method, ".".join(segments[depth:])
     raise ConfigError(
-        f"{path} is on the meta device, and no module above it has init_weights(name, tensor), so its values are unknown. "
-        "Add that method to the model, or build the model on a real device."
+        f"{path} is on the meta device, and no module above it has init_weights(name, tensor), so "
+        "its values are unknown. Add that method to the model, or build the model on a real "
+        "device."
     )

@@ -1,9 +1,11 @@
-"""Equal random states on all ranks of a model replica, for the code of a step that runs outside the layers.
+"""Equal random states on all ranks of a model replica, for the code of a step that runs outside the
+layers.
 
-Code before the pipelined call (a random mask, say) runs on every stage and must draw the same numbers there. Every
-micro-batch therefore starts from a recorded state: the one in which the previous micro-batch reached the pipelined call.
-Draws of layers and the loss do not count, since only some stages run them; a module that draws only before the call
-sees the same numbers as on one device.
+Code before the pipelined call (a random mask, say) runs on every stage and must draw the same
+numbers there. Every micro-batch therefore starts from a recorded state: the one in which the
+previous micro-batch reached the pipelined call. Draws of layers and the loss do not count, since
+only some stages run them; a module that draws only before the call sees the same numbers as on one
+device.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from megatron_lightning.parallel.rng import get_generator_state, set_generator_s
 
 
 class ReplicaRng:
-    """States of the default generators (CPU, and the device's) along the micro-batches of one step."""
+    """States of the default generators (CPU, and the device's) along the micro-batches of one
+    step.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._devices = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])

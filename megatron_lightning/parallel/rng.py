@@ -2,11 +2,12 @@
 
 The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
 
-    model-parallel-rng   seed + 100 pp + 2718 + tp        differs on every tensor rank (sharded activations)
+    model-parallel-rng   seed + 100 pp + 2718 + tp        different on each tensor rank of a stage
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
-Code outside layers draws from torch's default generator, which all ranks of a model replica keep equal.
+Code outside layers draws from torch's default generator, which all ranks of a model replica keep
+equal.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ class RngStreams:
     """Generator states by name; :meth:`fork` makes one of them the default temporarily."""
 
     def __init__(
-        self, seed: int, *, device: torch.device, tp_rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
+        self,
+        seed: int,
+        *,
+        device: torch.device,
+        tp_rank: int = 0,
+        pp_rank: int = 0,
+        ep_rank: int = 0,
+        etp_rank: int = 0,
     ) -> None:
         self.device = device
         base = seed + 100 * pp_rank
@@ -73,7 +81,9 @@ class RngStreams:
             set_generator_state(self.device, outside)
 
     def replay(self) -> AbstractContextManager[None]:
-        """Return a reusable context manager inside which the streams draw as they would from now on."""
+        """Return a reusable context manager inside which the streams draw as they would from now
+        on.
+        """
         return _Replay(self, dict(self._states))
 
     def state_dict(self) -> dict[str, torch.Tensor]:

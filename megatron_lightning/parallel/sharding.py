@@ -1,7 +1,7 @@
 """Sharding plans: tables by which the modules of a plain model are replaced by parallel ones.
 
-A module declares the specs of its parameters in its attribute ``shard_specs`` (a dict by local name, a plain value that
-survives copying); a parameter without one is replicated.
+A module declares the specs of its parameters in its attribute ``shard_specs`` (a dict by local
+name, a plain value that survives copying); a parameter without one is replicated.
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ _RECORDED_TIES = "_megatron_ties"
 
 
 def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
-    """Register in ``module`` its shards of the parameters of ``source`` that ``specs`` names, and None for the others.
+    """Register in ``module`` its shards of the parameters of ``source`` that ``specs`` names, and
+    None for the others.
 
-    The shards are new tensors on the source's device, ``meta`` included; the specs become ``module.shard_specs``.
+    The shards are new tensors on the source's device, ``meta`` included; the specs become
+    ``module.shard_specs``.
     """
     for name, parameter in source._parameters.items():
         if parameter is None or name not in specs:
             module.register_parameter(name, None)
         else:
             shard = specs[name].shard(parameter.detach())
-            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            )
     module.shard_specs = dict(specs)  # type: ignore[assignment]
     if hasattr(source, "fused_rows"):
         module.fused_rows = source.fused_rows
 
 
 def record_ties(model: nn.Module) -> None:
-    """Record in ``model`` which of its parameters are one tensor under several names, for :func:`tied_names`.
+    """Record in ``model`` which of its parameters are one tensor under several names, for
+    :func:`tied_names`.
 
     Call it before partitioning, which may send the names of one tensor to different ranks.
     """
@@ -56,22 +61,25 @@ def record_ties(model: nn.Module) -> None:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return copy -> owner for every parameter of ``model`` that is tied to another.
 
-    A module whose parameters tie to others may declare them in ``tied_parameters()``: a dict from its own parameter path to
-    the owner's path, both relative to that module, also where this rank holds only one of them. :func:`record_ties` records
-    those that a full model shares.
+    A module whose parameters tie to others may declare them in ``tied_parameters()``: a dict from
+    its own parameter path to the owner's path, both relative to that module, also where this rank
+    holds only one of them. :func:`record_ties` records those that a full model shares.
     """
     ties: dict[str, str] = dict(vars(model).get(_RECORDED_TIES, {}))
     for path, module in model.named_modules():
         if hasattr(module, "tied_parameters"):
             prefix = f"{path}." if path else ""
-            ties.update({prefix + copy: prefix + owner for copy, owner in module.tied_parameters().items()})
+            ties.update(
+                {prefix + copy: prefix + owner for copy, owner in module.tied_parameters().items()}
+            )
     return ties
 
 
 def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return the spec of every parameter, by the name ``model.named_parameters()`` gives it.
 
-    A module whose ``weight`` consists of several matrices declares it in its attribute ``fused_rows`` (:class:`ShardSpec`).
+    A module whose ``weight`` consists of several matrices declares it in its attribute
+    ``fused_rows`` (:class:`ShardSpec`).
 
     Raises:
         ShardingError: If a declared spec does not fit the local tensor.
@@ -82,26 +90,31 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
         prefix = f"{path}." if path else ""
         declared: Mapping[str, ShardSpec] = getattr(module, "shard_specs", None) or {}
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:  # the same tensor under a second name: named_parameters() lists it once, too
+            # The same tensor under a second name: named_parameters() lists it once, too.
+            if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             spec = declared.get(name) or ShardSpec.replicated(parameter.shape)
             if tuple(parameter.shape) != spec.local_shape:
                 raise ShardingError(
-                    f"{prefix}{name} has shape {tuple(parameter.shape)}, and its shard spec says {spec.local_shape} "
-                    f"of {spec.global_shape}."
+                    f"{prefix}{name} has shape {tuple(parameter.shape)}, and its shard spec says "
+                    f"{spec.local_shape} of {spec.global_shape}."
                 )
             fused = getattr(module, "fused_rows", ()) if name == "weight" else ()
             specs[prefix + name] = replace(spec, fused_rows=tuple(fused)) if fused else spec
     ties = tied_names(model)
     return {
-        name: replace(spec, tied_to=ties[name]) if name in ties and ties[name] not in specs else spec
+        name: replace(spec, tied_to=ties[name])
+        if name in ties and ties[name] not in specs
+        else spec
         for name, spec in specs.items()
     }
 
 
 class Style(Protocol):
-    """Rule that replaces one module of a plain model. The concrete styles live in ``layers.styles``."""
+    """Rule that replaces one module of a plain model. The concrete styles live in
+    ``layers.styles``.
+    """
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the module that replaces ``module`` (which may be ``module`` itself, changed)."""
@@ -112,16 +125,18 @@ class Style(Protocol):
 class ShardingPlan:
     """How a plain model is split over the tensor-parallel ranks, as a table.
 
-    Patterns are dotted module paths in which ``*`` matches one path segment and ``**`` any number of them; the first pattern
-    that matches wins.
+    Patterns are dotted module paths in which ``*`` matches one path segment and ``**`` any number
+    of them; the first pattern that matches wins.
     """
 
     modules: Mapping[str, Style]
     """Module path pattern -> style."""
     sequence_dim: int = 0
-    """Dim of the sequence in the activations between the model's modules (1 for batch-first models)."""
+    """Dim of the sequence in the activations between the model's modules (1 for batch-first
+    models)."""
     attributes: Mapping[str, Callable[[int, ParallelContext], int]] = field(default_factory=dict)
-    """Attribute path pattern -> function of (value, context) for sizes that become local, such as a head count."""
+    """Attribute path pattern -> function of (value, context) for sizes that become local, such as a
+    head count."""
 
     def style_of(self, path: str) -> Style | None:
         """Return the style of the module at ``path``; None: it stays as it is."""
@@ -134,25 +149,33 @@ class ShardingPlan:
 
 def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
     """Return the plans of the modules in ``module`` that have a ``sharding_plan()``, by path."""
-    found = ((path, getattr(child, "sharding_plan", None)) for path, child in module.named_modules())
+    found = (
+        (path, getattr(child, "sharding_plan", None)) for path, child in module.named_modules()
+    )
     return {path: make_plan() for path, make_plan in found if callable(make_plan)}
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` match a top-level ``norm`` too."""
+    """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` match a top-level
+    ``norm`` too.
+    """
     escaped = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?")
-    return re.compile(re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+"))
+    return re.compile(
+        re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+    )
 
 
 def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-    """Replace the modules of a model (full, or this rank's pipeline units) by their parallel counterparts, in place.
+    """Replace the modules of a model (full, or this rank's pipeline units) by their parallel
+    counterparts, in place.
 
-    Modules are replaced in the order of the model, parents before children, so that a style may look at its children as they
-    were; then the named attributes are rewritten. Over axes of size 1 every module stays, and only its specs are declared.
-    Return ``model``.
+    Modules are replaced in the order of the model, parents before children, so that a style may
+    look at its children as they were; then the named attributes are rewritten. Over axes of size 1
+    every module stays, and only its specs are declared. Return ``model``.
 
     Raises:
-        ShardingError: If a size does not divide over the ranks, or the same module is reached under two names.
+        ShardingError: If a size does not divide over the ranks, or the same module is reached under
+            two names.
     """
     tied, swaps = shared_names(model), False
     for path, module in list(model.named_modules()):
@@ -196,7 +219,8 @@ def _tie(model: nn.Module, owner: str, copies: Sequence[str]) -> None:
         if model.get_parameter(copy).shape != parameter.shape:
             raise ShardingError(
                 f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
-                f"{tuple(model.get_parameter(copy).shape)} and {tuple(parameter.shape)}. Give both modules the same style."
+                f"{tuple(model.get_parameter(copy).shape)} and {tuple(parameter.shape)}. Give both "
+                "modules the same style."
             )
         parent, _, name = copy.rpartition(".")
         setattr(model.get_submodule(parent), name, parameter)

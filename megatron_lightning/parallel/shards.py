@@ -1,8 +1,9 @@
 """The shards of a named tensor on each rank.
 
-Every rank describes its shards as :class:`TensorShards`: the global name and shape of a tensor, and boxes of it as views of
-its own memory. How the boxes came about (tensor parallel, a flat range of an optimizer shard, a full tensor) does not matter,
-neither for saving nor for loading, which is why any layout reads any other. Ranks that hold the same boxes share the work.
+Every rank describes its shards as :class:`TensorShards`: the global name and shape of a tensor, and
+boxes of it as views of its own memory. How the boxes came about (tensor parallel, a flat range of
+an optimizer shard, a full tensor) does not matter, neither for saving nor for loading, which is why
+any layout reads any other. Ranks that hold the same boxes share the work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class TensorShards:
     shards: Sequence[Shard]
     """Views of this rank's memory: the source of a save, the destination of a load."""
     writes: bool = True
-    """Whether a save writes these shards; of the ranks that hold them, exactly one does, or exactly those of ``replicas``."""
+    """Whether a save writes these shards; of the ranks that hold them, exactly one does, or exactly
+    those of ``replicas``."""
     replicas: AxisGroup = ALONE
     """Ranks that hold exactly these shards and divide writing and reading among themselves."""
 
@@ -43,34 +45,65 @@ class TensorShards:
         for offset, data in self.shards:
             if data.layout != torch.strided:
                 raise CheckpointError(
-                    f"{self.name} is {str(data.layout).removeprefix('torch.')}, and a checkpoint holds dense tensors. Make it "
-                    "dense, or leave it out of the state dict (register_buffer with persistent=False)."
+                    f"{self.name} is {str(data.layout).removeprefix('torch.')}, and a checkpoint "
+                    "holds dense tensors. Make it dense, or leave it out of the state dict "
+                    "(register_buffer with persistent=False)."
                 )
             fits = len(offset) == data.dim() == len(self.global_shape) and all(
-                o >= 0 and o + n <= full for o, n, full in zip(offset, data.shape, self.global_shape, strict=True)
+                o >= 0 and o + n <= full
+                for o, n, full in zip(offset, data.shape, self.global_shape, strict=True)
             )
             if not fits or data.dtype != self.dtype:
                 raise CheckpointError(
-                    f"{self.name}: a shard of shape {tuple(data.shape)} and {data.dtype} at {offset} does not fit into a "
-                    f"tensor of shape {self.global_shape} and {self.dtype}. Its sharding is declared wrongly."
+                    f"{self.name}: a shard of shape {tuple(data.shape)} and {data.dtype} at "
+                    f"{offset} does not fit into a tensor of shape {self.global_shape} and "
+                    f"{self.dtype}. Its sharding is declared wrongly."
                 )
 
     @classmethod
-    def full(cls, name: str, tensor: Tensor, *, writes: bool = True, replicas: AxisGroup = ALONE) -> TensorShards:
+    def full(
+        cls, name: str, tensor: Tensor, *, writes: bool = True, replicas: AxisGroup = ALONE
+    ) -> TensorShards:
         """Return the shards of a tensor that this rank holds in full."""
         shape = tuple(tensor.shape)
-        return cls(name, shape, tensor.dtype, [Shard((0,) * len(shape), tensor.detach())], writes, replicas)
+        return cls(
+            name, shape, tensor.dtype, [Shard((0,) * len(shape), tensor.detach())], writes, replicas
+        )
 
     @classmethod
     def local(
-        cls, name: str, spec: ShardSpec, tensor: Tensor, *, writes: bool = True, replicas: AxisGroup = ALONE
+        cls,
+        name: str,
+        spec: ShardSpec,
+        tensor: Tensor,
+        *,
+        writes: bool = True,
+        replicas: AxisGroup = ALONE,
     ) -> TensorShards:
         """Return the shards of a local tensor of the spec's local shape (a parameter, a moment)."""
-        return cls(name, spec.global_shape, tensor.dtype, spec.shards(tensor.detach()), writes, replicas)
+        return cls(
+            name, spec.global_shape, tensor.dtype, spec.shards(tensor.detach()), writes, replicas
+        )
 
     @classmethod
     def flat(
-        cls, name: str, spec: ShardSpec, flat: Tensor, start: int, *, writes: bool = True, replicas: AxisGroup = ALONE
+        cls,
+        name: str,
+        spec: ShardSpec,
+        flat: Tensor,
+        start: int,
+        *,
+        writes: bool = True,
+        replicas: AxisGroup = ALONE,
     ) -> TensorShards:
-        """Return the shards of elements [start, start + len) of the flattened local tensor (an optimizer shard)."""
-        return cls(name, spec.global_shape, flat.dtype, spec.flat_shards(flat.detach(), start), writes, replicas)
+        """Return the shards of elements [start, start + len) of the flattened local tensor (an
+        optimizer shard).
+        """
+        return cls(
+            name,
+            spec.global_shape,
+            flat.dtype,
+            spec.flat_shards(flat.detach(), start),
+            writes,
+            replicas,
+        )

@@ -1,10 +1,11 @@
 """How each parameter is divided over the ranks.
 
-A parameter is a plain local ``nn.Parameter``. Its :class:`ShardSpec` says which boxes of the global tensor the local one
-consists of, over which axes it is sharded, and over which axes its gradient is a partial sum. Axis names are unique and
-are recorded at size 1 too, so the spec also says over which axes the parameter is replicated: one that names ``ep`` or
-``etp`` is an expert's, replicated over ``edp``; every other one is dense, replicated over ``dp`` and ``cp``. Gradient
-reduction, gradient norm, initialization and checkpoints read the spec; nothing else guesses.
+A parameter is a plain local ``nn.Parameter``. Its :class:`ShardSpec` says which boxes of the global
+tensor the local one consists of, over which axes it is sharded, and over which axes its gradient is
+a partial sum. Axis names are unique and are recorded at size 1 too, so the spec also says over
+which axes the parameter is replicated: one that names ``ep`` or ``etp`` is an expert's, replicated
+over ``edp``; every other one is dense, replicated over ``dp`` and ``cp``. Gradient reduction,
+gradient norm, initialization and checkpoints read the spec; nothing else guesses.
 """
 
 from __future__ import annotations
@@ -79,16 +80,20 @@ class ShardSpec:
     global_shape: Shape
     """Shape of the full parameter, as one process would hold it."""
     boxes: tuple[Box, ...]
-    """Ranges of the global tensor that this rank holds; the local tensor stacks them along ``stacked_dim``."""
+    """Ranges of the global tensor that this rank holds; the local tensor stacks them along
+    ``stacked_dim``."""
     sharded_over: tuple[str, ...] = ()
-    """Axes whose ranks hold different boxes, at size 1 too; an expert's dims may be split over ``ep`` and ``etp``."""
+    """Axes whose ranks hold different boxes, at size 1 too; an expert's dims may be split over
+    ``ep`` and ``etp``."""
     partial_over: tuple[str, ...] = ()
     """Axes whose ranks hold equal values but compute partial gradients, which must be summed."""
     tied_to: str | None = None
-    """Global name of the parameter that this one is a copy of (tied embeddings); None: it is the owner."""
+    """Global name of the parameter that this one is a copy of (tied embeddings); None: it is the
+    owner."""
     fused_rows: tuple[int, ...] = ()
-    """Rows of the logical matrices that are stacked, period after period, in dim 0 of the global tensor: (f, f) for gate and
-    up, (n/g x d, d, d) for query, key and value of each group; (): it is one matrix."""
+    """Rows of the logical matrices that are stacked, period after period, in dim 0 of the global
+    tensor: (f, f) for gate and up, (n/g x d, d, d) for query, key and value of each group; (): it
+    is one matrix."""
     stacked_dim: int = 0
     """Dim along which several boxes are stacked."""
 
@@ -108,7 +113,8 @@ class ShardSpec:
         axis: str = "tp",
         blocks: int = 1,
     ) -> ShardSpec:
-        """Return the spec of rank ``rank``'s shard of a tensor split along ``dim`` over ``size`` ranks.
+        """Return the spec of rank ``rank``'s shard of a tensor split along ``dim`` over ``size``
+        ranks.
 
         Args:
             shape: Global shape.
@@ -116,7 +122,8 @@ class ShardSpec:
             size: Ranks on the axis.
             rank: This rank's position on the axis.
             axis: Name of the axis.
-            blocks: Equal blocks stacked along ``dim`` that are each split (2 for a fused gate and up projection).
+            blocks: Equal blocks stacked along ``dim`` that are each split (2 for a fused gate and
+                up projection).
 
         Raises:
             ShardingError: If a block cannot be split evenly.
@@ -125,26 +132,37 @@ class ShardSpec:
         blocks = blocks if size > 1 else 1
         if full[dim] % (blocks * size):
             raise ShardingError(
-                f"dim {dim} of shape {full} has {full[dim]} entries, which {blocks} block(s) x {size} {axis} ranks do not "
-                f"divide. Choose a multiple of {blocks * size}."
+                f"dim {dim} of shape {full} has {full[dim]} entries, which {blocks} block(s) x "
+                f"{size} {axis} ranks do not divide. Choose a multiple of {blocks * size}."
             )
         block = full[dim] // blocks
         length = block // size
-        offsets = ((*(0,) * dim, b * block + rank * length, *(0,) * (len(full) - dim - 1)) for b in range(blocks))
+        offsets = (
+            (*(0,) * dim, b * block + rank * length, *(0,) * (len(full) - dim - 1))
+            for b in range(blocks)
+        )
         boxes = tuple(Box(offset, (*full[:dim], length, *full[dim + 1 :])) for offset in offsets)
         return cls(full, boxes, sharded_over=(axis,), stacked_dim=dim)
 
     @classmethod
-    def split_rows(cls, shape: Sequence[int], *, size: int, rank: int, axis: str = "tp") -> ShardSpec:
-        """Return the spec of rank ``rank``'s rows of a table that need not divide evenly: see :func:`shard_range`."""
+    def split_rows(
+        cls, shape: Sequence[int], *, size: int, rank: int, axis: str = "tp"
+    ) -> ShardSpec:
+        """Return the spec of rank ``rank``'s rows of a table that need not divide evenly: see
+        :func:`shard_range`.
+        """
         rows, *others = shape
         start, length = shard_range(rows, size, rank)
         if shard_range(rows, size, size - 1)[1] == 0:
             raise ShardingError(
-                f"{rows} rows are too few for {size} {axis} ranks: in equal parts rounded up, the last would have none. "
-                f"Choose at least {size * (size - 1)} rows, or fewer ranks."
+                f"{rows} rows are too few for {size} {axis} ranks: in equal parts rounded up, the "
+                f"last would have none. Choose at least {size * (size - 1)} rows, or fewer ranks."
             )
-        return cls((rows, *others), (Box((start, *(0 for _ in others)), (length, *others)),), sharded_over=(axis,))
+        return cls(
+            (rows, *others),
+            (Box((start, *(0 for _ in others)), (length, *others)),),
+            sharded_over=(axis,),
+        )
 
     @property
     def is_expert(self) -> bool:
@@ -153,7 +171,9 @@ class ShardSpec:
 
     @property
     def data_axes(self) -> str:
-        """Name of the group whose ranks hold the same values, see different data and reduce the gradient."""
+        """Name of the group whose ranks hold the same values, see different data and reduce the
+        gradient.
+        """
         return "edp" if self.is_expert else "dp-cp"
 
     @property
@@ -164,7 +184,11 @@ class ShardSpec:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Axes inside a layer of one model replica whose ranks hold the same values."""
-        return tuple(axis for axis in self.model_axes.split("-") if axis != "pp" and axis not in self.sharded_over)
+        return tuple(
+            axis
+            for axis in self.model_axes.split("-")
+            if axis != "pp" and axis not in self.sharded_over
+        )
 
     @property
     def local_shape(self) -> Shape:
@@ -175,7 +199,9 @@ class ShardSpec:
         return (*shape[:dim], sum(box.shape[dim] for box in self.boxes), *shape[dim + 1 :])
 
     def rows(self, start: int, count: int) -> ShardSpec:
-        """Return the spec of ``count`` rows (entries of dim 0) of the local tensor from row ``start`` on."""
+        """Return the spec of ``count`` rows (entries of dim 0) of the local tensor from row
+        ``start`` on.
+        """
         others = self.local_shape[1:]
         rows = Box((start, *(0 for _ in others)), (count, *others))
         return replace(self, boxes=tuple(box for box, _ in self._global_boxes(rows)))
@@ -195,7 +221,8 @@ class ShardSpec:
         """Return the shards of a flat range of the local tensor, as sharded optimizers keep it.
 
         Args:
-            flat: 1-D tensor: elements [start, start + len) of the flattened (row-major) local tensor.
+            flat: 1-D tensor: elements [start, start + len) of the flattened (row-major) local
+                tensor.
             start: Index of its first element.
 
         Returns:
@@ -217,7 +244,9 @@ class ShardSpec:
             start += box.shape[self.stacked_dim] if box.shape else 0
 
     def _global_boxes(self, local: Box) -> Iterator[tuple[Box, Box]]:
-        """Yield the boxes of the global tensor that a box of the local one consists of, and where each lies there."""
+        """Yield the boxes of the global tensor that a box of the local one consists of, and where
+        each lies there.
+        """
         for box, place in self._placed():
             common = place.overlap(local)
             if common is not None:
@@ -225,33 +254,45 @@ class ShardSpec:
 
 
 def is_writer(spec: ShardSpec, context: ParallelContext) -> bool:
-    """Return whether this rank's data-parallel group writes its shards of a parameter, and counts them in norms.
+    """Return whether this rank's data-parallel group writes its shards of a parameter, and counts
+    them in norms.
 
-    Of the groups that hold the same values, the first on every axis over which they are replicated does. A tied copy is left
-    to its owner.
+    Of the groups that hold the same values, the first on every axis over which they are replicated
+    does. A tied copy is left to its owner.
     """
-    return spec.tied_to is None and all(context.axis(axis).rank == 0 for axis in {*spec.replica_axes, *spec.partial_over})
+    return spec.tied_to is None and all(
+        context.axis(axis).rank == 0 for axis in {*spec.replica_axes, *spec.partial_over}
+    )
 
 
 def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
-    """Return (start, length) of rank ``rank``'s share of ``total`` entries, in equal parts rounded up; the last are shorter."""
+    """Return (start, length) of rank ``rank``'s share of ``total`` entries, in equal parts rounded
+    up; the last are shorter.
+    """
     part = -(-total // size)
     start = min(rank * part, total)
     return start, min(part, total - start)
 
 
 def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Tile the flat range [start, stop) of a row-major tensor with boxes: (box, position in the range)."""
+    """Tile the flat range [start, stop) of a row-major tensor with boxes: (box, position in the
+    range).
+    """
     position = 0
     while start < stop:
-        # The largest box that begins at `start`: full trailing dims, then as many of the next dim as fit.
+        # The largest box that begins at `start`: full trailing dims, then as many of the next dim
+        # as fit.
         index, rest = [], start
         for n in reversed(shape):
             index.append(rest % n)
             rest //= n
         index.reverse()
         inner, dim = 1, len(shape)
-        while dim > 0 and all(i == 0 for i in index[dim - 1 :]) and inner * shape[dim - 1] <= stop - start:
+        while (
+            dim > 0
+            and all(i == 0 for i in index[dim - 1 :])
+            and inner * shape[dim - 1] <= stop - start
+        ):
             dim -= 1
             inner *= shape[dim]
         if dim == 0:

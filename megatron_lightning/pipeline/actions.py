@@ -1,7 +1,9 @@
-"""Data of a pipeline schedule: actions, the placement of stages, and the table itself. No torch here.
+"""Data of a pipeline schedule: actions, the placement of stages, and the table itself. No torch
+here.
 
-Notation of this package: P pipeline ranks ("pp rank" p), S stages of the model in order (s), M micro-batches (m).
-A *stage* is a position in the model, a *pp rank* a position in the pipeline group; a :class:`Placement` maps one to the other.
+Notation of this package: P pipeline ranks ("pp rank" p), S stages of the model in order (s), M
+micro-batches (m). A *stage* is a position in the model, a *pp rank* a position in the pipeline
+group; a :class:`Placement` maps one to the other.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ class Kind(str, Enum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
-    """First half of a split backward: the gradient of the stage's input, which the stage before waits for."""
+    """First half of a split backward: the gradient of the stage's input, which the stage before
+    waits for."""
     WEIGHT_GRADIENT = "W"
-    """Second half of a split backward: the gradient of the stage's weights, which nobody waits for."""
+    """Second half of a split backward: the gradient of the stage's weights, which nobody waits
+    for."""
 
     __hash__ = str.__hash__  # Enum's own is Python code, and tables are looked up by action
 
@@ -48,8 +52,8 @@ class Action(NamedTuple):
         match = re.fullmatch(r"\s*(\d+)([FBIW])(\d+)\s*", text)
         if match is None:
             raise ConfigError(
-                f"{text!r} is not a pipeline action; write stage, kind (F forward, B backward, I input gradient, W weight "
-                "gradient) and micro-batch, such as 2F0."
+                f"{text!r} is not a pipeline action; write stage, kind (F forward, B backward, I "
+                "input gradient, W weight gradient) and micro-batch, such as 2F0."
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
@@ -67,22 +71,27 @@ class Placement:
     def __post_init__(self) -> None:
         if not self.pp_ranks or self.pp_ranks[-1] != 0:
             raise ConfigError(
-                f"placement {self.pp_ranks} does not put the last stage on pp rank 0, whose rank logs the loss. "
-                "End the placement with 0."
+                f"placement {self.pp_ranks} does not put the last stage on pp rank 0, whose rank "
+                "logs the loss. End the placement with 0."
             )
         if set(self.pp_ranks) != set(range(self.num_ranks)):
             raise ConfigError(
-                f"placement {self.pp_ranks} leaves a pp rank below {self.num_ranks} without a stage. Give each pp rank a stage."
+                f"placement {self.pp_ranks} leaves a pp rank below {self.num_ranks} without a "
+                "stage. Give each pp rank a stage."
             )
 
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
-        """Return the placement of interleaved schedules: around the pp ranks, from the highest down, once a chunk."""
+        """Return the placement of interleaved schedules: around the pp ranks, from the highest
+        down, once a chunk.
+        """
         return cls(tuple(reversed(range(num_ranks))) * num_chunks)
 
     @classmethod
     def v(cls, num_ranks: int) -> Placement:
-        """Return the placement of V schedules: up the pp ranks and down again, two stages on each."""
+        """Return the placement of V schedules: up the pp ranks and down again, two stages on
+        each.
+        """
         return cls((*range(num_ranks), *reversed(range(num_ranks))))
 
     @property
@@ -114,8 +123,13 @@ class Schedule:
     @cached_property
     def positions(self) -> dict[Action, int]:
         """Position of every action in its pp rank's list."""
-        return {action: position for actions in self.actions for position, action in enumerate(actions)}
+        return {
+            action: position for actions in self.actions for position, action in enumerate(actions)
+        }
 
     def __str__(self) -> str:
         """One line a pp rank: ``0: 1F0 1B0 …``."""
-        return "\n".join(f"{pp_rank}: {' '.join(map(str, actions))}" for pp_rank, actions in enumerate(self.actions))
+        return "\n".join(
+            f"{pp_rank}: {' '.join(map(str, actions))}"
+            for pp_rank, actions in enumerate(self.actions)
+        )

@@ -1,7 +1,8 @@
 """Broadcast small nested values from the last stage of a pipeline to its other stages, once a step.
 
-A value is split into its numbers and the rest (names, keyword arguments, structure). The numbers travel as one float64
-tensor. The rest changes rarely: it is sent when it is new, and cached under its hash. Tensors with dims follow one by one.
+A value is split into its numbers and the rest (names, keyword arguments, structure). The numbers
+travel as one float64 tensor. The rest changes rarely: it is sent when it is new, and cached under
+its hash. Tensors with dims follow one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class _Number:
         self.dtype = value.dtype if isinstance(value, Tensor) else type(value)
 
     def restore(self, number: Tensor) -> Any:
-        return number.to(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype(number.item())
+        return (
+            number.to(self.dtype)
+            if isinstance(self.dtype, torch.dtype)
+            else self.dtype(number.item())
+        )
 
 
 class _Array:
@@ -53,9 +58,9 @@ def _packed(structure: Any) -> bytes:
         return pickle.dumps(structure)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"the step returned or logged a value that cannot be sent to the other pipeline stages ({error}). Return and log "
-            "tensors, numbers, strings and containers of them, and leave sync_dist_group out: values are reduced over the "
-            "data-parallel ranks."
+            "the step returned or logged a value that cannot be sent to the other pipeline stages "
+            f"({error}). Return and log tensors, numbers, strings and containers of them, and "
+            "leave sync_dist_group out: values are reduced over the data-parallel ranks."
         ) from error
 
 
@@ -70,38 +75,64 @@ class StageBroadcast:
     def __call__(self, value: Any, *, tensors: bool = False) -> Any:
         """Return the last stage's ``value`` (there unchanged); other stages pass anything.
 
-        Tensors with dims travel if the last stage sets ``tensors``; else they are None on the other stages.
+        Tensors with dims travel if the last stage sets ``tensors``; else they are None on the other
+        stages.
         """
         if self._pipeline.size == 1:
             return value
         if self._pipeline.rank > 0:
             return self._receive()
-        self._send(value if tensors else tree_map_only(Tensor, lambda x: None if x.ndim else x, value))
+        self._send(
+            value if tensors else tree_map_only(Tensor, lambda x: None if x.ndim else x, value)
+        )
         return value
 
     def _send(self, value: Any) -> None:
         numbers = [leaf for leaf in tree_leaves(value) if _is_number(leaf)]
-        packed = _packed(tree_map(lambda x: _Number(x) if _is_number(x) else _Array(x) if isinstance(x, Tensor) else x, value))
+        packed = _packed(
+            tree_map(
+                lambda x: (
+                    _Number(x) if _is_number(x) else _Array(x) if isinstance(x, Tensor) else x
+                ),
+                value,
+            )
+        )
         key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
         new = key not in self._structures
-        self._broadcast(torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device))
+        self._broadcast(
+            torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device)
+        )
         if new:
             self._cache(key, packed)
             self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
         if numbers:
-            on_device = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
+            on_device = [
+                torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers
+            ]
             self._broadcast(torch.stack(on_device))
         for tensor in tree_leaves(value):
             if isinstance(tensor, Tensor) and tensor.ndim:
                 self._broadcast(_as_bytes(tensor.detach().to(self._device).contiguous()))
 
     def _receive(self) -> Any:
-        key, count, packed_bytes = self._broadcast(torch.empty(3, dtype=torch.int64, device=self._device)).tolist()
+        key, count, packed_bytes = self._broadcast(
+            torch.empty(3, dtype=torch.int64, device=self._device)
+        ).tolist()
         if packed_bytes:
-            packed = self._broadcast(torch.empty(packed_bytes, dtype=torch.uint8, device=self._device))
+            packed = self._broadcast(
+                torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
+            )
             self._cache(key, packed.cpu().numpy().tobytes())
-        numbers = iter(self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device)) if count else ())
-        value = tree_map_only(_Number, lambda number: number.restore(next(numbers)), pickle.loads(self._structures[key]))
+        numbers = iter(
+            self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device))
+            if count
+            else ()
+        )
+        value = tree_map_only(
+            _Number,
+            lambda number: number.restore(next(numbers)),
+            pickle.loads(self._structures[key]),
+        )
         return tree_map_only(_Array, self._receive_tensor, value)
 
     def _receive_tensor(self, sent: _Array) -> Tensor:

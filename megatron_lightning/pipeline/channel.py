@@ -1,11 +1,12 @@
 """Point-to-point messages between the stages of a pipeline.
 
-A *message* is what one stage sends to the next (outputs) or to the one before (their gradients): several tensors, of shapes
-that the receiver must know to post its buffers.
+A *message* is what one stage sends to the next (outputs) or to the one before (their gradients):
+several tensors, of shapes that the receiver must know to post its buffers.
 
-NCCL ignores tags, matches messages by order alone and runs all traffic of a pair of ranks on one stream of a communicator,
-where a receive posted early would block a later send. Every (direction in the model, direction along the pp ranks)
-therefore has a process group of its own. gloo matches by tag and order.
+NCCL ignores tags, matches messages by order alone and runs all traffic of a pair of ranks on one
+stream of a communicator, where a receive posted early would block a later send. Every (direction in
+the model, direction along the pp ranks) therefore has a process group of its own. gloo matches by
+tag and order.
 
 A forward message whose shapes the receiver cannot know is preceded by a header of fixed size.
 """
@@ -25,7 +26,8 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.plan import Message
 
-_NUM_AHEAD = 2  # messages received ahead on a channel: one in transfer, one ready for the next action
+# Messages received ahead on a channel: one in transfer, one ready for the next action.
+_NUM_AHEAD = 2
 _HEADER_NUMBERS = 256  # 2 KiB: 40 tensors of three dims
 _DTYPES = (
     torch.float32,
@@ -60,7 +62,9 @@ Boundary = tuple[TensorMeta, ...]
 
 
 def describe(tensors: Iterable[Tensor], *, backward: bool) -> Boundary:
-    """Return the metadata of a stage's outputs; no tensor takes a gradient in a step without backward."""
+    """Return the metadata of a stage's outputs; no tensor takes a gradient in a step without
+    backward.
+    """
     return tuple(TensorMeta(t.dtype, backward and t.requires_grad, tuple(t.shape)) for t in tensors)
 
 
@@ -69,14 +73,19 @@ def encode_header(boundary: Boundary, device: torch.device) -> Tensor:
     numbers = [len(boundary)]
     for dtype, requires_grad, shape in boundary:
         if dtype not in _DTYPES:
-            raise PipelineError(f"a tensor between stages has dtype {dtype}, which messages do not carry. Cast it before.")
+            raise PipelineError(
+                f"a tensor between stages has dtype {dtype}, which messages do not carry. Cast it "
+                "before."
+            )
         numbers += [_DTYPES.index(dtype), requires_grad, len(shape), *shape]
     if len(numbers) > _HEADER_NUMBERS:
         raise PipelineError(
-            f"a stage sends {len(boundary)} tensors, described by {len(numbers)} numbers, and a header holds "
-            f"{_HEADER_NUMBERS}. Stack them into fewer tensors."
+            f"a stage sends {len(boundary)} tensors, described by {len(numbers)} numbers, and a "
+            f"header holds {_HEADER_NUMBERS}. Stack them into fewer tensors."
         )
-    return torch.tensor(numbers + [0] * (_HEADER_NUMBERS - len(numbers)), dtype=torch.int64, device=device)
+    return torch.tensor(
+        numbers + [0] * (_HEADER_NUMBERS - len(numbers)), dtype=torch.int64, device=device
+    )
 
 
 def decode_header(header: Tensor) -> Boundary:
@@ -85,7 +94,9 @@ def decode_header(header: Tensor) -> Boundary:
 
     def tensor() -> TensorMeta:
         dtype, requires_grad, num_dims = next(numbers), next(numbers), next(numbers)
-        return TensorMeta(_DTYPES[dtype], bool(requires_grad), tuple(next(numbers) for _ in range(num_dims)))
+        return TensorMeta(
+            _DTYPES[dtype], bool(requires_grad), tuple(next(numbers) for _ in range(num_dims))
+        )
 
     return tuple(tensor() for _ in range(next(numbers)))
 
@@ -106,20 +117,23 @@ class Transport:
     def __init__(self, context: ParallelContext, placement: Placement) -> None:
         if placement.num_ranks != context.pp.size:
             raise ConfigError(
-                f"the pipeline placement is for {placement.num_ranks} ranks, and pipeline_model_parallel_size is "
-                f"{context.pp.size}. Make them equal."
+                f"the pipeline placement is for {placement.num_ranks} ranks, and "
+                f"pipeline_model_parallel_size is {context.pp.size}. Make them equal."
             )
         self.device = context.device
         self.pp_rank = context.pp.rank
         hops = list(zip(placement.pp_ranks, placement.pp_ranks[1:], strict=False))
-        edges = {(True, a, b) for a, b in hops if a != b} | {(False, b, a) for a, b in hops if a != b}
+        edges = {(True, a, b) for a, b in hops if a != b} | {
+            (False, b, a) for a, b in hops if a != b
+        }
         self._edges = sorted(edges)
         self.groups: dict[tuple[bool, bool], dist.ProcessGroup] = {}
         """Communicators by direction in the model (forward) and along the pp ranks (up)."""
         for forward, source, destination in self._edges:
             key = (forward, source < destination)
             if key not in self.groups:
-                name = f"pp-{'forward' if forward else 'backward'}-{'up' if source < destination else 'down'}"
+                towards = "up" if source < destination else "down"
+                name = f"pp-{'forward' if forward else 'backward'}-{towards}"
                 group = context.new_process_group(context.pp.ranks, name)
                 if group is not None:  # None for a group of one rank, which has no edges
                     self.groups[key] = group
@@ -131,8 +145,8 @@ class Transport:
     def warm_up(self) -> None:
         """Exchange one number on every channel, so that communicators exist before the first step.
 
-        All ranks walk the channels in one order: creating a communicator blocks both ends, and any other order could
-        close a circle of ranks that wait for one another.
+        All ranks walk the channels in one order: creating a communicator blocks both ends, and any
+        other order could close a circle of ranks that wait for one another.
         """
         for forward, source, destination in self._edges:
             number = torch.zeros(1, device=self.device)
@@ -159,9 +173,11 @@ class BoundaryBook(Protocol):
 
 
 class Inbox:
-    """Messages that arrive on one directed channel during a step, received in the order of ``expected``.
+    """Messages that arrive on one directed channel during a step, received in the order of
+    ``expected``.
 
-    Receives of ``_NUM_AHEAD`` messages are posted ahead, so that data arrives while the stage computes.
+    Receives of ``_NUM_AHEAD`` messages are posted ahead, so that data arrives while the stage
+    computes.
 
     Args:
         transport: The process groups.
@@ -171,7 +187,14 @@ class Inbox:
         book: Record of their metadata.
     """
 
-    def __init__(self, transport: Transport, forward: bool, peer: int, expected: Iterable[Message], book: BoundaryBook) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        forward: bool,
+        peer: int,
+        expected: Iterable[Message],
+        book: BoundaryBook,
+    ) -> None:
         self._group = transport.group(forward, peer, transport.pp_rank)
         self._peer = peer
         self._device = transport.device
@@ -224,9 +247,10 @@ class _Sent(NamedTuple):
 class Outbox:
     """Messages sent to one pp rank during a step, kept alive until they are delivered.
 
-    gloo's sends complete only when waited for. A message therefore also counts as delivered when the receiver has sent the
-    result of a later action: both positions are in the schedule. Where nothing comes back, as in validation, the oldest
-    ones are waited for when more than :attr:`Message.ahead` are in flight.
+    gloo's sends complete only when waited for. A message therefore also counts as delivered when
+    the receiver has sent the result of a later action: both positions are in the schedule. Where
+    nothing comes back, as in validation, the oldest ones are waited for when more than
+    :attr:`Message.ahead` are in flight.
 
     Args:
         transport: The process groups.
@@ -251,7 +275,9 @@ class Outbox:
             queue.append(sent)
 
     def release(self, position: int) -> None:
-        """Release delivered messages, given that the receiver has come to ``position`` of its actions."""
+        """Release delivered messages, given that the receiver has come to ``position`` of its
+        actions.
+        """
         for queue in self._sent.values():
             if queue:
                 _drop_delivered(queue, position, len(queue))
@@ -263,7 +289,11 @@ class Outbox:
 
 
 def _drop_delivered(queue: deque[_Sent], position: int, ahead: int) -> None:
-    """Drop messages delivered to a receiver that has reached ``position``; wait for the oldest beyond ``ahead`` messages."""
-    while queue and (len(queue) > ahead or queue[0].position < position or queue[0].works[-1].is_completed()):
+    """Drop messages delivered to a receiver that has reached ``position``; wait for the oldest
+    beyond ``ahead`` messages.
+    """
+    while queue and (
+        len(queue) > ahead or queue[0].position < position or queue[0].works[-1].is_completed()
+    ):
         for work in queue.popleft().works:
             work.wait()

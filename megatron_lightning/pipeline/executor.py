@@ -1,14 +1,17 @@
-"""Run a schedule's table on this rank. The executor decides nothing: order is the table's, computation the program's.
+"""Run a schedule's table on this rank. The executor decides nothing: order is the table's,
+computation the program's.
 
-It adds messages and memory. Receives are posted a little ahead, and sends wait only where more would be in flight than the
-schedule foresees. A stage's output is released once it is sent, since its backward needs the graph (through a gradient edge)
-and not the values; buffers live from the message to the backward of one micro-batch, whatever the number of micro-batches.
+It adds messages and memory. Receives are posted a little ahead, and sends wait only where more
+would be in flight than the schedule foresees. A stage's output is released once it is sent, since
+its backward needs the graph (through a gradient edge) and not the values; buffers live from the
+message to the backward of one micro-batch, whatever the number of micro-batches.
 
-A split backward walks the graph once, in its first half (I); layers that can defer the gradients of their weights do so, and
-the second half (W) computes them. Others are computed in the first half.
+A split backward walks the graph once, in its first half (I); layers that can defer the gradients of
+their weights do so, and the second half (W) computes them. Others are computed in the first half.
 
-Shapes may differ from micro-batch to micro-batch. The program gives each one a *signature*, equal on all stages; the
-first message of a signature on a boundary carries a header, later ones are received into buffers of the known shapes.
+Shapes may differ from micro-batch to micro-batch. The program gives each one a *signature*, equal
+on all stages; the first message of a signature on a boundary carries a header, later ones are
+received into buffers of the known shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from megatron_lightning import compat
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
-from megatron_lightning.pipeline.channel import Boundary, Inbox, Outbox, Transport, describe, encode_header
+from megatron_lightning.pipeline.channel import (
+    Boundary,
+    Inbox,
+    Outbox,
+    Transport,
+    describe,
+    encode_header,
+)
 from megatron_lightning.pipeline.plan import Message, Plan, Planned, plan_of
 from megatron_lightning.pipeline.schedules import forward_only
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -39,7 +49,9 @@ _log = logging.getLogger(__name__)
 class StageProgram(Protocol):
     """Computation of the stages of this rank."""
 
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | Tensor | None:
         """Run one stage on one micro-batch.
 
         Args:
@@ -59,7 +71,8 @@ class StageProgram(Protocol):
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Return the context for the action that completes the gradients of ``stage`` in this run.
 
-        Gradients that appear inside are final, and so are all of the stage's after it: their reduction may start.
+        Gradients that appear inside are final, and so are all of the stage's after it: their
+        reduction may start.
         """
         ...
 
@@ -72,7 +85,9 @@ class Observer(Protocol):
         ...
 
     def end(self, action: Action, outputs: tuple[Tensor, ...] | Tensor | None) -> None:
-        """Observe the end of an action and a forward's outputs: tensors for the next stage, or the loss; else None."""
+        """Observe the end of an action and a forward's outputs: tensors for the next stage, or the
+        loss; else None.
+        """
         ...
 
 
@@ -88,13 +103,15 @@ class PipelinePosition:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} (pp rank {self.pp_rank}) was at stage {self.action.stage}, action {self.action}, "
-            f"micro-batch {self.action.microbatch}"
+            f"rank {self.rank} (pp rank {self.pp_rank}) was at stage {self.action.stage}, action "
+            f"{self.action}, micro-batch {self.action.microbatch}"
         )
 
 
 class _Entrance(torch.autograd.Function):
-    """Make a non-leaf of a received tensor: a leaf that takes a gradient may not be modified in place."""
+    """Make a non-leaf of a received tensor: a leaf that takes a gradient may not be modified in
+    place.
+    """
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
@@ -125,7 +142,8 @@ class PipelineExecutor:
         self.placement = placement
         self.transport = Transport(context, placement)
         self.boundaries: dict[_BoundaryKey, Boundary] = {}
-        """Metadata of the tensors that each (receiving stage, backward, number of the signature) takes."""
+        """Metadata of the tensors that each (receiving stage, backward, number of the signature)
+        takes."""
         self._numbers: dict[Hashable, int] = {}  # of the signatures, which may be slow to compare
         self.weight_gradients = WeightGradients()
         """Store in which layers defer the gradients of their weights while a backward is split."""
@@ -134,9 +152,11 @@ class PipelineExecutor:
         self._plans: dict[tuple[int, bool], tuple[Schedule, Plan]] = {}
 
     def forget_boundaries(self) -> None:
-        """Drop the known shapes, on all ranks of the pipeline together, so that the next run sends headers again.
+        """Drop the known shapes, on all ranks of the pipeline together, so that the next run sends
+        headers again.
 
-        Needed when a signature may from now on mean other shapes or gradients, such as after layers were frozen or unfrozen.
+        Needed when a signature may from now on mean other shapes or gradients, such as after layers
+        were frozen or unfrozen.
         """
         self.boundaries.clear()
         self._numbers.clear()
@@ -156,19 +176,24 @@ class PipelineExecutor:
         Args:
             schedule: A valid table on this executor's placement.
             program: Computation of the stages; called in the order of the table.
-            backward: Whether to run backwards; False runs the table's forwards alone, in their order.
+            backward: Whether to run backwards; False runs the table's forwards alone, in their
+                order.
 
         Raises:
-            PipelineError: If the table does not fit, or a stage sends other tensors than an equal signature had.
+            PipelineError: If the table does not fit, or a stage sends other tensors than an equal
+                signature had.
             Exception: Any exception of the program, with the position in the schedule added.
         """
         if schedule.placement != self.placement:
             raise PipelineError(
-                f"schedule {schedule.name} is for the placement {schedule.placement.pp_ranks}, and this pipeline has "
-                f"{self.placement.pp_ranks}. Make the schedule for this pipeline."
+                f"schedule {schedule.name} is for the placement {schedule.placement.pp_ranks}, and "
+                f"this pipeline has {self.placement.pp_ranks}. Make the schedule for this pipeline."
             )
         plan, numbers = self._plan(schedule, backward), self._numbers
-        shapes = [numbers.setdefault(program.signature(index), len(numbers)) for index in range(schedule.num_microbatches)]
+        shapes = [
+            numbers.setdefault(program.signature(index), len(numbers))
+            for index in range(schedule.num_microbatches)
+        ]
         run = _Run(self, plan, program, shapes, backward)
         planned = plan.actions[0]
         outputs: _Tensors | Tensor | None = None
@@ -190,7 +215,9 @@ class PipelineExecutor:
             run.finish()
         except Exception as error:
             self.weight_gradients.clear()
-            _locate(error, PipelinePosition(self.context.rank, self.context.pp.rank, planned.action))
+            _locate(
+                error, PipelinePosition(self.context.rank, self.context.pp.rank, planned.action)
+            )
             raise
 
     def _plan(self, schedule: Schedule, backward: bool) -> Plan:
@@ -209,7 +236,8 @@ class _InFlight:
     inputs: tuple[Tensor, ...]
     """Received tensors that take a gradient."""
     edges: tuple[GradientEdge, ...]
-    """Nodes of the graph that the gradients of the outputs enter; the outputs themselves are released."""
+    """Nodes of the graph that the gradients of the outputs enter; the outputs themselves are
+    released."""
     output_gradients: Boundary
     """Metadata of the gradients that the next stage will send."""
     seed: tuple[Tensor, ...] = ()
@@ -220,7 +248,12 @@ class _Run:
     """One run of a plan; also the :class:`BoundaryBook` of its inboxes."""
 
     def __init__(
-        self, executor: PipelineExecutor, plan: Plan, program: StageProgram, shapes: list[int], backward: bool
+        self,
+        executor: PipelineExecutor,
+        plan: Plan,
+        program: StageProgram,
+        shapes: list[int],
+        backward: bool,
     ) -> None:
         self._executor = executor
         self._program = program
@@ -231,7 +264,8 @@ class _Run:
         self._in_flight: dict[_Place, _InFlight] = {}
         self._local: dict[tuple[bool, int, int], tuple[Tensor, ...]] = {}
         self._inboxes = {
-            channel: Inbox(executor.transport, *channel, messages, self) for channel, messages in plan.received.items()
+            channel: Inbox(executor.transport, *channel, messages, self)
+            for channel, messages in plan.received.items()
         }
         self._outboxes = {peer: Outbox(executor.transport, peer) for peer in plan.peers}
 
@@ -245,22 +279,38 @@ class _Run:
         for outbox in self._outboxes.values():
             outbox.finish()
 
-    def forward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | Tensor | None:
+    def forward(
+        self, planned: Planned, received: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | Tensor | None:
         """Run a stage on the tensors it received, and send its outputs."""
         stage, _, microbatch = planned.action
-        # Only inputs that take a gradient are kept; the others live as long as the graph needs them.
+        # Only inputs that take a gradient are kept; the others live as long as the graph needs
+        # them.
         inputs: tuple[Tensor, ...] = ()
         if received is not None and self._backward:
             boundary = self._boundaries[self._key(stage, microbatch)]
-            inputs = tuple([t.requires_grad_() for t, meta in zip(received, boundary, strict=True) if meta.requires_grad])
+            inputs = tuple(
+                [
+                    t.requires_grad_()
+                    for t, meta in zip(received, boundary, strict=True)
+                    if meta.requires_grad
+                ]
+            )
             enter: Callable[[Tensor], Tensor] = _Entrance.apply
-            received = tuple([enter(tensor) if tensor.requires_grad else tensor for tensor in received])
+            received = tuple(
+                [enter(tensor) if tensor.requires_grad else tensor for tensor in received]
+            )
         outputs = self._program.forward(stage, microbatch, received)
-        flight = self._end(outputs, inputs) if planned.gives is None else self._send_outputs(planned.gives, outputs, inputs)
+        flight = (
+            self._end(outputs, inputs)
+            if planned.gives is None
+            else self._send_outputs(planned.gives, outputs, inputs)
+        )
         if self._backward:
             self._in_flight[stage, microbatch] = flight
             if planned.gives is not None and planned.gives.peer is not None:
-                self._inboxes[False, planned.gives.peer].refill()  # the shapes of its gradients are known now
+                # The shapes of its gradients are known now.
+                self._inboxes[False, planned.gives.peer].refill()
         return outputs
 
     def _end(self, loss: object, inputs: tuple[Tensor, ...]) -> _InFlight:
@@ -268,47 +318,61 @@ class _Run:
             return _InFlight(inputs, (), ())
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PipelineError(
-                f"the last stage returned {_kind_of(loss)}; a backward starts from one number. Return a scalar tensor, or None "
-                "for no backward."
+                f"the last stage returned {_kind_of(loss)}; a backward starts from one number. "
+                "Return a scalar tensor, or None for no backward."
             )
         if not (self._backward and loss.requires_grad):
             return _InFlight(inputs, (), ())
         return _InFlight(inputs, (get_gradient_edge(loss),), (), (torch.ones_like(loss),))
 
-    def _send_outputs(self, message: Message, outputs: object, inputs: tuple[Tensor, ...]) -> _InFlight:
+    def _send_outputs(
+        self, message: Message, outputs: object, inputs: tuple[Tensor, ...]
+    ) -> _InFlight:
         """Send a stage's outputs to the next stage, and keep only their gradient edges."""
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
-        if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        if not isinstance(tensors, tuple) or not all(
+            isinstance(tensor, Tensor) for tensor in tensors
+        ):
             raise PipelineError(
-                f"stage {message.stage - 1} returned {_kind_of(outputs)}; only tensors travel between stages. Return a tensor "
-                "or a tuple of tensors."
+                f"stage {message.stage - 1} returned {_kind_of(outputs)}; only tensors travel "
+                "between stages. Return a tensor or a tuple of tensors."
             )
         boundary = describe(tensors, backward=self._backward)
         self._send(message, self._with_header(message, boundary, tensors))
-        edges = tuple(get_gradient_edge(tensor) for tensor, meta in zip(tensors, boundary, strict=True) if meta.requires_grad)
+        edges = tuple(
+            get_gradient_edge(tensor)
+            for tensor, meta in zip(tensors, boundary, strict=True)
+            if meta.requires_grad
+        )
         return _InFlight(inputs, edges, tuple(meta for meta in boundary if meta.requires_grad))
 
-    def _with_header(self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _with_header(
+        self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Put a header before the first message of a signature; check that later ones match it."""
         key = self._key(message.stage, message.microbatch)
         is_new = key not in self._boundaries
         known = self._boundaries.setdefault(key, boundary)
         if known != boundary:
-            promised, found = (", ".join(map(str, metas)) or "nothing" for metas in (known, boundary))
+            promised, found = (
+                ", ".join(map(str, metas)) or "nothing" for metas in (known, boundary)
+            )
             signature = self._program.signature(message.microbatch)
             raise PipelineError(
-                f"stage {message.stage - 1} sends {found} for micro-batch {message.microbatch}, and an earlier micro-batch "
-                f"with the same signature {signature!r} had {promised}; the next stage has posted buffers for that. Where "
-                "shapes follow from values in a batch, or layers are frozen within an epoch, set variable_seq_lengths of "
-                "pipeline_options; your own program returns different signatures for the two, or calls forget_boundaries()."
+                f"stage {message.stage - 1} sends {found} for micro-batch {message.microbatch}, "
+                f"and an earlier micro-batch with the same signature {signature!r} had {promised}; "
+                "the next stage has posted buffers for that. Where shapes follow from values in a "
+                "batch, or layers are frozen within an epoch, set variable_seq_lengths of "
+                "pipeline_options; your own program returns different signatures for the two, or "
+                "calls forget_boundaries()."
             )
         if is_new and message.peer is not None:
             return (encode_header(boundary, self._executor.context.device), *tensors)
         return tensors
 
     def backward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
-        """Compute the gradients of a stage's inputs from those of its outputs and send them (B, I); compute the deferred
-        gradients of its weights (B, W).
+        """Compute the gradients of a stage's inputs from those of its outputs and send them (B, I);
+        compute the deferred gradients of its weights (B, W).
         """
         stage, kind, microbatch = planned.action
         if kind is not Kind.WEIGHT_GRADIENT:
@@ -319,7 +383,9 @@ class _Run:
                     compat.run_backward(flight.edges, gradients)
             if planned.gives is not None:
                 # The stage before waits for a gradient of an unused input too.
-                zeros_or_grad = (torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs)
+                zeros_or_grad = (
+                    torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs
+                )
                 self._send(planned.gives, tuple(zeros_or_grad))
         if kind is not Kind.INPUT_GRADIENT:
             self._weight_gradients.compute((stage, microbatch))
@@ -348,7 +414,9 @@ class _Run:
         return stage, self._backward, self._shapes[microbatch]
 
     def expected(self, message: Message) -> Boundary | None:
-        """Return the metadata of a message; None: not known before its header, or before its stage's forward."""
+        """Return the metadata of a message; None: not known before its header, or before its
+        stage's forward.
+        """
         if message.forward:
             return self._boundaries.get(self._key(message.stage, message.microbatch))
         flight = self._in_flight.get((message.stage, message.microbatch))

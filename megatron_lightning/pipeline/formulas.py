@@ -1,7 +1,9 @@
-"""Closed formulas of a schedule's cost, from the papers, to compare the simulation with. No torch here.
+"""Closed formulas of a schedule's cost, from the papers, to compare the simulation with. No torch
+here.
 
-Notation: P pipeline ranks, V chunks on each, M micro-batches, N micro-batches of a group; F, B, I and W are the times of one
-action on one chunk, equal on all stages; messages take no time. Tests compare every formula with the simulation.
+Notation: P pipeline ranks, V chunks on each, M micro-batches, N micro-batches of a group; F, B, I
+and W are the times of one action on one chunk, equal on all stages; messages take no time. Tests
+compare every formula with the simulation.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
         group_size: N of the interleaved schedule.
 
     Returns:
-        None where there is no closed form: a user's own table, stages of unequal cost, messages that take time, a last
-        group below P, or (zero bubble) numbers that the paper's derivation excludes.
+        None where there is no closed form: a user's own table, stages of unequal cost, messages
+        that take time, a last group below P, or (zero bubble) numbers that the paper's derivation
+        excludes.
     """
     num_stages = schedule.placement.num_stages
     durations = costs.durations(num_stages)
@@ -42,14 +45,20 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
     p, m = schedule.placement.num_ranks, schedule.num_microbatches
     v = num_stages // p
     n = group_size or smallest_group_size(p, m)
-    if schedule.name in {"gpipe", "1f1b"} or (schedule.name == "interleaved" and groups_fill(p, m, n)):
+    if schedule.name in {"gpipe", "1f1b"} or (
+        schedule.name == "interleaved" and groups_fill(p, m, n)
+    ):
         time = (max(m, p) * (v - 1) + m + p - 1) * (f + b)
         slots = "M + P - 1" if v == 1 else "MV + P - 1" if m >= p else "PV + M - 1"
         return Expected(time, f"({slots}) (F + B)", _held(schedule, v, n))
     if schedule.name == "zb-h1" and w <= min(f, i) and m >= p:
-        return Expected(m * (f + i + w) + (p - 1) * (f + i - w), "M (F + I + W) + (P - 1) (F + I - W)", (p,) * p)
+        return Expected(
+            m * (f + i + w) + (p - 1) * (f + i - w), "M (F + I + W) + (P - 1) (F + I - W)", (p,) * p
+        )
     if schedule.name == "zbv" and f == i == w and m >= 2 * p - 1:
-        return Expected(2 * m * (f + i + w) + (p - 1) * f, "2 M (F + I + W) + (P - 1) F", (2 * p,) * p)
+        return Expected(
+            2 * m * (f + i + w) + (p - 1) * f, "2 M (F + I + W) + (P - 1) F", (2 * p,) * p
+        )
     return None
 
 

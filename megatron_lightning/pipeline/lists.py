@@ -1,7 +1,8 @@
-"""Synchronize lists that a step appends to, such as ``self.outputs.append(loss)``, from the last stage to all stages.
+"""Synchronize lists that a step appends to, such as ``self.outputs.append(loss)``, from the last
+stage to all stages.
 
-The end of an epoch, where such lists are usually read, runs on all ranks; in a step only the last stage reaches the code after
-the pipelined call.
+The end of an epoch, where such lists are usually read, runs on all ranks; in a step only the last
+stage reaches the code after the pipelined call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Path = tuple[Any, ...]
 
 
 class ListSync:
-    """Synchronization of the lists among a module's and its class's attributes, in dicts and lists too.
+    """Synchronization of the lists among a module's and its class's attributes, in dicts and lists
+    too.
 
     Args:
         module: The user's module.
@@ -32,7 +34,9 @@ class ListSync:
         self._device = device
         self._foreign = vars(base()).keys()
         own = [kind for kind in reversed(type(module).__mro__) if not issubclass(base, kind)]
-        self._of_class = {k: v for kind in own for k, v in vars(kind).items() if isinstance(v, list | Mapping)}
+        self._of_class = {
+            k: v for kind in own for k, v in vars(kind).items() if isinstance(v, list | Mapping)
+        }
         self._lengths: dict[Path, int] = {}
 
     def begin(self) -> None:
@@ -40,12 +44,17 @@ class ListSync:
         self._lengths = {path: len(found) for path, found in self._lists()}
 
     def appended(self) -> bytes:
-        """Return the items that the step appended, for :meth:`append` on other stages; empty if none can be sent."""
+        """Return the items that the step appended, for :meth:`append` on other stages; empty if
+        none can be sent.
+        """
         added = {path: found[self._lengths.get(path, 0) :] for path, found in self._lists()}
         added = {path: items for path, items in added.items() if items}
         if not added:
             return b""
-        moves = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(list(added.values())))
+        moves = any(
+            isinstance(leaf, Tensor) and leaf.device.type != "cpu"
+            for leaf in tree_leaves(list(added.values()))
+        )
         plain = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), list(added.values()))
         try:
             return pickle.dumps((list(added), plain, moves))
@@ -84,8 +93,17 @@ class ListSync:
 def _lists_in(value: Any, path: Path) -> Iterator[tuple[Path, list[Any]]]:
     if isinstance(value, list):
         yield path, value
-    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, Mapping) else ()
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    if any(isinstance(item, list | Mapping) for item in islice(inside, 8)):  # a vocabulary is not searched in every step
+    items = (
+        enumerate(value)
+        if isinstance(value, list)
+        else value.items()
+        if isinstance(value, Mapping)
+        else ()
+    )
+    inside = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    )
+    # A vocabulary is not searched in every step.
+    if any(isinstance(item, list | Mapping) for item in islice(inside, 8)):
         for key, item in items:
             yield from _lists_in(item, (*path, key))

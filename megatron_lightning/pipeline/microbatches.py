@@ -15,14 +15,18 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError
 
 _OTHER_BATCHES = (
-    "Return a dict from the collate function, or define split_batch(batch, micro_batch_size) on the LightningModule or "
-    "LightningDataModule."
+    "Return a dict from the collate function, or define split_batch(batch, micro_batch_size) on "
+    "the LightningModule or LightningDataModule."
 )
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the size of dim 0 of the first tensor in ``batch``, or else of its first list of plain values (None: neither)."""
-    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim] or [len(values) for values in _lists_of(batch)]
+    """Return the size of dim 0 of the first tensor in ``batch``, or else of its first list of plain
+    values (None: neither).
+    """
+    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim] or [
+        len(values) for values in _lists_of(batch)
+    ]
     return sizes[0] if sizes else None
 
 
@@ -35,7 +39,9 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:
-    """Yield the lists and tuples without further structure in nested mappings, lists, tuples and dataclasses, in order."""
+    """Yield the lists and tuples without further structure in nested mappings, lists, tuples and
+    dataclasses, in order.
+    """
     if isinstance(batch, list | tuple) and batch and _is_list_of(batch, len(batch)):
         yield batch
     for item in _children(batch):
@@ -45,8 +51,9 @@ def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:
 def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
     """Split ``batch`` into micro-batches; None: one.
 
-    Tensors whose dim 0 has the batch size, and lists and tuples of as many plain values, are split; everything else goes to
-    every micro-batch as it is. The last micro-batch is smaller if the size does not divide.
+    Tensors whose dim 0 has the batch size, and lists and tuples of as many plain values, are split;
+    everything else goes to every micro-batch as it is. The last micro-batch is smaller if the size
+    does not divide.
 
     Raises:
         ConfigError: If the batch has nothing to split.
@@ -56,8 +63,8 @@ def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
         return [batch]
     if size is None:
         raise ConfigError(
-            f"a batch of type {type(batch).__name__} holds no tensors with dims and no lists, so it cannot be split into "
-            f"micro-batches of {micro_batch_size}. {_OTHER_BATCHES}"
+            f"a batch of type {type(batch).__name__} holds no tensors with dims and no lists, so "
+            f"it cannot be split into micro-batches of {micro_batch_size}. {_OTHER_BATCHES}"
         )
     starts = range(0, size, micro_batch_size)
     return [_select(batch, size, slice(start, start + micro_batch_size)) for start in starts]
@@ -68,9 +75,10 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
 ) -> Any:
     """Merge the outputs of one step's micro-batches.
 
-    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors and arrays are concatenated
-    on dim 0, lists of plain values or with an entry for each sample are joined; nested structures are merged entry by entry.
-    A value that is the same for all stays as it is.
+    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors
+    and arrays are concatenated on dim 0, lists of plain values or with an entry for each sample are
+    joined; nested structures are merged entry by entry. A value that is the same for all stays as
+    it is.
 
     Args:
         outputs: Output of the step for each micro-batch; None: nothing.
@@ -105,25 +113,38 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
         parts = [merge(items) for items in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if names := _field_names(first):
-        return _with_fields(first, {name: merge([getattr(output, name) for output in outputs]) for name in names})
+        return _with_fields(
+            first, {name: merge([getattr(output, name) for output in outputs]) for name in names}
+        )
     return first if all(output is first for output in outputs) else list(outputs)
 
 
 def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
-    """Return whether lists hold an entry for each sample: texts, other values, or tensors of one sample each.
+    """Return whether lists hold an entry for each sample: texts, other values, or tensors of one
+    sample each.
 
-    A list may have as many entries as a micro-batch has samples by chance. Scalars, tensors of a full micro-batch and tensors
-    of several kinds therefore count as results of the step at fixed places.
+    A list may have as many entries as a micro-batch has samples by chance. Scalars, tensors of a
+    full micro-batch and tensors of several kinds therefore count as results of the step at fixed
+    places.
     """
     items = [item for output in outputs for item in output]
     if not any(isinstance(item, Tensor) for item in items):
-        return isinstance(outputs[0], list) or (bool(items) and all(isinstance(item, str | bytes) for item in items))
+        return isinstance(outputs[0], list) or (
+            bool(items) and all(isinstance(item, str | bytes) for item in items)
+        )
     if not isinstance(outputs[0], list) or [len(output) for output in outputs] != list(sizes):
         return False
     if len(set(sizes)) > 1:
         return True
-    kinds = {(item.ndim, item.dtype) if isinstance(item, Tensor) and item.ndim else None for item in items}
-    return len(kinds) == 1 and None not in kinds and not all(item.shape[0] == sizes[0] for item in items)
+    kinds = {
+        (item.ndim, item.dtype) if isinstance(item, Tensor) and item.ndim else None
+        for item in items
+    }
+    return (
+        len(kinds) == 1
+        and None not in kinds
+        and not all(item.shape[0] == sizes[0] for item in items)
+    )
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
@@ -132,14 +153,22 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -
     stacked = stacked if stacked.is_floating_point() else stacked.float()
     if all(isinstance(weight, int | float) for weight in weights) and len(set(weights)) == 1:
         return stacked.mean() if weights[0] else stacked.new_zeros(())
-    weight = torch.stack([torch.as_tensor(w, dtype=stacked.dtype, device=stacked.device) for w in weights])
+    weight = torch.stack(
+        [torch.as_tensor(w, dtype=stacked.dtype, device=stacked.device) for w in weights]
+    )
     return (stacked * weight).sum() / weight.sum().clamp(min=torch.finfo(stacked.dtype).tiny)
 
 
 def _is_list_of(leaf: Any, size: int) -> bool:
-    """Return whether these are plain values, one for each sample; torch's collate function leaves texts as lists or tuples."""
+    """Return whether these are plain values, one for each sample; torch's collate function leaves
+    texts as lists or tuples.
+    """
     plain = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields")
-    return plain and len(leaf) == size and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
+    return (
+        plain
+        and len(leaf) == size
+        and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
+    )
 
 
 def _children(batch: Any) -> list[Any]:
@@ -152,11 +181,17 @@ def _children(batch: Any) -> list[Any]:
 
 def _field_names(value: Any) -> list[str]:
     """Return the fields of a dataclass object; none for any other value."""
-    return [field.name for field in fields(value)] if is_dataclass(value) and not isinstance(value, type) else []
+    return (
+        [field.name for field in fields(value)]
+        if is_dataclass(value) and not isinstance(value, type)
+        else []
+    )
 
 
 def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass object, frozen or not, without its ``__init__``, which may compute fields itself."""
+    """Return a copy of a dataclass object, frozen or not, without its ``__init__``, which may
+    compute fields itself.
+    """
     made = copy.copy(value)
     for name, item in values.items():
         object.__setattr__(made, name, item)
@@ -166,7 +201,9 @@ def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
 def _select(batch: Any, size: int, samples: slice) -> Any:
     """Return the samples of one micro-batch from a batch of ``size``."""
     select = partial(_select, size=size, samples=samples)
-    if (isinstance(batch, Tensor) and batch.ndim and batch.shape[0] == size) or _is_list_of(batch, size):
+    if (isinstance(batch, Tensor) and batch.ndim and batch.shape[0] == size) or _is_list_of(
+        batch, size
+    ):
         return batch[samples]
     if isinstance(batch, Mapping):
         selected = {key: select(value) for key, value in batch.items()}
@@ -174,12 +211,16 @@ def _select(batch: Any, size: int, samples: slice) -> Any:
             return type(batch)(selected)  # type: ignore[call-arg]
         except TypeError as error:
             raise ConfigError(
-                f"a batch of type {type(batch).__name__} cannot be rebuilt from a dict, so it cannot be split into "
-                f"micro-batches. {_OTHER_BATCHES}"
+                f"a batch of type {type(batch).__name__} cannot be rebuilt from a dict, so it "
+                f"cannot be split into micro-batches. {_OTHER_BATCHES}"
             ) from error
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(select, batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map(select, batch))
     names = _field_names(batch)
-    return _with_fields(batch, {name: select(getattr(batch, name)) for name in names}) if names else batch
+    return (
+        _with_fields(batch, {name: select(getattr(batch, name)) for name in names})
+        if names
+        else batch
+    )

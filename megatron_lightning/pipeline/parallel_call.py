@@ -1,8 +1,10 @@
-"""Intercept the call of the parallel module in a step, on every layout; cross from one pipeline stage to the next.
+"""Intercept the call of the parallel module in a step, on every layout; cross from one pipeline
+stage to the next.
 
-Under a pipeline the user's step runs on every stage. Before the call all stages compute the same. At the call a stage runs its
-own units on the output of the stage before; then the step is unwound on every stage but the last, where the call returns the
-real output and the rest of the step runs. With one stage the call goes through.
+Under a pipeline the user's step runs on every stage. Before the call all stages compute the same.
+At the call a stage runs its own units on the output of the stage before; then the step is unwound
+on every stage but the last, where the call returns the real output and the rest of the step runs.
+With one stage the call goes through.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class StageExit(BaseException):
 class ParallelCall:
     """Forward pre-hook of the parallel module.
 
-    Under a pipeline it stays after a run, as the module stays divided, and refuses calls outside of steps. It is plain data,
-    so that the module can be copied and pickled.
+    Under a pipeline it stays after a run, as the module stays divided, and refuses calls outside of
+    steps. It is plain data, so that the module can be copied and pickled.
 
     Args:
         num_ranks: Pipeline ranks that share the module's layers.
@@ -43,8 +45,12 @@ class ParallelCall:
 
     @classmethod
     def on(cls, module: nn.Module, num_ranks: int, undo: ExitStack) -> ParallelCall:
-        """Return the hook of ``module``, new or from an earlier run; with one stage ``undo`` removes it."""
-        call = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, cls)), None)
+        """Return the hook of ``module``, new or from an earlier run; with one stage ``undo``
+        removes it.
+        """
+        call = next(
+            (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, cls)), None
+        )
         if call is None:
             call = cls(num_ranks)
             handle = module.register_forward_pre_hook(call, with_kwargs=True)
@@ -65,15 +71,23 @@ class ParallelCall:
         """Refuse calls outside of steps where this rank has only some of the layers."""
         if self._num_ranks > 1 and not self._open:
             raise PipelineError(
-                f"{type(module).__name__} was called outside of a training, validation, test or predict step, and this rank "
-                f"holds only part of its layers (pipeline {self._num_ranks}). Call it in a step: trainer.validate and "
-                "trainer.predict run one. A checkpoint holds the full model: load_from_checkpoint reads a consolidated one."
+                f"{type(module).__name__} was called outside of a training, validation, test or "
+                "predict step, and this rank holds only part of its layers (pipeline "
+                f"{self._num_ranks}). Call it in a step: trainer.validate and trainer.predict run "
+                "one. A checkpoint holds the full model: load_from_checkpoint reads a "
+                "consolidated one."
             )
 
 
 def find_parallel_module(root: nn.Module) -> nn.Module | None:
-    """Return the first submodule of ``root`` that declares units or a sharding plan; None if there is none."""
-    divided = (child for child in root.modules() if hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan"))
+    """Return the first submodule of ``root`` that declares units or a sharding plan; None if there
+    is none.
+    """
+    divided = (
+        child
+        for child in root.modules()
+        if hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan")
+    )
     return next(divided, None)
 
 
@@ -84,7 +98,8 @@ class StageCrossing:
         hook: Name of the user's step, for messages.
         partition: The pipelined module and its stages.
         context: Groups of this rank.
-        run_stage: Called with a stage, its forward and the forward's arguments; runs it with its parameters gathered.
+        run_stage: Called with a stage, its forward and the forward's arguments; runs it with its
+            parameters gathered.
         reached: Called with the micro-batch, right before the stage runs.
     """
 
@@ -149,27 +164,32 @@ class StageCrossing:
         if not all(isinstance(tensor, Tensor) for tensor in outputs):
             kinds = ", ".join(type(item).__name__ for item in outputs)
             raise PipelineError(
-                f"stage {stage} of the pipelined module returned ({kinds}); only tensors travel between stages. "
-                "Return a tensor or a tuple of tensors when the last units are absent."
+                f"stage {stage} of the pipelined module returned ({kinds}); only tensors travel "
+                "between stages. Return a tensor or a tuple of tensors when the last units are "
+                "absent."
             )
         raise StageExit(outputs)
 
     def _check_call(self) -> None:
         if self.crossed:
             raise PipelineError(
-                f"{self._hook} called the pipelined module twice on stage {self._stage}, micro-batch {self._microbatch}. A "
-                "pipelined step calls it exactly once; put the inputs into one batch, or set pipeline_model_parallel_size=1."
+                f"{self._hook} called the pipelined module twice on stage {self._stage}, "
+                f"micro-batch {self._microbatch}. A pipelined step calls it exactly once; put the "
+                "inputs into one batch, or set pipeline_model_parallel_size=1."
             )
         if self._received == ():
             raise PipelineError(
-                f"{self._hook} called the pipelined module on stage {self._stage} and not on the stage before. Whether a step "
-                "calls it must follow from the batch and its index alone."
+                f"{self._hook} called the pipelined module on stage {self._stage} and not on the "
+                "stage before. Whether a step calls it must follow from the batch and its index "
+                "alone."
             )
 
 
 @contextmanager
 def replaced_attribute(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set the instance attribute ``owner.name`` to ``value`` inside the block, and restore it after."""
+    """Set the instance attribute ``owner.name`` to ``value`` inside the block, and restore it
+    after.
+    """
     attributes = vars(owner)
     before = attributes.get(name)
     attributes[name] = value

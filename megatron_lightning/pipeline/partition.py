@@ -1,7 +1,8 @@
 """Balanced partition of a model's units into stages. No torch here.
 
-A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never split; ``pipeline_units()`` lists
-them in the order of the forward. A unit's weight is its share of a stage's time.
+A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never split;
+``pipeline_units()`` lists them in the order of the forward. A unit's weight is its share of a
+stage's time.
 """
 
 from __future__ import annotations
@@ -27,35 +28,42 @@ def is_layer(name: str) -> bool:
 def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     """Return the weight of every unit.
 
-    Without a weight of its own, a layer of a list (see :func:`is_layer`) weighs 1 and any other unit 0; if all are 0, every
-    unit weighs 1.
+    Without a weight of its own, a layer of a list (see :func:`is_layer`) weighs 1 and any other
+    unit 0; if all are 0, every unit weighs 1.
     """
     weights = []
     for unit in units:
         weight = float(is_layer(unit)) if isinstance(unit, str) else unit[1]
         if weight < 0:
-            raise ConfigError(f"pipeline unit {unit[0]!r} weighs {weight}; weights are shares of time. Set it to 0 or more.")
+            raise ConfigError(
+                f"pipeline unit {unit[0]!r} weighs {weight}; weights are shares of time. Set it to "
+                "0 or more."
+            )
         weights.append(weight)
     return tuple(weights) if any(weights) else (1.0,) * len(weights)
 
 
 def partition_units(units: Sequence[Unit], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """Partition the units into contiguous stages of weights as equal as possible; return the unit paths of each stage.
+    """Partition the units into contiguous stages of weights as equal as possible; return the unit
+    paths of each stage.
 
-    The heaviest stage is as light as possible; among such partitions the weights differ least (in squares), and among those
-    the earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2. Units without weight stay with the unit before them,
-    leading ones with the first stage.
+    The heaviest stage is as light as possible; among such partitions the weights differ least (in
+    squares), and among those the earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2.
+    Units without weight stay with the unit before them, leading ones with the first stage.
     """
     names, weights = unit_names(units), unit_weights(units)
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise ConfigError(f"pipeline_units() lists {repeated!r} twice; a unit runs on one stage. List it once.")
+        raise ConfigError(
+            f"pipeline_units() lists {repeated!r} twice; a unit runs on one stage. List it once."
+        )
     weighing = [weight for weight in weights if weight > 0]
     if len(weighing) < num_stages:
         raise ConfigError(
-            f"{num_stages} pipeline stages need at least {num_stages} layers, and pipeline_units() lists {len(weighing)} that "
-            f"weigh anything ({', '.join(names) or 'no unit at all'}). Set pipeline_model_parallel_size x "
-            f"virtual_pipeline_model_parallel_size to {max(len(weighing), 1)} or less, or give the model more layers."
+            f"{num_stages} pipeline stages need at least {num_stages} layers, and pipeline_units() "
+            f"lists {len(weighing)} that weigh anything ({', '.join(names) or 'no unit at all'}). "
+            "Set pipeline_model_parallel_size x virtual_pipeline_model_parallel_size to "
+            f"{max(len(weighing), 1)} or less, or give the model more layers."
         )
     stage_ends = list(accumulate(_balanced_counts(weighing, num_stages)))
     stages: list[list[str]] = [[] for _ in range(num_stages)]
@@ -69,12 +77,15 @@ def partition_units(units: Sequence[Unit], num_stages: int) -> tuple[tuple[str, 
 
 
 def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return how many of ``weights`` each of the contiguous parts takes, by dynamic programming over suffixes."""
+    """Return how many of ``weights`` each of the contiguous parts takes, by dynamic programming
+    over suffixes.
+    """
     sums = [0.0, *accumulate(weights)]
     total = len(weights)
     limit = _lightest_limit(sums, num_parts)
     infinity = float("inf")
-    # cost[i]: least sum of squares of the parts that cover weights[i:]; count[k][i]: how many the first of k parts takes.
+    # cost[i]: least sum of squares of the parts that cover weights[i:]; count[k][i]: how many the
+    # first of k parts takes.
     cost = [infinity] * total + [0.0]
     counts: list[list[int]] = []
     for _ in range(num_parts):
@@ -96,13 +107,16 @@ def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _lightest_limit(sums: Sequence[float], num_parts: int) -> float:
-    """Return the least possible weight of the heaviest of ``num_parts`` contiguous parts, none of them empty."""
+    """Return the least possible weight of the heaviest of ``num_parts`` contiguous parts, none of
+    them empty.
+    """
     total = len(sums) - 1
     heaviest = [float("inf")] * total + [0.0]
     for _ in range(num_parts):
         previous = heaviest
         heaviest = [
-            min(max(sums[end] - sums[start], previous[end]) for end in range(start + 1, total + 1)) for start in range(total)
+            min(max(sums[end] - sums[start], previous[end]) for end in range(start + 1, total + 1))
+            for start in range(total)
         ]
         heaviest.append(float("inf"))
     return heaviest[0]

@@ -1,7 +1,8 @@
-"""Draw timelines of a pipeline run: as SVG text, as a PNG image, as a trace for Chrome's viewer. No torch here.
+"""Draw timelines of a pipeline run: as SVG text, as a PNG image, as a trace for Chrome's viewer. No
+torch here.
 
-One row a pipeline rank, one bar an action, labeled with its micro-batch. The color shows the model chunk, its shade the kind:
-forward light, backward (or input gradient) middle, weight gradient dark.
+One row a pipeline rank, one bar an action, labeled with its micro-batch. The color shows the model
+chunk, its shade the kind: forward light, backward (or input gradient) middle, weight gradient dark.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ def draw(panels: Sequence[Panel], unit: str = "") -> Scene:
         unit: Unit of the times, for the axis.
     """
     total = max((end for panel in panels for _, end in panel.spans.values()), default=1.0) or 1.0
-    lengths = [end - start for panel in panels for start, end in panel.spans.values() if end > start]
-    scale = min(max(_NARROWEST_LABEL / min(lengths, default=total), _LEAST_WIDTH / total), _WIDEST / total)
+    lengths = [
+        end - start for panel in panels for start, end in panel.spans.values() if end > start
+    ]
+    scale = min(
+        max(_NARROWEST_LABEL / min(lengths, default=total), _LEAST_WIDTH / total), _WIDEST / total
+    )
     shapes: list[Bar | Text] = []
     y = float(_MARGIN)
     for panel in panels:
@@ -99,7 +104,9 @@ def draw(panels: Sequence[Panel], unit: str = "") -> Scene:
         y += _panel_height(panel)
     shapes += _legend(panels, y)
     num_chunks = max(_num_chunks(panel.placement) for panel in panels)
-    return Scene(_LABELS + total * scale + 2 * _MARGIN, y + num_chunks * 20 + _MARGIN, tuple(shapes))
+    return Scene(
+        _LABELS + total * scale + 2 * _MARGIN, y + num_chunks * 20 + _MARGIN, tuple(shapes)
+    )
 
 
 def svg(scene: Scene) -> str:
@@ -108,17 +115,30 @@ def svg(scene: Scene) -> str:
     def element(shape: Bar | Text) -> str:
         if isinstance(shape, Bar):
             x, y, width, height, fill = shape
-            return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"/>'
+            return (
+                f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+                f'fill="{fill}"/>'
+            )
         return (
-            f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:.1f}" text-anchor="{shape.anchor}" '
-            f'dominant-baseline="central" fill="{shape.fill}">{escape(shape.text)}</text>'
+            f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:.1f}" '
+            f'text-anchor="{shape.anchor}" dominant-baseline="central" '
+            f'fill="{shape.fill}">{escape(shape.text)}</text>'
         )
 
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{scene.width:.0f}" height="{scene.height:.0f}" '
-        f'viewBox="0 0 {scene.width:.2f} {scene.height:.2f}" font-family="Helvetica, Arial, sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{scene.width:.0f}" '
+        f'height="{scene.height:.0f}" viewBox="0 0 {scene.width:.2f} {scene.height:.2f}" '
+        'font-family="Helvetica, Arial, sans-serif">'
     )
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *map(element, scene.shapes), "</svg>", ""])
+    return "\n".join(
+        [
+            head,
+            '<rect width="100%" height="100%" fill="white"/>',
+            *map(element, scene.shapes),
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def write_png(scene: Scene, path: Path) -> None:
@@ -126,29 +146,50 @@ def write_png(scene: Scene, path: Path) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     factor = 2 if scene.width <= _WIDEST / 2 else 1
-    image = Image.new("RGB", (math.ceil(scene.width * factor), math.ceil(scene.height * factor)), "white")
+    image = Image.new(
+        "RGB", (math.ceil(scene.width * factor), math.ceil(scene.height * factor)), "white"
+    )
     canvas = ImageDraw.Draw(image)
-    fonts = {shape.size: ImageFont.load_default(shape.size * factor) for shape in scene.shapes if isinstance(shape, Text)}
+    fonts = {
+        shape.size: ImageFont.load_default(shape.size * factor)
+        for shape in scene.shapes
+        if isinstance(shape, Text)
+    }
     anchors = {"start": "lm", "middle": "mm", "end": "rm"}
     for shape in scene.shapes:
         if isinstance(shape, Text):
             position = (shape.x * factor, shape.y * factor)
-            canvas.text(position, shape.text, fill=shape.fill, font=fonts[shape.size], anchor=anchors[shape.anchor])
+            canvas.text(
+                position,
+                shape.text,
+                fill=shape.fill,
+                font=fonts[shape.size],
+                anchor=anchors[shape.anchor],
+            )
         else:
-            right, bottom = (shape.x + shape.width) * factor - 1, (shape.y + shape.height) * factor - 1
+            right, bottom = (
+                (shape.x + shape.width) * factor - 1,
+                (shape.y + shape.height) * factor - 1,
+            )
             left, top = shape.x * factor, shape.y * factor
             canvas.rectangle((left, top, max(left, right), max(top, bottom)), fill=shape.fill)
     image.save(path, optimize=True)
 
 
 def chrome_trace(panels: Sequence[Panel], seconds_per_unit: float = 1e-3) -> str:
-    """Return the timelines as JSON for ``chrome://tracing`` and Perfetto: a process a panel, a thread a pipeline rank."""
+    """Return the timelines as JSON for ``chrome://tracing`` and Perfetto: a process a panel, a
+    thread a pipeline rank.
+    """
     events: list[dict[str, object]] = []
     for process, panel in enumerate(panels):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": panel.title}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": process, "args": {"name": panel.title}}
+        )
         for pp_rank in range(panel.placement.num_ranks):
             label = {"name": f"pp rank {pp_rank}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": pp_rank, "args": label})
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": process, "tid": pp_rank, "args": label}
+            )
         for action, (start, end) in panel.spans.items():
             micros = 1e6 * seconds_per_unit
             events.append(
@@ -183,14 +224,25 @@ def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> I
         stages, y = placement.stages_of(pp_rank), rows + pp_rank * (_ROW + _GAP)
         chunk_of |= {stage: chunk for chunk, stage in enumerate(stages)}
         yield Text(_MARGIN, y + 8, f"pp rank {pp_rank}", 12, "start", _INK)
-        listed = ", ".join(map(str, stages)) if len(stages) < 5 else f"{stages[0]}, {stages[1]} … {stages[-1]}"  # there is room
+        # There is room.
+        listed = (
+            ", ".join(map(str, stages))
+            if len(stages) < 5
+            else f"{stages[0]}, {stages[1]} … {stages[-1]}"
+        )
         yield Text(_MARGIN, y + 20, f"stage {listed}", 10, "start", _FAINT)
         yield Bar(left, y, total * scale, _ROW, "#f4f4f4")
     for action, (start, end) in panel.spans.items():
         y, width = rows + placement.pp_ranks[action.stage] * (_ROW + _GAP), (end - start) * scale
         shade = _KINDS[action.kind][0]
         # A hair of background between neighbors, but at most half of a narrow bar.
-        yield Bar(left + start * scale, y, max(width - 1, width / 2), _ROW, _color(chunk_of[action.stage], shade))
+        yield Bar(
+            left + start * scale,
+            y,
+            max(width - 1, width / 2),
+            _ROW,
+            _color(chunk_of[action.stage], shade),
+        )
         label = str(action.microbatch)
         size = min(13.0, float(math.floor((width - 3) / (0.6 * len(label)))))
         if size >= 7:
@@ -210,7 +262,11 @@ def _axis(y: float, left: float, scale: float, total: float, unit: str) -> Itera
 
 
 def _legend(panels: Sequence[Panel], top: float) -> Iterator[Bar | Text]:
-    kinds = [kind for kind in Kind if any(action.kind is kind for panel in panels for action in panel.spans)]
+    kinds = [
+        kind
+        for kind in Kind
+        if any(action.kind is kind for panel in panels for action in panel.spans)
+    ]
     for chunk in range(max(_num_chunks(panel.placement) for panel in panels)):
         x, y = float(_MARGIN + _LABELS), top + chunk * 20
         yield Text(_MARGIN, y + 8, f"model chunk {chunk}", 12, "start", _INK)

@@ -1,4 +1,6 @@
-"""One pp rank's part of a schedule: its actions, with all their messages looked up in advance. No torch here."""
+"""One pp rank's part of a schedule: its actions, with all their messages looked up in advance. No
+torch here.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Message(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Action with the messages that it takes and gives; None at the ends of the pipeline and for weight gradients."""
+    """Action with the messages that it takes and gives; None at the ends of the pipeline and for
+    weight gradients.
+    """
 
     action: Action
     takes: Message | None
@@ -55,28 +59,43 @@ class Plan:
 
 def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
     """Return the actions of one pp rank with their messages."""
-    holders, positions, last_stage = schedule.placement.pp_ranks, schedule.positions, schedule.placement.num_stages - 1
+    holders, positions, last_stage = (
+        schedule.placement.pp_ranks,
+        schedule.positions,
+        schedule.placement.num_stages - 1,
+    )
 
     def other_end(forward: bool, stage: int, microbatch: int) -> int:
         kinds = (Kind.FORWARD,) if forward else SENDS_GRADIENT
-        return next(positions[action] for kind in kinds if (action := Action(stage, kind, microbatch)) in positions)
+        return next(
+            positions[action]
+            for kind in kinds
+            if (action := Action(stage, kind, microbatch)) in positions
+        )
 
     def message(forward: bool, taker: int, peer_stage: int, microbatch: int) -> Message | None:
         if not (0 <= taker <= last_stage and 0 <= peer_stage <= last_stage):
             return None
         peer = holders[peer_stage] if holders[peer_stage] != pp_rank else None
         tag = taker * schedule.num_microbatches + microbatch
-        return Message(forward, taker, microbatch, peer, other_end(forward, peer_stage, microbatch), tag)
+        return Message(
+            forward, taker, microbatch, peer, other_end(forward, peer_stage, microbatch), tag
+        )
 
     own = schedule.actions[pp_rank]
-    last_of_stage = {action.stage: action for action in own if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
+    last_of_stage = {
+        action.stage: action
+        for action in own
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+    }
     spans = simulate(schedule).spans
     taken_at: dict[tuple[bool, int], list[float]] = {}
 
     def bounded(gives: Message, action: Action) -> Message:
         """Limit the earlier messages in flight: as many as in the simulation, and some more.
 
-        A sender that waits for one beyond waits for an action that starts earlier in the simulation, so there is no circle.
+        A sender that waits for one beyond waits for an action that starts earlier in the
+        simulation, so there is no circle.
         """
         if gives.peer is None:
             return gives

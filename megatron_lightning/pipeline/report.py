@@ -1,4 +1,6 @@
-"""The command ``megatron-lightning schedule``: table, time, bubble and memory of a schedule before it runs. No torch here."""
+"""The command ``megatron-lightning schedule``: table, time, bubble and memory of a schedule before
+it runs. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -31,50 +33,73 @@ def describe_schedule(
     trace: str | None = None,
     output: str | None = None,
 ) -> str:
-    """Show a pipeline schedule: table, bubble and memory; with ``output`` also a picture and a trace for Chrome's viewer.
+    """Show a pipeline schedule: table, bubble and memory; with ``output`` also a picture and a
+    trace for Chrome's viewer.
 
     Args:
         ranks: Pipeline ranks.
         microbatches: Micro-batches of a pipeline run.
         chunks: Model chunks on each pipeline rank.
-        schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", a CSV file, or the class path of a function.
-        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved schedule.
-        forward: Time of a micro-batch's forward on the layers of one pipeline rank, split over its chunks; several numbers: on
-            every stage.
+        schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", a CSV file, or the class
+            path of a function.
+        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved
+            schedule.
+        forward: Time of a micro-batch's forward on the layers of one pipeline rank, split over its
+            chunks; several numbers: on every stage.
         input_gradient: Time of the gradient of the input, likewise.
         weight_gradient: Time of the gradient of the weights, likewise.
         communication: Time of a message between two ranks.
-        compare: Show all schedules side by side, with your own; ``interleaved`` with ``chunks`` (or 2).
-        trace: Directory of an executed timeline, to compare with the simulated one; nothing else is needed then.
-        output: Directory for the picture (SVG and PNG) and the Chrome trace; without it nothing is written.
+        compare: Show all schedules side by side, with your own; ``interleaved`` with ``chunks`` (or
+            2).
+        trace: Directory of an executed timeline, to compare with the simulated one; nothing else is
+            needed then.
+        output: Directory for the picture (SVG and PNG) and the Chrome trace; without it nothing is
+            written.
     """
     if trace is not None:
         return _executed(read_trace(trace), trace, output)
     if ranks is None or microbatches is None:
         raise ConfigError(
-            f"ranks is {ranks} and microbatches is {microbatches}; a schedule is for numbers of both. Set --ranks and "
-            "--microbatches, or --trace."
+            f"ranks is {ranks} and microbatches is {microbatches}; a schedule is for numbers of "
+            "both. Set --ranks and --microbatches, or --trace."
         )
     if min(ranks, microbatches, chunks) < 1:
-        raise ConfigError(f"ranks={ranks}, microbatches={microbatches} and chunks={chunks}: set each to 1 or more.")
+        raise ConfigError(
+            f"ranks={ranks}, microbatches={microbatches} and chunks={chunks}: set each to 1 or "
+            "more."
+        )
 
     costs = partial(_costs, (forward, input_gradient, weight_gradient), communication)
     if compare:
-        names = {name: max(chunks, 2) if name == "interleaved" else 2 if name == "zbv" else 1 for name in SCHEDULES}
+        names = {
+            name: max(chunks, 2) if name == "interleaved" else 2 if name == "zbv" else 1
+            for name in SCHEDULES
+        }
         if schedule not in ("auto", *SCHEDULES):
             names[schedule] = chunks
         make = partial(make_schedule, num_ranks=ranks, num_microbatches=microbatches)
         group_sizes = {"interleaved": microbatch_group_size}
-        tables = [make(name, num_chunks=count, microbatch_group_size=group_sizes.get(name)) for name, count in names.items()]
-        return _compared(tables, [costs(table.placement) for table in tables], microbatch_group_size, output)
-    choice = resolve(schedule, num_ranks=ranks, num_chunks=chunks, microbatch_group_size=microbatch_group_size)
+        tables = [
+            make(name, num_chunks=count, microbatch_group_size=group_sizes.get(name))
+            for name, count in names.items()
+        ]
+        return _compared(
+            tables, [costs(table.placement) for table in tables], microbatch_group_size, output
+        )
+    choice = resolve(
+        schedule, num_ranks=ranks, num_chunks=chunks, microbatch_group_size=microbatch_group_size
+    )
     table = choice.table(microbatches)
     head = f"schedule {choice}: {_sizes(table)}"
-    return "\n".join([head, "", *_one(table, costs(table.placement), microbatch_group_size, output)])
+    return "\n".join(
+        [head, "", *_one(table, costs(table.placement), microbatch_group_size, output)]
+    )
 
 
 def _costs(times: Sequence[Sequence[float]], communication: float, placement: Placement) -> Costs:
-    """Return costs from the times of F, I and W: one number for the layers of a pipeline rank, or one for every stage."""
+    """Return costs from the times of F, I and W: one number for the layers of a pipeline rank, or
+    one for every stage.
+    """
     share = placement.num_ranks / placement.num_stages
     forward, input_gradient, weight_gradient = (
         numbers[0] * share if len(numbers) == 1 else tuple(numbers) for numbers in times
@@ -88,18 +113,28 @@ def _costs(times: Sequence[Sequence[float]], communication: float, placement: Pl
     )
 
 
-def _one(schedule: Schedule, costs: Costs, group_size: int | None, output: str | None) -> Iterable[str]:
+def _one(
+    schedule: Schedule, costs: Costs, group_size: int | None, output: str | None
+) -> Iterable[str]:
     simulation, formula = simulate(schedule, costs), expected(schedule, costs, group_size)
     for pp_rank, row in enumerate(schedule.actions):
         yield f"pp rank {pp_rank}: {' '.join(map(str, row))}"
-    rows = [["", "simulated"], ["step time", _number(simulation.step_time)], ["bubble", _percent(simulation.bubble)]]
+    rows = [
+        ["", "simulated"],
+        ["step time", _number(simulation.step_time)],
+        ["bubble", _percent(simulation.bubble)],
+    ]
     shares = [_number(peak) for peak in simulation.peak_activations]
-    rows += [[f"activations held by pp rank {pp_rank}", share] for pp_rank, share in enumerate(shares)]
+    rows += [
+        [f"activations held by pp rank {pp_rank}", share] for pp_rank, share in enumerate(shares)
+    ]
     if formula is not None:
         share = costs.activations(schedule.placement.num_stages)[0]
         columns = [formula.step_time, None, *(peak * share for peak in formula.peak_in_flight)]
         given = [
-            _number(value) if value is not None else _percent(_idle(schedule, simulation, formula.step_time))
+            _number(value)
+            if value is not None
+            else _percent(_idle(schedule, simulation, formula.step_time))
             for value in columns
         ]
         rows = [[*row, value] for row, value in zip(rows, ["formula", *given], strict=True)]
@@ -109,18 +144,26 @@ def _one(schedule: Schedule, costs: Costs, group_size: int | None, output: str |
     if formula is None:
         yield "There is no formula for this schedule with these numbers."
     panel = Panel(
-        f"{schedule.name}: {_sizes(schedule)}, bubble {_percent(simulation.bubble)}", schedule.placement, simulation.spans
+        f"{schedule.name}: {_sizes(schedule)}, bubble {_percent(simulation.bubble)}",
+        schedule.placement,
+        simulation.spans,
     )
     chunks = schedule.placement.num_stages // schedule.placement.num_ranks
     sizes = f"p{schedule.placement.num_ranks}-c{chunks}-m{schedule.num_microbatches}"
     yield from _write([panel], output, f"schedule-{schedule.name}-{sizes}")
 
 
-def _compared(tables: Sequence[Schedule], costs: Sequence[Costs], group_size: int | None, output: str | None) -> str:
+def _compared(
+    tables: Sequence[Schedule], costs: Sequence[Costs], group_size: int | None, output: str | None
+) -> str:
     simulations = [simulate(table, cost) for table, cost in zip(tables, costs, strict=True)]
-    rows = [["schedule", "chunks", "step time", "bubble", "by formula", "most activations", "messages"]]
+    rows = [
+        ["schedule", "chunks", "step time", "bubble", "by formula", "most activations", "messages"]
+    ]
     panels = []
-    for table, cost, simulation in sorted(zip(tables, costs, simulations, strict=True), key=lambda entry: entry[2].step_time):
+    for table, cost, simulation in sorted(
+        zip(tables, costs, simulations, strict=True), key=lambda entry: entry[2].step_time
+    ):
         formula = expected(table, cost, group_size)
         placement = table.placement
         hops = sum(first != second for first, second in pairwise(placement.pp_ranks))
@@ -135,17 +178,24 @@ def _compared(tables: Sequence[Schedule], costs: Sequence[Costs], group_size: in
                 str(2 * table.num_microbatches * hops),  # outputs forward, gradients backward
             ]
         )
-        panels.append(Panel(f"{table.name}: bubble {_percent(simulation.bubble)}", placement, simulation.spans))
+        panels.append(
+            Panel(
+                f"{table.name}: bubble {_percent(simulation.bubble)}", placement, simulation.spans
+            )
+        )
     num_ranks, num_microbatches = len(tables[0].actions), tables[0].num_microbatches
     written = _write(panels, output, f"schedules-p{num_ranks}-m{num_microbatches}")
     head = (
-        f"{num_ranks} pipeline ranks, {num_microbatches} micro-batches; activations in micro-batches on all layers of one rank"
+        f"{num_ranks} pipeline ranks, {num_microbatches} micro-batches; activations in "
+        "micro-batches on all layers of one rank"
     )
     return "\n".join([head, "", *_aligned(rows), *written])
 
 
 def _executed(trace: Trace, source: str, output: str | None) -> str:
-    """Compare an executed run with the simulation of its table with the mean times of its actions."""
+    """Compare an executed run with the simulation of its table with the mean times of its
+    actions.
+    """
     schedule, costs = trace.schedule, trace.costs()
     simulation = simulate(schedule, costs)
     step_times = (max(end for _, end in trace.spans.values()), simulation.step_time)
@@ -154,7 +204,10 @@ def _executed(trace: Trace, source: str, output: str | None) -> str:
     def idle(row: Iterable[Action], count: int = 1) -> list[str]:
         actions = tuple(row)
         work = [sum(spans[action][1] - spans[action][0] for action in actions) for spans in both]
-        return [_percent(1 - busy / (total * count)) for busy, total in zip(work, step_times, strict=True)]
+        return [
+            _percent(1 - busy / (total * count))
+            for busy, total in zip(work, step_times, strict=True)
+        ]
 
     bubbles = idle(trace.spans, len(schedule.actions))
     rows = [
@@ -173,9 +226,23 @@ def _executed(trace: Trace, source: str, output: str | None) -> str:
     names = ("executed", "simulated with the same times")
     for name, time, bubble, spans in zip(names, step_times, bubbles, both, strict=True):
         spans_ms = {action: (1e3 * start, 1e3 * end) for action, (start, end) in spans.items()}
-        panels.append(Panel(f"{name}: {1e3 * time:.1f} ms, bubble {bubble}", schedule.placement, spans_ms))
-    head = f"{source}: {_sizes(schedule)}; the simulation has no messages and no host work between the actions"
-    return "\n".join([head, "", *_aligned(rows), "", *_aligned(means), *_write(panels, output, "executed", " ms")])
+        panels.append(
+            Panel(f"{name}: {1e3 * time:.1f} ms, bubble {bubble}", schedule.placement, spans_ms)
+        )
+    head = (
+        f"{source}: {_sizes(schedule)}; the simulation has no messages and no host work between "
+        "the actions"
+    )
+    return "\n".join(
+        [
+            head,
+            "",
+            *_aligned(rows),
+            "",
+            *_aligned(means),
+            *_write(panels, output, "executed", " ms"),
+        ]
+    )
 
 
 def _sizes(schedule: Schedule) -> str:
@@ -193,7 +260,9 @@ def _idle(schedule: Schedule, simulation: Simulation, step_time: float) -> float
 
 
 def _write(panels: Sequence[Panel], folder: str | None, name: str, unit: str = "") -> Sequence[str]:
-    """Write picture and Chrome trace to ``folder``, if there is one; return the lines that name the files."""
+    """Write picture and Chrome trace to ``folder``, if there is one; return the lines that name the
+    files.
+    """
     if folder is None:
         return []
     scene = draw(panels, unit)
@@ -204,7 +273,9 @@ def _write(panels: Sequence[Panel], folder: str | None, name: str, unit: str = "
         write_png(scene, paths[1])
         paths[2].write_text(chrome_trace(panels), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"output is {folder}, where the picture cannot be written: {error}. Set it to a folder.") from error
+        raise ConfigError(
+            f"output is {folder}, where the picture cannot be written: {error}. Set it to a folder."
+        ) from error
     return ["", f"written: {', '.join(map(str, paths))}"]
 
 
@@ -218,7 +289,13 @@ def _percent(share: float) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     """Return the rows as lines, the first column aligned left, the others right."""
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
+    widths = [
+        max(len(row[column]) for row in rows if column < len(row))
+        for column in range(max(map(len, rows)))
+    ]
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)),
+        ]
         yield "  ".join(cells).rstrip()

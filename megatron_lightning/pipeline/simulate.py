@@ -1,9 +1,11 @@
-"""Validate and simulate a schedule: completeness, order of messages, deadlock; time of a run, idle share, memory.
+"""Validate and simulate a schedule: completeness, order of messages, deadlock; time of a run, idle
+share, memory.
 
-Three properties are proven of a table. Every (stage, micro-batch) has one forward and one backward (full, or split in two),
-on the pp rank that holds the stage. On every directed channel (forward or backward messages from one pp rank to
-another) the receiver takes messages in the order the sender produces them, since NCCL matches them by order alone. No
-pp rank waits for an action that can never run.
+Three properties are proven of a table. Every (stage, micro-batch) has one forward and one backward
+(full, or split in two), on the pp rank that holds the stage. On every directed channel (forward or
+backward messages from one pp rank to another) the receiver takes messages in the order the sender
+produces them, since NCCL matches them by order alone. No pp rank waits for an action that can never
+run.
 """
 
 from __future__ import annotations
@@ -36,15 +38,22 @@ class Costs:
     backward: PerStage | None = None
     """B: full backward; None: I and W together."""
     communication: float = 0.0
-    """From the end of an action to the arrival of its message on another pp rank; the sender does not wait."""
+    """From the end of an action to the arrival of its message on another pp rank; the sender does
+    not wait."""
     activation: PerStage = 1.0
-    """Memory that a stage holds of one micro-batch from its forward to the end of its backward (W, where it is split)."""
+    """Memory that a stage holds of one micro-batch from its forward to the end of its backward (W,
+    where it is split)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not all(0 <= number < inf for number in (value if isinstance(value, tuple) else (value,))):
-                raise ConfigError(f"cost {field.name} is {value}, which is no cost. Set it to a finite number of 0 or more.")
+            if value is not None and not all(
+                0 <= number < inf for number in (value if isinstance(value, tuple) else (value,))
+            ):
+                raise ConfigError(
+                    f"cost {field.name} is {value}, which is no cost. Set it to a finite number of "
+                    "0 or more."
+                )
 
     def durations(self, num_stages: int) -> Mapping[Kind, tuple[float, ...]]:
         """Return the time of each kind of action on every stage."""
@@ -53,7 +62,9 @@ class Costs:
         both = tuple(map(sum, zip(input_gradient, weight_gradient, strict=True)))
         return {
             Kind.FORWARD: _per_stage("forward", self.forward, num_stages),
-            Kind.BACKWARD: both if self.backward is None else _per_stage("backward", self.backward, num_stages),
+            Kind.BACKWARD: both
+            if self.backward is None
+            else _per_stage("backward", self.backward, num_stages),
             Kind.INPUT_GRADIENT: input_gradient,
             Kind.WEIGHT_GRADIENT: weight_gradient,
         }
@@ -83,8 +94,9 @@ def validate(schedule: Schedule) -> None:
     """Prove that a table can run.
 
     Raises:
-        ConfigError: If an action is missing, repeated, out of range or on the wrong pp rank; if a channel's messages
-            are received in another order than sent; if a pp rank waits forever (the message names both actions).
+        ConfigError: If an action is missing, repeated, out of range or on the wrong pp rank; if a
+            channel's messages are received in another order than sent; if a pp rank waits forever
+            (the message names both actions).
     """
     _check_complete(schedule)
     _execute(schedule, Costs())
@@ -92,7 +104,8 @@ def validate(schedule: Schedule) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Simulate a table: every action starts as soon as its pp rank is free and its messages have arrived.
+    """Simulate a table: every action starts as soon as its pp rank is free and its messages have
+    arrived.
 
     Args:
         schedule: The table.
@@ -103,7 +116,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     step_time = max((end for _, end in spans.values()), default=0.0)
     busy = sum(end - start for start, end in spans.values())
     bubble = 1 - busy / (step_time * len(schedule.actions)) if step_time else 0.0
-    units, weights = (1.0,) * schedule.placement.num_stages, costs.activations(schedule.placement.num_stages)
+    units, weights = (
+        (1.0,) * schedule.placement.num_stages,
+        costs.activations(schedule.placement.num_stages),
+    )
     return Simulation(
         step_time,
         bubble,
@@ -118,7 +134,8 @@ def _per_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]
         return (float(value),) * num_stages
     if len(value) != num_stages:
         raise ConfigError(
-            f"cost {name} has {len(value)} numbers, and there are {num_stages} stages. Give one for each stage, or one for all."
+            f"cost {name} has {len(value)} numbers, and there are {num_stages} stages. Give one "
+            "for each stage, or one for all."
         )
     return value
 
@@ -138,39 +155,48 @@ def _check_complete(schedule: Schedule) -> None:
     placement, counts = schedule.placement, Counter[Action]()
     if len(schedule.actions) != placement.num_ranks:
         raise ConfigError(
-            f"schedule {schedule.name} has {len(schedule.actions)} rows and its placement {placement.num_ranks} "
-            "pp ranks. Write one row of actions for each pp rank."
+            f"schedule {schedule.name} has {len(schedule.actions)} rows and its placement "
+            f"{placement.num_ranks} pp ranks. Write one row of actions for each pp rank."
         )
     for pp_rank, row in enumerate(schedule.actions):
         for action in row:
-            if not (0 <= action.stage < placement.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+            if not (
+                0 <= action.stage < placement.num_stages
+                and 0 <= action.microbatch < schedule.num_microbatches
+            ):
                 raise ConfigError(
-                    f"schedule {schedule.name} has action {action}, and there are {placement.num_stages} stages and "
-                    f"{schedule.num_microbatches} micro-batches. Remove it."
+                    f"schedule {schedule.name} has action {action}, and there are "
+                    f"{placement.num_stages} stages and {schedule.num_microbatches} micro-batches. "
+                    "Remove it."
                 )
             if placement.pp_ranks[action.stage] != pp_rank:
                 raise ConfigError(
-                    f"schedule {schedule.name} has action {action} on pp rank {pp_rank}, and stage {action.stage} lives "
-                    f"on pp rank {placement.pp_ranks[action.stage]}. Move it there."
+                    f"schedule {schedule.name} has action {action} on pp rank {pp_rank}, and stage "
+                    f"{action.stage} lives on pp rank {placement.pp_ranks[action.stage]}. Move it "
+                    "there."
                 )
             counts[action] += 1
     repeated = next((action for action, count in counts.items() if count > 1), None)
     if repeated is not None:
-        raise ConfigError(f"schedule {schedule.name} has action {repeated} {counts[repeated]} times. Keep one.")
+        raise ConfigError(
+            f"schedule {schedule.name} has action {repeated} {counts[repeated]} times. Keep one."
+        )
     forward_only = all(action.kind is Kind.FORWARD for action in counts)
     for stage in range(placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
             found = {kind.value for kind in Kind if Action(stage, kind, microbatch) in counts}
             if found not in ([{"F"}] if forward_only else [{"F", "B"}, {"F", "I", "W"}]):
                 raise ConfigError(
-                    f"schedule {schedule.name} gives stage {stage}, micro-batch {microbatch} the actions "
-                    f"{', '.join(sorted(found)) or 'none'}. It needs one F and one B (or one I and one W); leave out "
-                    "all backwards of a table or none."
+                    f"schedule {schedule.name} gives stage {stage}, micro-batch {microbatch} the "
+                    f"actions {', '.join(sorted(found)) or 'none'}. It needs one F and one B (or "
+                    "one I and one W); leave out all backwards of a table or none."
                 )
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Compare the order in which each channel's messages, named by the action that receives them, are sent and received."""
+    """Compare the order in which each channel's messages, named by the action that receives them,
+    are sent and received.
+    """
     sent: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     received: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     holders = schedule.placement.pp_ranks
@@ -188,14 +214,17 @@ def _check_channels(schedule: Schedule) -> None:
             if (stage, microbatch) != taken:
                 name, source, destination = channel
                 raise ConfigError(
-                    f"schedule {schedule.name}: on the {name} channel from pp rank {source} to {destination} the message for "
-                    f"stage {stage}, micro-batch {microbatch} is sent where that for stage {taken[0]}, micro-batch {taken[1]} "
-                    "is received first. Put both ranks' actions in the same order."
+                    f"schedule {schedule.name}: on the {name} channel from pp rank {source} to "
+                    f"{destination} the message for stage {stage}, micro-batch {microbatch} is "
+                    f"sent where that for stage {taken[0]}, micro-batch {taken[1]} is received "
+                    "first. Put both ranks' actions in the same order."
                 )
 
 
 def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
-    """Return start and end of each action; a pp rank resumes when the action that it waits for is done."""
+    """Return start and end of each action; a pp rank resumes when the action that it waits for is
+    done.
+    """
     spans: dict[Action, tuple[float, float]] = {}
     holders, num_stages = schedule.placement.pp_ranks, schedule.placement.num_stages
     durations, communication = costs.durations(num_stages), costs.communication
@@ -213,7 +242,10 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
                 if need not in spans:
                     waiting[need].append(pp_rank)
                     break
-                start = max(start, spans[need][1] + (communication if holders[need.stage] != pp_rank else 0.0))
+                start = max(
+                    start,
+                    spans[need][1] + (communication if holders[need.stage] != pp_rank else 0.0),
+                )
             else:
                 clock[pp_rank] = start + durations[action.kind][action.stage]
                 spans[action] = (start, clock[pp_rank])
@@ -222,10 +254,16 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
                 continue
             break
     if waiting:
-        stuck = sorted((pp_rank, need) for need, pp_ranks in waiting.items() for pp_rank in pp_ranks)
-        waits = "; ".join(f"pp rank {c} waits at {schedule.actions[c][position[c]]} for {need}" for c, need in stuck)
+        stuck = sorted(
+            (pp_rank, need) for need, pp_ranks in waiting.items() for pp_rank in pp_ranks
+        )
+        waits = "; ".join(
+            f"pp rank {c} waits at {schedule.actions[c][position[c]]} for {need}"
+            for c, need in stuck
+        )
         raise ConfigError(
-            f"schedule {schedule.name} deadlocks: {waits}. Move the actions that others wait for ahead of those that wait."
+            f"schedule {schedule.name} deadlocks: {waits}. Move the actions that others wait for "
+            "ahead of those that wait."
         )
     return spans
 

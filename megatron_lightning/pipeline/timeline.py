@@ -1,8 +1,9 @@
 """Record when each action of a pipeline run was executed, to compare with the simulated schedule.
 
-Starts are taken when an action's message has arrived, so that waiting shows as idle time. On a CUDA device the times are the
-device's (events on the stream that computes), elsewhere the clock's. Times are seconds since :meth:`Timeline.restart`; ranks
-that restart together, after a barrier, have comparable times.
+Starts are taken when an action's message has arrived, so that waiting shows as idle time. On a CUDA
+device the times are the device's (events on the stream that computes), elsewhere the clock's. Times
+are seconds since :meth:`Timeline.restart`; ranks that restart together, after a barrier, have
+comparable times.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Timeline:
         """Return every action with its start and end in seconds, in order; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [(action, self._since_zero(start), self._since_zero(end)) for action, start, end in self._marks]
+        return [
+            (action, self._since_zero(start), self._since_zero(end))
+            for action, start, end in self._marks
+        ]
 
     def _now(self) -> Any:
         """Return a mark: seconds, or an event on the stream that computes."""
@@ -54,4 +58,6 @@ class Timeline:
         return event
 
     def _since_zero(self, mark: Any) -> float:
-        return float(self._zero.elapsed_time(mark)) / 1e3 if self._cuda else float(mark - self._zero)
+        return (
+            float(self._zero.elapsed_time(mark)) / 1e3 if self._cuda else float(mark - self._zero)
+        )

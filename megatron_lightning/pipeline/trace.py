@@ -1,7 +1,8 @@
 """Executed timeline of a pipeline run as files of JSON lines, one for each rank. No torch here.
 
-A line is ``{"rank": 3, "stage": 1, "action": "F", "microbatch": 0, "start_s": 0.0123, "end_s": 0.0312}``: the global rank, its
-action (see :class:`~megatron_lightning.pipeline.actions.Kind`) and when it ran, in seconds since a moment common to all ranks.
+A line is ``{"rank": 3, "stage": 1, "action": "F", "microbatch": 0, "start_s": 0.0123, "end_s":
+0.0312}``: the global rank, its action (see :class:`~megatron_lightning.pipeline.actions.Kind`) and
+when it ran, in seconds since a moment common to all ranks.
 """
 
 from __future__ import annotations
@@ -88,10 +89,15 @@ def read_trace(directory: str) -> Trace:
     """
     files = sorted(Path(directory).glob(PATTERN))
     if not files:
-        raise ConfigError(f"there is no trace ({PATTERN}) in {directory}. Name the directory that the run's callback wrote to.")
+        raise ConfigError(
+            f"there is no trace ({PATTERN}) in {directory}. Name the directory that the run's "
+            "callback wrote to."
+        )
     executed = [line for file in files for line in _read_file(file)]
     if not executed:
-        raise DataError(f"the traces in {directory} are empty. Record a step, and let the run end in order.")
+        raise DataError(
+            f"the traces in {directory} are empty. Record a step, and let the run end in order."
+        )
     rows: dict[int, list[Executed]] = {}
     for line in executed:
         rows.setdefault(line.rank, []).append(line)
@@ -106,13 +112,18 @@ def _trace(directory: str, rows: Mapping[int, list[Executed]]) -> Trace:
     holders = {line.action.stage: pp_rank for pp_rank, row in enumerate(ordered) for line in row}
     if sorted(holders) != list(range(len(holders))):
         stages = ", ".join(map(str, sorted(holders)))
-        raise DataError(f"the traces in {directory} are of the stages {stages} only. Copy the files of all ranks there.")
+        raise DataError(
+            f"the traces in {directory} are of the stages {stages} only. Copy the files of all "
+            "ranks there."
+        )
     try:
         placement = Placement(tuple(holders[stage] for stage in range(len(holders))))
     except ConfigError as error:
         raise DataError(f"the traces in {directory} are not of one pipeline: {error}") from error
     begin = min(line.start_s for row in ordered for line in row)
-    spans = {line.action: (line.start_s - begin, line.end_s - begin) for row in ordered for line in row}
+    spans = {
+        line.action: (line.start_s - begin, line.end_s - begin) for row in ordered for line in row
+    }
     num_microbatches = 1 + max(action.microbatch for action in spans)
     actions = tuple(tuple(line.action for line in row) for row in ordered)
     return Trace(Schedule("executed", placement, num_microbatches, actions), spans, tuple(rows))
@@ -125,4 +136,6 @@ def _read_file(path: Path) -> Iterable[Executed]:
             action = Action(int(line["stage"]), Kind(line["action"]), int(line["microbatch"]))
             yield Executed(int(line["rank"]), action, float(line["start_s"]), float(line["end_s"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}, line {number}, is no executed action ({error!r}): {text[:80]!r}.") from error
+            raise DataError(
+                f"{path}, line {number}, is no executed action ({error!r}): {text[:80]!r}."
+            ) from error

@@ -1,11 +1,13 @@
 """Deferred weight gradients: the second half of a split backward.
 
-The backward of a linear layer Y = X W^T has two independent products: dX = dY W, which the stage before waits for, and
-dW = dY^T X, which nobody waits for ("Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241, section 2). While
-a store collects, layers give it the second product as a function; the store calls it at the scheduled action.
+The backward of a linear layer Y = X W^T has two independent products: dX = dY W, which the stage
+before waits for, and dW = dY^T X, which nobody waits for ("Zero Bubble Pipeline Parallelism",
+https://arxiv.org/abs/2401.10241, section 2). While a store collects, layers give it the second
+product as a function; the store calls it at the scheduled action.
 
-The graph is walked once, in the first half, so custom functions, collectives and recomputed activations run once. A product
-enters autograd at the parameter itself: hooks fire, and gradients are summed in the dtype and the order of a full backward.
+The graph is walked once, in the first half, so custom functions, collectives and recomputed
+activations run once. A product enters autograd at the parameter itself: hooks fire, and gradients
+are summed in the dtype and the order of a full backward.
 """
 
 from __future__ import annotations
@@ -44,11 +46,15 @@ class WeightGradients:
         """Objects to renew when a run begins."""
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
-        return self  # modules that refer to the store are copied by callbacks (weight averaging); the store is not
+        # Modules that refer to the store are copied by callbacks (weight averaging); the store is
+        # not.
+        return self
 
     @contextmanager
     def collect(self, key: Key) -> Iterator[None]:
-        """Defer the weight gradients of one stage and micro-batch, whose backward runs inside, until :meth:`compute`."""
+        """Defer the weight gradients of one stage and micro-batch, whose backward runs inside,
+        until :meth:`compute`.
+        """
         self._open = self._deferred[key] = deque()
         try:
             yield
@@ -61,14 +67,18 @@ class WeightGradients:
             holder.renew()
 
     def deliver(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
-        """Defer the gradient of ``parameter`` that ``product`` returns; outside of a split backward, compute it."""
+        """Defer the gradient of ``parameter`` that ``product`` returns; outside of a split
+        backward, compute it.
+        """
         if self._open is None:
             torch.autograd.backward(parameter, product())
         else:
             self._open.append((parameter, product))
 
     def compute(self, key: Key) -> None:
-        """Compute the deferred gradients of one stage and micro-batch, in the order of their backward."""
+        """Compute the deferred gradients of one stage and micro-batch, in the order of their
+        backward.
+        """
         products = self._deferred.pop(key)
         while products:
             parameter, product = products.popleft()

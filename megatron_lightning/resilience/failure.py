@@ -1,12 +1,15 @@
-"""End of the job when one rank fails; reports go through the job's key-value store, never through a collective.
+"""End of the job when one rank fails; reports go through the job's key-value store, never through a
+collective.
 
-A rank that raises writes a report under one key of the store; the first report stays, because later ones are mostly its
-consequences. Every rank polls that key from a thread. A rank that finds another rank's report, or loses the store, prints it
-and ends its own process after a grace period, because it may be blocked in a collective that never finishes and that no
-Python exception can reach. Loggers and exit handlers still run, in another thread.
+A rank that raises writes a report under one key of the store; the first report stays, because later
+ones are mostly its consequences. Every rank polls that key from a thread. A rank that finds another
+rank's report, or loses the store, prints it and ends its own process after a grace period, because
+it may be blocked in a collective that never finishes and that no Python exception can reach.
+Loggers and exit handlers still run, in another thread.
 
-A rank that loses its connection to another one first looks for the cause. If no rank reports any, it starts a liveness check:
-every rank answers from its thread, and one that does not (its process was killed, or its node is gone) is named.
+A rank that loses its connection to another one first looks for the cause. If no rank reports any,
+it starts a liveness check: every rank answers from its thread, and one that does not (its process
+was killed, or its node is gone) is named.
 """
 
 from __future__ import annotations
@@ -32,10 +35,19 @@ from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 
 _FAILURE = "failure"
 _ALARM = "alarm"  # set with a failure and to start a liveness check: the one key that is polled
-_STORE_SECONDS_PER_RANK = 1e-3  # all ranks ask one store: at most about a thousand requests a second
+# All ranks ask one store: at most about a thousand requests a second.
+_STORE_SECONDS_PER_RANK = 1e-3
 _END_S = 2.0  # for logs and exit handlers, when the main thread hangs
-_LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited", "imed out")
-_GLOO = "gloo/"  # a path in gloo's source is in each of its messages; its errors have no class of their own
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "remote process exited",
+    "imed out",
+)
+# A path in gloo's source is in each of its messages; its errors have no class of their own.
+_GLOO = "gloo/"
 
 
 class PeerFailure(SystemExit):
@@ -52,7 +64,8 @@ class Failure:
     summary: str
     """One line: the exception, or how the process ended."""
     details: str = ""
-    """Traceback; empty for a killed process, an interruption, and an exception whose message suffices."""
+    """Traceback; empty for a killed process, an interruption, and an exception whose message
+    suffices."""
     position: str = ""
     """Position in the pipeline schedule; empty outside a schedule."""
     interrupted: bool = False
@@ -70,11 +83,14 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, exception: BaseException, *, explained: bool = False) -> Failure:
-        """Describe ``exception``, raised on ``rank``; ``explained``: its message suffices without a traceback."""
+        """Describe ``exception``, raised on ``rank``; ``explained``: its message suffices without a
+        traceback.
+        """
         summary = "".join(traceback.format_exception_only(exception)).strip()
         interrupted = isinstance(exception, KeyboardInterrupt)
         explained = explained or isinstance(exception, (ConfigError, DataError, CheckpointError))
-        line = " ".join(summary.split()) if explained else summary.splitlines()[0]  # the traceback has the other lines
+        # The traceback has the other lines.
+        line = " ".join(summary.split()) if explained else summary.splitlines()[0]
         details = "" if interrupted or explained else "".join(traceback.format_exception(exception))
         position = str(getattr(exception, "pipeline_position", None) or "")
         return cls(rank, socket.gethostname(), line, details, position, interrupted)
@@ -83,7 +99,8 @@ class Failure:
 def end_process(write_logs: Callable[[], object]) -> NoReturn:
     """End this process with exit code 1, even if its main thread is blocked.
 
-    ``write_logs`` and the exit handlers run in another thread, for two seconds at most: they may block, too.
+    ``write_logs`` and the exit handlers run in another thread, for two seconds at most: they may
+    block, too.
     """
 
     def finish() -> None:
@@ -103,18 +120,21 @@ def print_message(text: str) -> None:
 
 
 class FailureWatch:
-    """Thread that ends this process when another rank failed, and reports this rank's failure to the others.
+    """Thread that ends this process when another rank failed, and reports this rank's failure to
+    the others.
 
-    Every rank creates one after the default process group exists, starts it, and stops it at the end of the run. Watches of
-    one process group are numbered, so that a failure which all ranks survived does not end their next run.
+    Every rank creates one after the default process group exists, starts it, and stops it at the
+    end of the run. Watches of one process group are numbered, so that a failure which all ranks
+    survived does not end their next run.
 
     Args:
-        store: Key-value store of the job; None: the default process group's, like the rank and the world size.
+        store: Key-value store of the job; None: the default process group's, like the rank and the
+            world size.
         rank: This process's global rank.
         world_size: Ranks of the job.
         poll_s: Seconds between two polls, for up to some hundred ranks.
-        grace_s: Seconds that the main thread has to raise an error of its own before the process is ended, and again to
-            unwind if the error is only the loss of another rank.
+        grace_s: Seconds that the main thread has to raise an error of its own before the process is
+            ended, and again to unwind if the error is only the loss of another rank.
         liveness_s: Seconds that the ranks have to answer a liveness check.
         write_logs: Called before this process is ended.
     """
@@ -159,7 +179,8 @@ class FailureWatch:
             self._thread.join()
 
     def report(self, exception: BaseException, *, explained: bool = False) -> bool:
-        """Report this rank's failure to the other ranks, and print which failure came first; the caller ends this process.
+        """Report this rank's failure to the other ranks, and print which failure came first; the
+        caller ends this process.
 
         Args:
             exception: Cause; an attribute ``pipeline_position`` becomes part of the report.
@@ -171,19 +192,26 @@ class FailureWatch:
         lost = self._follows = _is_lost_connection(exception)
         self._leaving.set()
         if lost and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a handler could wait for ranks that are gone
+            # A handler could wait for ranks that are gone.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         failure = Failure.of(self._rank, exception, explained=explained)
         first = (self._find_cause() if lost else None) or self._publish(failure)
         if first.rank != self._rank:
             self._announce(first, f"rank {self._rank} ends with it")
-        elif self._announced.acquire(blocking=False):  # the others may be ended before they can print it
+        # The others may be ended before they can print it.
+        elif self._announced.acquire(blocking=False):
             print_message(first.headline)
-            time.sleep(2 * self._poll_s)  # time to read it before this process ends, perhaps with the store
+            # Time to read it before this process ends, perhaps with the store.
+            time.sleep(2 * self._poll_s)
         return lost and first.rank != self._rank
 
     def report_child(self, rank: int, summary: str) -> None:
-        """Report that the process of another rank of this node ended, and print which failure came first."""
-        self._announce(self._publish(Failure(rank, socket.gethostname(), summary)), "ending the job")
+        """Report that the process of another rank of this node ended, and print which failure came
+        first.
+        """
+        self._announce(
+            self._publish(Failure(rank, socket.gethostname(), summary)), "ending the job"
+        )
 
     def _publish(self, failure: Failure) -> Failure:
         """Write ``failure`` unless there is a report already; return the report in the store."""
@@ -195,7 +223,9 @@ class FailureWatch:
             return self._lost_store(error)
 
     def _poll(self, *, answering: bool = False) -> Failure | None:
-        """Return the reported failure, if there is one; if ``answering``, answer a liveness check."""
+        """Return the reported failure, if there is one; if ``answering``, answer a liveness
+        check.
+        """
         try:
             if not self._store.check([_ALARM]):
                 return None
@@ -211,10 +241,14 @@ class FailureWatch:
 
     def _lost_store(self, error: RuntimeError) -> Failure:
         host = "torchrun's agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
-        return Failure(-1, "", f"{host}, which keeps the job's store, has ended ({str(error).splitlines()[0]})")
+        return Failure(
+            -1, "", f"{host}, which keeps the job's store, has ended ({str(error).splitlines()[0]})"
+        )
 
     def _find_cause(self) -> Failure | None:
-        """Wait for the cause of a lost connection, in the main thread; None: all ranks are alive, and none reports any."""
+        """Wait for the cause of a lost connection, in the main thread; None: all ranks are alive,
+        and none reports any.
+        """
         deadline = time.monotonic() + self._liveness_s
         own = str(self._rank).encode()
         try:
@@ -236,13 +270,19 @@ class FailureWatch:
 
     def _find_dead(self) -> Failure | None:
         """Return the failure of the ranks that have not answered, if there are any."""
-        absent = [rank for rank in range(self._world_size) if not self._store.check([f"alive/{rank}"])]
+        absent = [
+            rank for rank in range(self._world_size) if not self._store.check([f"alive/{rank}"])
+        ]
         if not absent:
             return None
         key = f"host/{absent[0]}"
         host = self._store.get(key).decode() if self._store.check([key]) else "an unknown host"
         others = f", nor do ranks {', '.join(map(str, absent[1:9]))}" if absent[1:] else ""
-        return Failure(absent[0], host, f"it no longer answers{others}: its process was killed, or its node is gone")
+        return Failure(
+            absent[0],
+            host,
+            f"it no longer answers{others}: its process was killed, or its node is gone",
+        )
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll_s):
@@ -254,9 +294,12 @@ class FailureWatch:
             if failure.rank < 0 and self._stopped.wait(self._grace_s):
                 return  # the end of an ordinary run: another process ended earlier
             self._announce(failure, f"rank {self._rank} ends, because it would wait for it forever")
-            # No exception reaches a main thread that is blocked in a collective. One that raised an error of its own may
-            # handle it (all ranks may be saving); one that lost its peers would wait for them in a callback as well.
-            if not self._leaving.wait(self._grace_s) or (self._follows and not self._stopped.wait(self._grace_s)):
+            # No exception reaches a main thread that is blocked in a collective. One that raised an
+            # error of its own may handle it (all ranks may be saving); one that lost its peers
+            # would wait for them in a callback as well.
+            if not self._leaving.wait(self._grace_s) or (
+                self._follows and not self._stopped.wait(self._grace_s)
+            ):
                 end_process(self._write_logs)
             return
 
@@ -269,13 +312,16 @@ class FailureWatch:
 
 
 def _is_lost_connection(exception: BaseException | None) -> bool:
-    """Return whether an exception or one of its causes means that another rank is gone, by the backends' messages.
+    """Return whether an exception or one of its causes means that another rank is gone, by the
+    backends' messages.
 
     The same words in another library's error, such as a DataLoader that timed out, do not mean it.
     """
     while exception is not None:
         text = str(exception)
-        from_backend = isinstance(exception, dist.DistError) or (isinstance(exception, RuntimeError) and _GLOO in text)
+        from_backend = isinstance(exception, dist.DistError) or (
+            isinstance(exception, RuntimeError) and _GLOO in text
+        )
         if from_backend and any(words in text for words in _LOST):
             return True
         exception = exception.__cause__

@@ -1,4 +1,6 @@
-"""Watches that end processes together: a starter watches its processes, and each process watches its starter."""
+"""Watches that end processes together: a starter watches its processes, and each process watches
+its starter.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from dataclasses import dataclass
 from megatron_lightning.resilience.failure import end_process, print_message
 
 INTERRUPTED = 128 + signal.SIGINT  # exit code of a process that SIGINT reached, as shells have it
-GRACE_S = 3.0  # for processes to raise their own errors or to be ended by their watches, and to write their logs
-LINGER_S = 0.5  # by which a rank that ends because of another one outlives it: a starter takes the first to end for the cause
+# For processes to raise their own errors or to be ended by their watches, and to write their logs.
+GRACE_S = 3.0
+# By which a rank that ends because of another one outlives it: a starter takes the first to end for
+# the cause.
+LINGER_S = 0.5
 _POLL_S = 0.2
 
 
@@ -61,7 +66,8 @@ class ChildWatch(threading.Thread):
     Args:
         children: Returns the processes to watch; empty before they are started.
         on_failure: Called once with the failed rank and how it ended, before the others are ended.
-        end: Called last, to end this process as well unless the watch was stopped; None: it is no rank.
+        end: Called last, to end this process as well unless the watch was stopped; None: it is no
+            rank.
     """
 
     def __init__(
@@ -90,8 +96,11 @@ class ChildWatch(threading.Thread):
                 deadline = time.monotonic() + GRACE_S
                 wait_for(children, GRACE_S)
                 kill(children)
-                # The main thread may be about to raise the same error, or wait in a collective for the rank that is gone.
-                if self._end is not None and not self._stopped.wait(max(0.0, deadline - time.monotonic())):
+                # The main thread may be about to raise the same error, or wait in a collective for
+                # the rank that is gone.
+                if self._end is not None and not self._stopped.wait(
+                    max(0.0, deadline - time.monotonic())
+                ):
                     self._end()
                 return
             if children and all(child.exit_code() == 0 for child in children):
@@ -100,12 +109,14 @@ class ChildWatch(threading.Thread):
     def announce(self) -> bool:
         """Announce the child that failed, once; return whether there is one.
 
-        Of several, one that a signal killed or interrupted is the cause: the others lost it and raised. Only SIGTERM is a
-        consequence: workers get it when another one has failed.
+        Of several, one that a signal killed or interrupted is the cause: the others lost it and
+        raised. Only SIGTERM is a consequence: workers get it when another one has failed.
         """
         ended = [(child, child.exit_code()) for child in self._children()]
         failed = [(child, code) for child, code in ended if code]
-        failed.sort(key=lambda end: (end[1] == -signal.SIGTERM, end[1] > 0 and end[1] != INTERRUPTED))
+        failed.sort(
+            key=lambda end: (end[1] == -signal.SIGTERM, end[1] > 0 and end[1] != INTERRUPTED)
+        )
         if failed and self._announced.acquire(blocking=False):
             child, code = failed[0]
             self._on_failure(child.rank, child.describe_end(code))
@@ -113,9 +124,13 @@ class ChildWatch(threading.Thread):
 
 
 class ParentWatch(threading.Thread):
-    """Thread that ends this process when its starter has ended; calls ``on_end`` with a message, and ``write_logs``."""
+    """Thread that ends this process when its starter has ended; calls ``on_end`` with a message,
+    and ``write_logs``.
+    """
 
-    def __init__(self, parent_pid: int, on_end: Callable[[str], None], write_logs: Callable[[], object]) -> None:
+    def __init__(
+        self, parent_pid: int, on_end: Callable[[str], None], write_logs: Callable[[], object]
+    ) -> None:
         super().__init__(name="parent-watch", daemon=True)
         self._parent_pid = parent_pid
         self._on_end = on_end
@@ -125,5 +140,7 @@ class ParentWatch(threading.Thread):
         """Poll until the parent has changed."""
         while os.getppid() == self._parent_pid:
             time.sleep(_POLL_S)
-        self._on_end(f"process {self._parent_pid}, which started this one ({os.getpid()}), has ended")
+        self._on_end(
+            f"process {self._parent_pid}, which started this one ({os.getpid()}), has ended"
+        )
         end_process(self._write_logs)

@@ -1,4 +1,6 @@
-"""Worker processes, one per rank, of a process that is no rank itself: started, watched, and ended together."""
+"""Worker processes, one per rank, of a process that is no rank itself: started, watched, and ended
+together.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def _work(rank: int, function: Callable[..., object], *args: Any) -> None:
 def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[None]:
     """Watch workers while a block starts them through torch and waits for them.
 
-    When one fails, its rank and failure are printed and the others are ended; when the block raises, all are ended.
+    When one fails, its rank and failure are printed and the others are ended; when the block
+    raises, all are ended.
 
     Args:
         processes: Returns the workers by rank; empty before they are started.
@@ -58,7 +61,11 @@ def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[
     """
 
     def children() -> list[Child]:
-        return [Child(rank, process.pid, _exit_code_of(process)) for rank, process in enumerate(processes()) if process.pid]
+        return [
+            Child(rank, process.pid, _exit_code_of(process))
+            for rank, process in enumerate(processes())
+            if process.pid
+        ]
 
     others = set(multiprocessing.active_children())
     watch = ChildWatch(children, print_failure)
@@ -73,7 +80,8 @@ def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             wait_for(children(), GRACE_S)  # Ctrl-C reached them, too
-        for child in set(multiprocessing.active_children()) - others:  # processes() is empty before all are started
+        # Processes() is empty before all are started.
+        for child in set(multiprocessing.active_children()) - others:
             child.kill()
             child.join()
         raise
@@ -84,7 +92,9 @@ def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[
 
 @contextmanager
 def worker_process(write_logs: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Run a block as a worker: it ends with its starter, after ``write_logs``, and with ``INTERRUPTED`` on Ctrl-C."""
+    """Run a block as a worker: it ends with its starter, after ``write_logs``, and with
+    ``INTERRUPTED`` on Ctrl-C.
+    """
     ParentWatch(os.getppid(), print_message, write_logs).start()
     try:
         yield
@@ -93,7 +103,9 @@ def worker_process(write_logs: Callable[[], object] = lambda: None) -> Iterator[
 
 
 def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
-    """Return a function that reads a worker's exit code without reaping it, which the main thread does."""
+    """Return a function that reads a worker's exit code without reaping it, which the main thread
+    does.
+    """
 
     def exit_code() -> int | None:
         try:

@@ -1,8 +1,9 @@
 """Between Lightning's checkpoint, one nested dict, and our sharded directories.
 
-Lightning builds the dict on every rank with that rank's part of the module in it. Tensors of the module, of the optimizers and
-of callbacks that keep copies of the module are saved by global name, so any layout reads them; the rest comes from rank 0, plus
-what ranks have of their own (random states, states of data loaders) under ``"megatron_lightning"``.
+Lightning builds the dict on every rank with that rank's part of the module in it. Tensors of the
+module, of the optimizers and of callbacks that keep copies of the module are saved by global name,
+so any layout reads them; the rest comes from rank 0, plus what ranks have of their own (random
+states, states of data loaders) under ``"megatron_lightning"``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Checkpoints:
         progress: The strategy's counts.
         saver: Writes them, in the background if wanted.
         ranks_per_node: Ranks of each node.
-        share_buffers: Makes buffers equal on all ranks that hold them: replicas write parts of a tensor each.
+        share_buffers: Makes buffers equal on all ranks that hold them: replicas write parts of a
+            tensor each.
     """
 
     def __init__(
@@ -83,29 +85,33 @@ class Checkpoints:
     def _trainer(self) -> pl.Trainer:
         return self._module.trainer
 
-    # ------------------------------------------------------------------------------------------------------ save
+    # ----------------------------------------------------------------------------------------- save
 
     def save(self, checkpoint: dict[str, Any], path: str, part: Part, *, background: bool) -> None:
-        """Write ``checkpoint`` as a directory; committed by one rename when every rank has written its part.
+        """Write ``checkpoint`` as a directory; committed by one rename when every rank has written
+        its part.
 
-        After an exception on some ranks only, nothing is saved: the others are not here to write their parts. Nor is it after
-        one in the middle of an optimizer step, or before it on some ranks and after it on others: the parts would be of two
-        steps.
+        After an exception on some ranks only, nothing is saved: the others are not here to write
+        their parts. Nor is it after one in the middle of an optimizer step, or before it on some
+        ranks and after it on others: the parts would be of two steps.
 
         Args:
             checkpoint: Lightning's dict.
             path: The directory.
             part: What this rank holds of the module.
-            background: Whether to return when the state is copied; after the run nobody would wait for the rest.
+            background: Whether to return when the state is copied; after the run nobody would wait
+                for the rest.
 
         Raises:
-            CheckpointError: On every rank, if one of them failed; an existing checkpoint at ``path`` is intact.
+            CheckpointError: On every rank, if one of them failed; an existing checkpoint at
+                ``path`` is intact.
         """
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
             if not self._interrupted_together():
                 warnings.warn(
-                    f"{path} is not saved: the exception reached only some of the {self._context.world_size} ranks, or "
-                    "came in the middle of an optimizer step.",
+                    f"{path} is not saved: the exception reached only some of the "
+                    f"{self._context.world_size} ranks, or came in the middle of an optimizer "
+                    "step.",
                     stacklevel=2,
                 )
                 return
@@ -124,8 +130,15 @@ class Checkpoints:
 
     def _info(self, rest: Mapping[str, Any], part: Part) -> dict[str, Any]:
         """Return what the manifest says of the run."""
-        info = {"layout": asdict(self._context.layout), "consumed_samples": self._progress.consumed_samples}
-        info |= {"world_size": self._context.world_size, "global_step": rest.get("global_step"), "epoch": rest.get("epoch")}
+        info = {
+            "layout": asdict(self._context.layout),
+            "consumed_samples": self._progress.consumed_samples,
+        }
+        info |= {
+            "world_size": self._context.world_size,
+            "global_step": rest.get("global_step"),
+            "epoch": rest.get("epoch"),
+        }
         info["tied"] = dict(part.tied)
         config = getattr(self._module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
@@ -142,17 +155,21 @@ class Checkpoints:
         return self._ranks.all_interrupted(state)
 
     def _forget_batch(self) -> None:
-        """Take back the count of a batch that an exception ended before it was trained on, so that it comes again."""
+        """Take back the count of a batch that an exception ended before it was trained on, so that
+        it comes again.
+        """
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
         if progress.processed < progress.ready and self._progress.forget(progress.ready):
             for sampler in training_samplers(self._trainer):
                 sampler.undo_advance()
 
     def save_local(self, path: str, folder: str, part: Part) -> None:
-        """Write every rank's part to its node's own disk and the next node's, and the pointer ``path``; in the background.
+        """Write every rank's part to its node's own disk and the next node's, and the pointer
+        ``path``; in the background.
 
         Raises:
-            CheckpointError: On every rank, if this save, or the one before, failed on one of them; older copies are intact.
+            CheckpointError: On every rank, if this save, or the one before, failed on one of them;
+                older copies are intact.
         """
         tensors, rest = self._divide(trainer_state(self._trainer), part)
         tensors += self._module_state(part).tied_shards()
@@ -165,7 +182,9 @@ class Checkpoints:
         report = self.saver.last
         if report is not None:
             for logger in self._trainer.loggers:
-                logger.log_metrics({"checkpoint_stall_s": report.stall_s}, step=self._trainer.global_step)
+                logger.log_metrics(
+                    {"checkpoint_stall_s": report.stall_s}, step=self._trainer.global_step
+                )
 
     def _pointer(self, folder: str, step: int) -> Pointer:
         return Pointer(folder, self._ranks_per_node, self._context.world_size, step, self._sharding)
@@ -175,7 +194,9 @@ class Checkpoints:
         """Settings that determine which rank holds which shard."""
         return {**asdict(self._context.layout), "data_parallel": self._options.data_parallel}
 
-    def _divide(self, checkpoint: Mapping[str, Any], part: Part) -> tuple[list[TensorShards], dict[str, Any]]:
+    def _divide(
+        self, checkpoint: Mapping[str, Any], part: Part
+    ) -> tuple[list[TensorShards], dict[str, Any]]:
         """Return what this rank holds of the tensors, and the rest."""
         self._share_buffers()
         rest = self.state.write_to(checkpoint, self._module, part)
@@ -194,13 +215,23 @@ class Checkpoints:
     def _module_state(self, part: Part) -> ModuleState:
         return ModuleState(self._module, part, self._context)
 
-    def _merged_groups(self, optimizers: Sequence[DistributedOptimizer], part: Part) -> list[list[dict[str, Any]]]:
-        """Return each optimizer's parameter groups with the names of all pipeline ranks, in the full model's order."""
-        ranks = self._context.pp.all_gather_object([optimizer.param_groups() for optimizer in optimizers])
+    def _merged_groups(
+        self, optimizers: Sequence[DistributedOptimizer], part: Part
+    ) -> list[list[dict[str, Any]]]:
+        """Return each optimizer's parameter groups with the names of all pipeline ranks, in the
+        full model's order.
+        """
+        ranks = self._context.pp.all_gather_object(
+            [optimizer.param_groups() for optimizer in optimizers]
+        )
         place = {name: position for position, name in enumerate(part.names)}
-        return [merge_groups([rank[index] for rank in ranks], place) for index in range(len(optimizers))]
+        return [
+            merge_groups([rank[index] for rank in ranks], place) for index in range(len(optimizers))
+        ]
 
-    def full_module_state(self, state: dict[str, Any], folder: str, part: Part, *, reads: bool) -> dict[str, Any]:
+    def full_module_state(
+        self, state: dict[str, Any], folder: str, part: Part, *, reads: bool
+    ) -> dict[str, Any]:
         """Return the state of the full module, put together in a checkpoint; all ranks call this.
 
         Args:
@@ -217,12 +248,13 @@ class Checkpoints:
             self.saver.remove(path)
         return full
 
-    # ------------------------------------------------------------------------------------------------------ load
+    # ----------------------------------------------------------------------------------------- load
 
     def load(self, path: str, part: Part) -> dict[str, Any]:
         """Return Lightning's checkpoint with this rank's part of the module; all ranks call this.
 
-        Optimizer states are read later, by :meth:`load_optimizers`, into the optimizers' own tensors.
+        Optimizer states are read later, by :meth:`load_optimizers`, into the optimizers' own
+        tensors.
 
         Raises:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
@@ -237,11 +269,20 @@ class Checkpoints:
             exchange_group=lambda: self.saver.group(self._context),
         )
         source = copy or open_checkpoint(path, group=world)
-        self._path, self._is_plain, self._source = path, isinstance(source, PlainSource), self._fitted(source, part)
+        self._path, self._is_plain, self._source = (
+            path,
+            isinstance(source, PlainSource),
+            self._fitted(source, part),
+        )
         checkpoint = self._source.state()
         local = module.state_dict()
-        others = {name: value for name, value in checkpoint.get("state_dict", {}).items() if name in local}
-        checkpoint["state_dict"] = {**others, **state.load_module(self._source, strict=module.strict_loading)}
+        others = {
+            name: value for name, value in checkpoint.get("state_dict", {}).items() if name in local
+        }
+        checkpoint["state_dict"] = {
+            **others,
+            **state.load_module(self._source, strict=module.strict_loading),
+        }
         for key, copies in state.load_copies(self._source).items():
             checkpoint[key] = {**checkpoint.get(key, {}), **copies}
         self.state.read_from(checkpoint, module)
@@ -250,24 +291,37 @@ class Checkpoints:
     def _fitted(self, source: CheckpointSource, part: Part) -> CheckpointSource:
         """Wrap the source to resize vocabulary tensors, if that is wanted."""
         shapes = self._module_state(part).vocabulary_shapes(self._options.sharding_plan)
-        return fit_vocabulary(source, shapes, self._context, resize=self._options.checkpoint.resize_vocabulary)
+        return fit_vocabulary(
+            source, shapes, self._context, resize=self._options.checkpoint.resize_vocabulary
+        )
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any], views: Sequence[DistributedOptimizer], part: Part) -> None:
+    def load_optimizers(
+        self, checkpoint: Mapping[str, Any], views: Sequence[DistributedOptimizer], part: Part
+    ) -> None:
         """Read the optimizer states into the optimizers' tensors; all ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if none is being loaded or it has not the states of these optimizers.
+            CheckpointError: On every rank, if none is being loaded or it has not the states of
+                these optimizers.
         """
         source = self._source
         if source is None:
             raise CheckpointError("no checkpoint is being loaded.")
         states, world = checkpoint["optimizer_states"], self._context.axis("world")
-        if self._is_plain and states:  # a plain file numbers the parameters of optimizers, which exist by now
-            order = [[name for group in groups for name in group["params"]] for groups in self._merged_groups(views, part)]
-            source = self._fitted(open_checkpoint(self._path, optimizer_parameters=order, group=world), part)
+        # A plain file numbers the parameters of optimizers, which exist by now.
+        if self._is_plain and states:
+            order = [
+                [name for group in groups for name in group["params"]]
+                for groups in self._merged_groups(views, part)
+            ]
+            source = self._fitted(
+                open_checkpoint(self._path, optimizer_parameters=order, group=world), part
+            )
             states = source.state()["optimizer_states"]
         if not states and views:  # as Lightning has it: the states were left out on purpose
-            rank_zero_warn("the checkpoint has no optimizer states: the optimizers begin with none.")
+            rank_zero_warn(
+                "the checkpoint has no optimizer states: the optimizers begin with none."
+            )
             views = []
         together(world, "loading the optimizers", lambda: _check_optimizers(views, states))
         for index, (view, saved) in enumerate(zip(views, states, strict=True)):
@@ -291,12 +345,19 @@ class OptimizerHandle(dict[str, Any]):
 
 def _view_of(handle: Any) -> DistributedOptimizer:
     if not isinstance(handle, OptimizerHandle):
-        raise CheckpointError("optimizer_states of the checkpoint were replaced by a hook; leave them to the strategy.")
+        raise CheckpointError(
+            "optimizer_states of the checkpoint were replaced by a hook; leave them to the "
+            "strategy."
+        )
     return handle.view
 
 
 def _load_optimizer(
-    view: DistributedOptimizer, saved: Mapping[str, Any], source: CheckpointSource, prefix: str, world: AxisGroup
+    view: DistributedOptimizer,
+    saved: Mapping[str, Any],
+    source: CheckpointSource,
+    prefix: str,
+    world: AxisGroup,
 ) -> None:
     described = {}
     for full, info in source.tensors().items():
@@ -310,19 +371,24 @@ def _load_optimizer(
     view.finish_restore()
 
 
-def _check_optimizers(views: Sequence[DistributedOptimizer], saved: Sequence[Mapping[str, Any]]) -> None:
+def _check_optimizers(
+    views: Sequence[DistributedOptimizer], saved: Sequence[Mapping[str, Any]]
+) -> None:
     """Check that no optimizer, and no parameter of one, would silently begin without state."""
     if len(views) != len(saved):
         raise CheckpointError(
-            f"the checkpoint holds the states of {len(saved)} optimizers, and the model has {len(views)}. "
-            "Return as many from configure_optimizers, or load the weights alone."
+            f"the checkpoint holds the states of {len(saved)} optimizers, and the model has "
+            f"{len(views)}. Return as many from configure_optimizers, or load the weights alone."
         )
     for view, state in zip(views, saved, strict=True):
         known = {name for group in state["param_groups"] for name in group["params"]}
-        new = [name for group in view.param_groups() for name in group["params"] if name not in known]
+        new = [
+            name for group in view.param_groups() for name in group["params"] if name not in known
+        ]
         if known and new:
             more = f" and {len(new) - 8} more" if len(new) > 8 else ""
             raise CheckpointError(
-                f"{type(view.optimizer).__name__} has parameters of which the checkpoint's optimizer knows nothing: "
-                f"{', '.join(new[:8])}{more}. Resume with the parameters it was saved with, or load the weights alone."
+                f"{type(view.optimizer).__name__} has parameters of which the checkpoint's "
+                f"optimizer knows nothing: {', '.join(new[:8])}{more}. Resume with the parameters "
+                "it was saved with, or load the weights alone."
             )

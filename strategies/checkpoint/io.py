@@ -1,4 +1,6 @@
-"""Our checkpoint directories for a plain Trainer: ``Trainer(plugins=[ShardedCheckpointIO()])`` on one device."""
+"""Our checkpoint directories for a plain Trainer: ``Trainer(plugins=[ShardedCheckpointIO()])`` on
+one device.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,27 @@ from megatron_lightning.checkpoint.storage import is_folder
 class ShardedCheckpointIO(TorchCheckpointIO):
     """Reads checkpoint directories of any layout as well as plain files; saves plain files.
 
-    It lets a Trainer without :class:`MegatronStrategy` continue, test or predict from what the strategy saved.
+    It lets a Trainer without :class:`MegatronStrategy` continue, test or predict from what the
+    strategy saved.
     """
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the full checkpoint, with tensors on the CPU if ``path`` is a directory or the URL of one.
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the full checkpoint, with tensors on the CPU if ``path`` is a directory or the URL
+        of one.
 
-        A plain file is read as plain data wherever it is, unless ``weights_only=False`` says that it is trusted.
+        A plain file is read as plain data wherever it is, unless ``weights_only=False`` says that
+        it is trusted.
 
         Raises:
             CheckpointError: If the directory is incomplete or damaged.
         """
         if is_folder(path):
             return read_full(path)
-        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only is not False)
+        loaded: dict[str, Any] = super().load_checkpoint(
+            path, map_location, weights_only is not False
+        )
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -36,7 +45,9 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
 
 def complete_io(io: CheckpointIO | None) -> CheckpointIO:
-    """Return what reads and writes plain files: a plugin of the user's own, or ours, also inside Lightning's wrappers."""
+    """Return what reads and writes plain files: a plugin of the user's own, or ours, also inside
+    Lightning's wrappers.
+    """
     if io is None:
         return ShardedCheckpointIO()
     if hasattr(io, "checkpoint_io"):
@@ -47,7 +58,8 @@ def complete_io(io: CheckpointIO | None) -> CheckpointIO:
 def users_io(io: CheckpointIO | None) -> CheckpointIO | None:
     """Return a checkpoint plugin of the user's own; None: checkpoints are sharded directories.
 
-    Lightning's ``AsyncCheckpointIO`` around no other asks for sharded directories that are written in the background.
+    Lightning's ``AsyncCheckpointIO`` around no other asks for sharded directories that are written
+    in the background.
     """
     inner = io
     while isinstance(inner, AsyncCheckpointIO):

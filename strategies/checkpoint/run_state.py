@@ -1,7 +1,8 @@
-"""State of a run beside module and optimizers: samples consumed, positions in the data, random states.
+"""State of a run beside module and optimizers: samples consumed, positions in the data, random
+states.
 
-It is stored under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and states of data loaders is the
-same on every rank.
+It is stored under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and
+states of data loaders is the same on every rank.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class RunState:
         self._positions: list[dict[str, Any]] = []
         self._repeats_validation = False
 
-    def write_to(self, checkpoint: Mapping[str, Any], module: pl.LightningModule, part: Part) -> dict[str, Any]:
+    def write_to(
+        self, checkpoint: Mapping[str, Any], module: pl.LightningModule, part: Part
+    ) -> dict[str, Any]:
         """Return ``checkpoint`` with the state of the run; all ranks call this.
 
         Raises:
@@ -76,8 +79,8 @@ class RunState:
         """Remove our entry from a checkpoint, and resume from it if this run trains.
 
         Raises:
-            CheckpointError: If loaders have states of their own, and there are not as many replicas as saved them; if metrics
-                of several replicas have persistent states.
+            CheckpointError: If loaders have states of their own, and there are not as many replicas
+                as saved them; if metrics of several replicas have persistent states.
         """
         context = self._context
         check_persistent_states(module, context.dp_cp.size)
@@ -92,11 +95,13 @@ class RunState:
         if own["loaders"]:
             if len(own["loaders"]) != context.dp.size:
                 raise CheckpointError(
-                    f"the checkpoint holds the states of the data loaders of {len(own['loaders'])} data-parallel ranks, and "
-                    f"there are {context.dp.size}. Resume with as many, or use a map-style dataset, whose position is "
-                    "valid for any number."
+                    f"the checkpoint holds the states of the data loaders of {len(own['loaders'])} "
+                    f"data-parallel ranks, and there are {context.dp.size}. Resume with as many, "
+                    "or use a map-style dataset, whose position is valid for any number."
                 )
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][context.dp.rank]
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][
+                context.dp.rank
+            ]
         self._random_state = own["random_states"].get(context.dp.rank)
         streams = own["layer_streams"].get(_place_in_replica(context))
         if streams is not None and own["layout"] == asdict(context.layout):
@@ -108,17 +113,24 @@ class RunState:
             self._rng.set_state(self._random_state)
 
     def restore_position(self, trainer: pl.Trainer) -> None:
-        """Continue the pass over the data that the checkpoint was saved in; called when training starts."""
+        """Continue the pass over the data that the checkpoint was saved in; called when training
+        starts.
+        """
         if not self._positions:
-            if self._repeats_validation:  # it drew its random numbers before the loaders of the next epoch drew theirs
+            # It drew its random numbers before the loaders of the next epoch drew theirs.
+            if self._repeats_validation:
                 self.restore_random_state()
             return
         samplers = training_samplers(trainer)
-        if len(samplers) == len(training_loaders(trainer)):  # Lightning looks for state_dict on loaders
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        # Lightning looks for state_dict on loaders.
+        if len(samplers) == len(training_loaders(trainer)):
+            warnings.filterwarnings(
+                "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
+            )
         for sampler, position in zip(samplers, self._positions, strict=False):
             sampler.load_state_dict(position)
-        if any(sampler.started for sampler in samplers):  # by workers that fetch ahead, before the position was known
+        # By workers that fetch ahead, before the position was known.
+        if any(sampler.started for sampler in samplers):
             restart_fetching(trainer)
         self._positions = []
         self.restore_random_state()
@@ -131,12 +143,19 @@ def _place_in_replica(context: ParallelContext) -> str:
 def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
     """Whether Lightning's loops will begin a new pass over the data."""
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    current = progress.get("current", {})  # an exception may end the last batch before it is trained on
-    return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get("ready")
+    # An exception may end the last batch before it is trained on.
+    current = progress.get("current", {})
+    return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get(
+        "ready"
+    )
 
 
 def _in_validation(checkpoint: Mapping[str, Any]) -> bool:
     """Whether Lightning's loops will return to a validation."""
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.val_loop.batch_progress", {})
+    progress = (
+        checkpoint.get("loops", {})
+        .get("fit_loop", {})
+        .get("epoch_loop.val_loop.batch_progress", {})
+    )
     total = progress.get("total", {})
     return bool(total.get("started", 0) > total.get("processed", 0))

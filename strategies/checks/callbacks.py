@@ -1,4 +1,6 @@
-"""Checks of the Trainer's callbacks against the layout, and of loggers: before any process group exists, and again at setup."""
+"""Checks of the Trainer's callbacks against the layout, and of loggers: before any process group
+exists, and again at setup.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from megatron_lightning.strategies.lightning_internals import uploads_checkpoint
 
 
 def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_background: bool) -> None:
-    """Check that there can be links where checkpoints are, and that they lead to checkpoints that exist.
+    """Check that there can be links where checkpoints are, and that they lead to checkpoints that
+    exist.
 
     Args:
         trainer: Who has the callbacks.
@@ -26,20 +29,27 @@ def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_backgr
         in_background: Whether training continues while a checkpoint is written.
 
     Raises:
-        ConfigError: If ModelCheckpoint would link to an object store, or to what is not saved yet and perhaps never.
+        ConfigError: If ModelCheckpoint would link to an object store, or to what is not saved yet
+            and perhaps never.
     """
     for callback in getattr(trainer, "checkpoint_callbacks", []):
         if getattr(callback, "save_last", None) != "link":
             continue
         if in_background or on_save_error == "warn":
-            how = "checkpoints are written in the background" if in_background else 'on_save_error="warn"'
+            how = (
+                "checkpoints are written in the background"
+                if in_background
+                else 'on_save_error="warn"'
+            )
             raise ConfigError(
-                f'ModelCheckpoint has save_last="link" and {how}: it would move its link to a checkpoint that is not complete '
+                f'ModelCheckpoint has save_last="link" and {how}: it would move its link to a '
+                "checkpoint that is not complete "
                 "and may never be. Set save_last=True."
             )
         if is_remote(str(callback.dirpath or "")):
             raise ConfigError(
-                f'ModelCheckpoint has save_last="link" and dirpath={callback.dirpath}; an object store has no links. Set '
+                f'ModelCheckpoint has save_last="link" and dirpath={callback.dirpath}; an object '
+                "store has no links. Set "
                 "save_last=True."
             )
 
@@ -49,13 +59,19 @@ def warn_of_uploads(trainer: pl.Trainer) -> None:
     for logger in trainer.loggers:
         if uploads_checkpoints(logger):
             rank_zero_warn(
-                f"{type(logger).__name__} has log_model set and uploads only files; a checkpoint is a directory, and it will "
-                "upload none. Make a file of one with `megatron-lightning checkpoint consolidate` and upload that."
+                f"{type(logger).__name__} has log_model set and uploads only files; a checkpoint "
+                "is a directory, and it will upload none. Make a file of one with "
+                "`megatron-lightning checkpoint consolidate` and upload that."
             )
 
 
 def check_callbacks(
-    trainer: pl.Trainer, layout: ParallelLayout, data_parallel: str, num_replicas: int, *, overlapped: bool = False
+    trainer: pl.Trainer,
+    layout: ParallelLayout,
+    data_parallel: str,
+    num_replicas: int,
+    *,
+    overlapped: bool = False,
 ) -> None:
     """Check what callbacks do to the optimizer and the weights.
 
@@ -67,46 +83,56 @@ def check_callbacks(
         overlapped: Whether parameters are gathered beside the next forward.
 
     Raises:
-        ConfigError: If one needs full parameters where there are shards, or reads weights while they are being
-            gathered.
+        ConfigError: If one needs full parameters where there are shards, or reads weights while
+            they are being gathered.
     """
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     sharded = data_parallel != "ddp" and num_replicas > 1
     if overlapped:
         _check_readers(callbacks)
-    finetuning = next((callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None)
+    finetuning = next(
+        (callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None
+    )
     if sharded and finetuning is not None:
         raise ConfigError(
-            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state is sharded over the "
-            f'{num_replicas} data-parallel ranks with data_parallel="{data_parallel}". Set data_parallel="ddp".'
+            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state "
+            "is sharded over the "
+            f'{num_replicas} data-parallel ranks with data_parallel="{data_parallel}". Set '
+            'data_parallel="ddp".'
         )
     if layout.pp > 1 and finetuning is not None:
         raise ConfigError(
-            f"{type(finetuning).__name__} unfreezes layers during fit, and the {layout.pp} pipeline ranks, which hold "
-            "different layers, agree once which parameters they train. Set pipeline_model_parallel_size=1, or freeze layers "
-            "before fit."
+            f"{type(finetuning).__name__} unfreezes layers during fit, and the {layout.pp} "
+            "pipeline ranks, which hold different layers, agree once which parameters they train. "
+            "Set pipeline_model_parallel_size=1, or freeze layers before fit."
         )
     pruning = next((callback for callback in callbacks if isinstance(callback, ModelPruning)), None)
     if pruning is not None and (layout.tp * layout.pp > 1 or sharded):
         raise ConfigError(
-            f"{type(pruning).__name__} chooses the weights to prune among those that one rank sees, and gives weights other "
-            f'memory; here each rank has a part (tensor {layout.tp} x pipeline {layout.pp}, data_parallel="{data_parallel}"). '
-            'Set both sizes to 1 and data_parallel="ddp".'
+            f"{type(pruning).__name__} chooses the weights to prune among those that one rank "
+            "sees, and gives weights other "
+            f"memory; here each rank has a part (tensor {layout.tp} x pipeline {layout.pp}, "
+            f'data_parallel="{data_parallel}"). Set both sizes to 1 and data_parallel="ddp".'
         )
-    averaging = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
+    averaging = next(
+        (c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None
+    )
     if data_parallel == "fsdp" and num_replicas > 1 and averaging is not None:
         raise ConfigError(
-            f'{type(averaging).__name__} copies full modules, and data_parallel="fsdp" keeps their parameters in '
-            f'{num_replicas} parts. Set data_parallel="zero1".'
+            f'{type(averaging).__name__} copies full modules, and data_parallel="fsdp" keeps their '
+            f'parameters in {num_replicas} parts. Set data_parallel="zero1".'
         )
 
 
 def _check_readers(callbacks: list[pl.Callback]) -> None:
     """Check that no callback reads weights while they are gathered."""
     readers = (WeightAveraging, StochasticWeightAveraging)
-    reader = next((c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None)
+    reader = next(
+        (c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None
+    )
     if reader is not None:
         raise ConfigError(
-            f"{type(reader).__name__} reads the weights between a step and the next forward, when overlap_param_gather=True "
-            "is still gathering them. Set overlap_param_gather=False, or remove the callback."
+            f"{type(reader).__name__} reads the weights between a step and the next forward, when "
+            "overlap_param_gather=True is still gathering them. Set overlap_param_gather=False, "
+            "or remove the callback."
         )

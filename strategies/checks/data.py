@@ -19,7 +19,8 @@ def check_config(
     *,
     explicit_stages: bool = False,
 ) -> None:
-    """Check the model's sizes, where the module has them in ``config``, against the layout and the data.
+    """Check the model's sizes, where the module has them in ``config``, against the layout and the
+    data.
 
     Raises:
         ConfigError: Naming the numbers that do not fit.
@@ -27,20 +28,29 @@ def check_config(
     config, length = getattr(module, "config", None), getattr(data, "sequence_length", None)
     if isinstance(config, TransformerConfig):
         known = length if isinstance(length, int) else None
-        check_model_layout(config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages)
+        check_model_layout(
+            config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages
+        )
         num_ids = getattr(data, "vocab_size", None)
         check_vocabulary(config, num_ids if isinstance(num_ids, int) else None)
 
 
 def check_batches(
-    schedule: ScheduleChoice, micro_batch_size: int | None, data_parallel_size: int, data: pl.LightningDataModule | None
+    schedule: ScheduleChoice,
+    micro_batch_size: int | None,
+    data_parallel_size: int,
+    data: pl.LightningDataModule | None,
 ) -> None:
-    """Check the ``batch_size`` of a data module, where it has one, and every size of its ``batch_size_schedule``.
+    """Check the ``batch_size`` of a data module, where it has one, and every size of its
+    ``batch_size_schedule``.
 
     Raises:
-        ConfigError: If the ranks cannot split one into micro-batches of that size, or the pipeline cannot run as many.
+        ConfigError: If the ranks cannot split one into micro-batches of that size, or the pipeline
+            cannot run as many.
     """
-    batch_size = getattr(data, "batch_size", getattr(getattr(data, "hparams", None), "batch_size", None))
+    batch_size = getattr(
+        data, "batch_size", getattr(getattr(data, "hparams", None), "batch_size", None)
+    )
     if isinstance(batch_size, int) and batch_size > 0 and schedule.placement.num_stages > 1:
         schedule.table(1 if micro_batch_size is None else -(-batch_size // micro_batch_size))
     sizes = getattr(data, "batch_size_schedule", None)

@@ -1,7 +1,8 @@
-"""Checks of the LightningModule: before any process group exists as far as its layers are known then.
+"""Checks of the LightningModule: before any process group exists as far as its layers are known
+then.
 
-Layers that ``configure_model`` builds are checked on every rank when it has built them. Those of :class:`GPTLightningModule`
-follow from its configuration, and are known before.
+Layers that ``configure_model`` builds are checked on every rank when it has built them. Those of
+:class:`GPTLightningModule` follow from its configuration, and are known before.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from megatron_lightning.parallel.layout import ParallelLayout
 
 
 def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
-    """Return the module with all its layers, on ``meta`` if need be; None: hooks will build what cannot be known before."""
+    """Return the module with all its layers, on ``meta`` if need be; None: hooks will build what
+    cannot be known before.
+    """
     if not is_built_later(module):
         return module
-    if type(module).configure_model is not GPTLightningModule.configure_model or is_overridden("setup", module):
+    if type(module).configure_model is not GPTLightningModule.configure_model or is_overridden(
+        "setup", module
+    ):
         return None
     planned = copy.copy(module)
     planned._modules = dict(module._modules)
@@ -37,7 +42,13 @@ def is_built_later(module: pl.LightningModule) -> bool:
     return is_overridden("configure_model", module) or is_overridden("setup", module)
 
 
-def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch_size: int | None, *, fitting: bool) -> None:
+def check_module(
+    module: pl.LightningModule,
+    layout: ParallelLayout,
+    micro_batch_size: int | None,
+    *,
+    fitting: bool,
+) -> None:
     """Check what the LightningModule does against the layout.
 
     Raises:
@@ -47,24 +58,28 @@ def check_module(module: pl.LightningModule, layout: ParallelLayout, micro_batch
         return
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, hook)
-        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):  # None: switched off
+        # None: switched off.
+        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ConfigError(
-                f"{type(module).__name__}.{hook} takes the iterator of the data (dataloader_iter), and what it draws from it "
-                f"cannot be split into micro-batches (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Take batch "
-                "and batch_idx instead, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+                f"{type(module).__name__}.{hook} takes the iterator of the data (dataloader_iter), "
+                "and what it draws from it cannot be split into micro-batches (pipeline "
+                f"{layout.pp}, micro_batch_size {micro_batch_size}). Take batch and batch_idx "
+                "instead, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
             )
     if not fitting:
         return
     if not module.automatic_optimization:
         raise ConfigError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with a schedule of micro-batches "
-            f"the strategy runs the backward passes (pipeline {layout.pp}, micro_batch_size {micro_batch_size}). Set "
-            "automatic_optimization=True, or pipeline_model_parallel_size=1 and micro_batch_size=None."
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with "
+            "a schedule of micro-batches the strategy runs the backward passes (pipeline "
+            f"{layout.pp}, micro_batch_size {micro_batch_size}). Set automatic_optimization=True, "
+            "or pipeline_model_parallel_size=1 and micro_batch_size=None."
         )
     if is_overridden("backward", module):
         raise ConfigError(
-            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does not call. Remove the "
-            "override, or set pipeline_model_parallel_size=1 and micro_batch_size=None."
+            f"{type(module).__name__} overrides backward(), which a schedule of micro-batches does "
+            "not call. Remove the override, or set pipeline_model_parallel_size=1 and "
+            "micro_batch_size=None."
         )
 
 
@@ -76,14 +91,17 @@ def check_one_backward(module: pl.LightningModule, num_replicas: int) -> None:
     """
     if not module.automatic_optimization:
         raise ConfigError(
-            f'{type(module).__name__} optimizes manually (automatic_optimization=False), and with data_parallel="fsdp" the '
-            f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass that ends a step. Set "
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and with "
+            'data_parallel="fsdp" the '
+            f"gradients of the {num_replicas} data-parallel ranks are reduced by the backward pass "
+            "that ends a step. Set "
             'automatic_optimization=True, or data_parallel="zero1".'
         )
 
 
 def check_param_groups(module: pl.LightningModule) -> None:
-    """Check the table of parameter groups and the learning-rate schedule of a :class:`GPTLightningModule`.
+    """Check the table of parameter groups and the learning-rate schedule of a
+    :class:`GPTLightningModule`.
 
     Raises:
         ConfigError: If they do not fit its layers.

@@ -1,4 +1,6 @@
-"""Checks of the Trainer's plugins for precision, checkpoints and batch norm, on ranks that hold a part of the model each."""
+"""Checks of the Trainer's plugins for precision, checkpoints and batch norm, on ranks that hold a
+part of the model each.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
     precision = getattr(plugin, "precision", "32-true")
     if world_size > 1 and precision not in SUPPORTED_PRECISION:
         raise ConfigError(
-            f"precision={precision!r} of {type(plugin).__name__} is not supported on {world_size} ranks: it is made for full "
-            f"models on one device, and here each rank has a part. Set it to one of {', '.join(SUPPORTED_PRECISION)}."
+            f"precision={precision!r} of {type(plugin).__name__} is not supported on {world_size} "
+            "ranks: it is made for full models on one device, and here each rank has a part. Set "
+            f"it to one of {', '.join(SUPPORTED_PRECISION)}."
         )
 
 
@@ -34,23 +37,31 @@ def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
     """
     if plugin is not None and world_size > 1:
         raise ConfigError(
-            f"plugins has a {type(plugin).__name__}, which saves one dict from one process, and here {world_size} ranks hold a "
-            "part each. Remove it (checkpoints are sharded directories; `megatron-lightning checkpoint consolidate` makes one "
-            "file of them), or use one device."
+            f"plugins has a {type(plugin).__name__}, which saves one dict from one process, and "
+            f"here {world_size} ranks hold a part each. Remove it (checkpoints are sharded "
+            "directories; `megatron-lightning checkpoint consolidate` makes one file of them), or "
+            "use one device."
         )
 
 
-def check_layer_sync(layer_sync: LayerSync | None, device: torch.device, data_parallel_size: int) -> None:
+def check_layer_sync(
+    layer_sync: LayerSync | None, device: torch.device, data_parallel_size: int
+) -> None:
     """Check whether BatchNorm can see the samples of all replicas.
 
     Raises:
         ConfigError: On devices that torch's layer is not for.
     """
-    if isinstance(layer_sync, TorchSyncBatchNorm) and data_parallel_size > 1 and device.type == "cpu":
+    if (
+        isinstance(layer_sync, TorchSyncBatchNorm)
+        and data_parallel_size > 1
+        and device.type == "cpu"
+    ):
         raise ConfigError(
-            "sync_batchnorm=True replaces BatchNorm by torch's SyncBatchNorm, which has no CPU kernels, and "
-            f"{data_parallel_size} data-parallel ranks train on CPUs. Set sync_batchnorm=False: every rank then normalizes by "
-            "its own samples, and keeps the first rank's running statistics."
+            "sync_batchnorm=True replaces BatchNorm by torch's SyncBatchNorm, which has no CPU "
+            f"kernels, and {data_parallel_size} data-parallel ranks train on CPUs. Set "
+            "sync_batchnorm=False: every rank then normalizes by its own samples, and keeps the "
+            "first rank's running statistics."
         )
 
 
@@ -62,6 +73,7 @@ def check_storage_options(storage_options: object) -> None:
     """
     if storage_options is not None:
         raise ConfigError(
-            f"storage_options={storage_options!r} has no meaning for a checkpoint directory. Leave it out, or, on one device, "
-            "pass a CheckpointIO plugin that understands it: Trainer(plugins=[...])."
+            f"storage_options={storage_options!r} has no meaning for a checkpoint directory. Leave "
+            "it out, or, on one device, pass a CheckpointIO plugin that understands it: "
+            "Trainer(plugins=[...])."
         )

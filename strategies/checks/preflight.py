@@ -1,4 +1,6 @@
-"""Order of the checks: with the Trainer's construction, before the launch, when the module has its layers, and at setup."""
+"""Order of the checks: with the Trainer's construction, before the launch, when the module has its
+layers, and at setup.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.advice import advice_on_full_batches
 from megatron_lightning.pipeline.metrics import check_persistent_states
 from megatron_lightning.rules import check_accumulation, check_data_parallel
-from megatron_lightning.strategies.checks.callbacks import check_callbacks, check_checkpoint_links, warn_of_uploads
+from megatron_lightning.strategies.checks.callbacks import (
+    check_callbacks,
+    check_checkpoint_links,
+    warn_of_uploads,
+)
 from megatron_lightning.strategies.checks.data import check_batches, check_config
 from megatron_lightning.strategies.checks.module import (
     check_module,
@@ -29,7 +35,10 @@ from megatron_lightning.strategies.options import StrategyOptions
 
 
 def check_trainer(
-    options: StrategyOptions, world_size: int, precision: Precision | None, checkpoint_io: CheckpointIO | None
+    options: StrategyOptions,
+    world_size: int,
+    precision: Precision | None,
+    checkpoint_io: CheckpointIO | None,
 ) -> None:
     """Check the layout and the plugins, when the Trainer is constructed.
 
@@ -55,15 +64,21 @@ def check_before_launch(
     trainer: pl.Trainer | None,
     data: pl.LightningDataModule | None,
 ) -> None:
-    """Check what is known of the module, the Trainer and the data before any process is started or group created.
+    """Check what is known of the module, the Trainer and the data before any process is started or
+    group created.
 
     Raises:
         ConfigError: If they cannot run under the layout.
     """
-    check_config(module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages)
-    if not is_assembled(module):  # by an earlier Trainer: its units were checked then, and some are gone
+    check_config(
+        module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
+    )
+    # By an earlier Trainer: its units were checked then, and some are gone.
+    if not is_assembled(module):
         is_built = not is_built_later(module)
-        checks.check_partition(module, options.schedule.placement, options.pipeline, is_built=is_built)
+        checks.check_partition(
+            module, options.schedule.placement, options.pipeline, is_built=is_built
+        )
         planned = planned_module(module)
         if planned is not None:
             check_layers(options, world_size, planned, trainer)
@@ -77,7 +92,12 @@ def check_before_launch(
         _check_trained_by(options, world_size, module, trainer)
 
 
-def check_layers(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer | None) -> None:
+def check_layers(
+    options: StrategyOptions,
+    world_size: int,
+    module: pl.LightningModule,
+    trainer: pl.Trainer | None,
+) -> None:
     """Check all layers of the full module: on every rank alike, since none has taken its part yet.
 
     Raises:
@@ -87,11 +107,16 @@ def check_layers(options: StrategyOptions, world_size: int, module: pl.Lightning
     checks.check_layers(module, options.recompute, tensor_size=tensor_size)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
-        replicas, sharded = options.layout.data_parallel_size(world_size), options.data_parallel == "fsdp"
+        replicas, sharded = (
+            options.layout.data_parallel_size(world_size),
+            options.data_parallel == "fsdp",
+        )
         checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)
 
 
-def check_at_setup(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+def check_at_setup(
+    options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer
+) -> None:
     """Check again what hooks may have changed, and say what the pipeline costs.
 
     Raises:
@@ -101,12 +126,19 @@ def check_at_setup(options: StrategyOptions, world_size: int, module: pl.Lightni
     if options.layout.pp > 1 and options.micro_batch_size is None:
         rank_zero_warn(advice_on_full_batches(options.layout.pp))
     data = getattr(trainer, "datamodule", None)
-    check_config(module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages)
+    check_config(
+        module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
+    )
 
 
-def _check_trained_by(options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+def _check_trained_by(
+    options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer
+) -> None:
     """Check the module and the callbacks of a Trainer."""
-    fitting, replicas = trainer.state.fn == TrainerFn.FITTING, options.layout.data_parallel_size(world_size)
+    fitting, replicas = (
+        trainer.state.fn == TrainerFn.FITTING,
+        options.layout.data_parallel_size(world_size),
+    )
     check_module(module, options.layout, options.micro_batch_size, fitting=fitting)
     overlapped = options.data.overlap_param_gather
     check_callbacks(trainer, options.layout, options.data_parallel, replicas, overlapped=overlapped)
@@ -120,17 +152,28 @@ def _check_trained_by(options: StrategyOptions, world_size: int, module: pl.Ligh
 
 
 def check_saving(
-    options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer, *, in_background: bool
+    options: StrategyOptions,
+    world_size: int,
+    module: pl.LightningModule,
+    trainer: pl.Trainer,
+    *,
+    in_background: bool,
 ) -> None:
-    """Check that what checkpoint callbacks will do in this fit can be done with sharded directories.
+    """Check that what checkpoint callbacks will do in this fit can be done with sharded
+    directories.
 
     Raises:
         ConfigError: For links to what is not saved yet.
         CheckpointError: For metrics whose states only one replica can have.
     """
-    check_checkpoint_links(trainer, on_save_error=options.checkpoint.on_save_error, in_background=in_background)
+    check_checkpoint_links(
+        trainer, on_save_error=options.checkpoint.on_save_error, in_background=in_background
+    )
     if trainer.checkpoint_callbacks:
         warn_of_uploads(trainer)
-    hands_weights_back = options.start_method != "popen" and options.layout.tp * options.layout.pp > 1  # in a checkpoint
+    # In a checkpoint.
+    hands_weights_back = (
+        options.start_method != "popen" and options.layout.tp * options.layout.pp > 1
+    )
     if trainer.checkpoint_callbacks or hands_weights_back:
         check_persistent_states(module, options.layout.data_parallel_size(world_size))

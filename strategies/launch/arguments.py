@@ -1,7 +1,8 @@
-"""The arguments of ``fit``, ``validate``, ``test`` and ``predict``, which a launcher sees before Lightning reads them.
+"""The arguments of ``fit``, ``validate``, ``test`` and ``predict``, which a launcher sees before
+Lightning reads them.
 
-``ckpt_path="last"``: Lightning looks for local files only, so the URL of a checkpoint in an object store replaces "last". A
-local path is checked before any process is started.
+``ckpt_path="last"``: Lightning looks for local files only, so the URL of a checkpoint in an object
+store replaces "last". A local path is checked before any process is started.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from megatron_lightning.strategies.lightning_internals import checkpoint_folder
 def checked_arguments(
     trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], hooks: LaunchHooks
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Check what can be checked before a process is started; return the arguments, with "last" resolved.
+    """Check what can be checked before a process is started; return the arguments, with "last"
+    resolved.
 
     Raises:
         ConfigError, MissingCheckpointError: If module, data or checkpoint cannot be used.
@@ -40,7 +42,9 @@ def checked_arguments(
 def with_last_checkpoint(
     trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the newest URL instead of "last", if one of the Trainer's callbacks has saved to one."""
+    """Return the arguments with the newest URL instead of "last", if one of the Trainer's callbacks
+    has saved to one.
+    """
     given = (*args, *kwargs.values())
     if trainer is None or not any(isinstance(value, str) and value == "last" for value in given):
         return args, dict(kwargs)
@@ -56,8 +60,12 @@ def with_last_checkpoint(
 
 
 def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check that the ``ckpt_path`` among the arguments exists; keywords such as "best" and object stores are left for later."""
-    given = kwargs.get("ckpt_path", next((value for value in args if isinstance(value, (str, PathLike))), None))
+    """Check that the ``ckpt_path`` among the arguments exists; keywords such as "best" and object
+    stores are left for later.
+    """
+    given = kwargs.get(
+        "ckpt_path", next((value for value in args if isinstance(value, (str, PathLike))), None)
+    )
     path = "" if given is None else str(given)
     if path in ("", "best", "last", "hpc") or path.startswith("registry") or is_remote(path):
         return
@@ -65,14 +73,20 @@ def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> N
         raise MissingCheckpointError.at(path)
 
 
-def data_module_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> pl.LightningDataModule | None:
+def data_module_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> pl.LightningDataModule | None:
     """Return the data module among the arguments; the Trainer knows it only after the launch."""
     given = (*args, *kwargs.values())
-    return next((argument for argument in given if isinstance(argument, pl.LightningDataModule)), None)
+    return next(
+        (argument for argument in given if isinstance(argument, pl.LightningDataModule)), None
+    )
 
 
 def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
-    """Yield (path or URL, when it was saved) of every committed checkpoint that a callback calls its last."""
+    """Yield (path or URL, when it was saved) of every committed checkpoint that a callback calls
+    its last.
+    """
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
@@ -81,7 +95,9 @@ def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
             folders = list_folders(directory)
         except FileNotFoundError:
             continue
-        pattern = re.compile(rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-.*)?{re.escape(callback.FILE_EXTENSION)}")
+        pattern = re.compile(
+            rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-.*)?{re.escape(callback.FILE_EXTENSION)}"
+        )
         for path in folders:
             if pattern.fullmatch(PurePosixPath(path).name) and is_committed(path):
                 yield path, folder_of(path).modified(MANIFEST) or 0.0

@@ -1,4 +1,6 @@
-"""Classification of Lightning's exceptions: failures of one rank, or stops that all ranks have agreed on."""
+"""Classification of Lightning's exceptions: failures of one rank, or stops that all ranks have
+agreed on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class AgreedStop(SIGTERMException):
 
 
 def report_failure(watch: FailureWatch | None, error: BaseException) -> bool:
-    """Report to the other ranks that this one fails, unless all ranks leave the run with the same exception.
+    """Report to the other ranks that this one fails, unless all ranks leave the run with the same
+    exception.
 
     Args:
         watch: Of this rank; None: there are no others.
@@ -28,7 +31,8 @@ def report_failure(watch: FailureWatch | None, error: BaseException) -> bool:
     """
     if watch is None or isinstance(error, AgreedStop | TunerExit):
         return False
-    if isinstance(error, SIGTERMException):  # code None is success, with which an agent waits for the other nodes
+    # Code None is success, with which an agent waits for the other nodes.
+    if isinstance(error, SIGTERMException):
         error.code = _TERMINATED
     follows = watch.report(error, explained=refuses_settings(error))
     return follows and not isinstance(error, KeyboardInterrupt)

@@ -22,4 +22,5 @@ class LaunchHooks:
     write_logs: Callable[[], None]
     """Writes what loggers hold, before a process is killed."""
     full_module_state: Callable[[str], dict[str, Any] | None]
-    """Returns the state of the full module after ``fit``, on all ranks, given a folder for temporary files."""
+    """Returns the state of the full module after ``fit``, on all ranks, given a folder for
+    temporary files."""

@@ -12,9 +12,15 @@ from megatron_lightning.strategies.launch.workers import WorkerLauncher
 
 
 def make_launcher(
-    strategy: ParallelStrategy, start_method: StartMethod, hooks: LaunchHooks, *, num_processes: int, num_nodes: int
+    strategy: ParallelStrategy,
+    start_method: StartMethod,
+    hooks: LaunchHooks,
+    *,
+    num_processes: int,
+    num_nodes: int,
 ) -> ScriptLauncher | WorkerLauncher:
-    """Return the launcher for ``start_method``; the processes of torchrun and Slurm are taken as they are.
+    """Return the launcher for ``start_method``; the processes of torchrun and Slurm are taken as
+    they are.
 
     Args:
         strategy: Whose ranks are to be started.
@@ -28,7 +34,13 @@ def make_launcher(
     """
     environment = strategy.cluster_environment
     if environment is None:
-        raise ConfigError("the strategy has no cluster environment. Give it to a Trainer before it is used.")
-    if start_method == "popen" or environment.creates_processes_externally or num_processes * num_nodes == 1:
+        raise ConfigError(
+            "the strategy has no cluster environment. Give it to a Trainer before it is used."
+        )
+    if (
+        start_method == "popen"
+        or environment.creates_processes_externally
+        or num_processes * num_nodes == 1
+    ):
         return ScriptLauncher(environment, num_processes, num_nodes, hooks)
     return WorkerLauncher(strategy, start_method, hooks)

@@ -1,7 +1,8 @@
-"""A process among the ranks of the job: process groups, collectives, and the watch for failures of others.
+"""A process among the ranks of the job: process groups, collectives, and the watch for failures of
+others.
 
-Values that differ between ranks differ along the data-parallel axis only, so that is the default group; decisions are taken by
-the whole world.
+Values that differ between ranks differ along the data-parallel axis only, so that is the default
+group; decisions are taken by the whole world.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Ranks:
 
     Args:
         layout: Sizes of the parallel axes.
-        backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on
+            CUDA.
         timeout: Limit of a collective.
     """
 
@@ -51,10 +53,14 @@ class Ranks:
     def __reduce__(self) -> tuple[object, ...]:
         return (_unconnected, (self._layout, self._backend, self._timeout))
 
-    # ------------------------------------------------------------------------------------------------ connections
+    # ---------------------------------------------------------------------------------- connections
 
     def connect(
-        self, environment: ClusterEnvironment | None, world_size: int, device: torch.device, write_logs: Callable[[], None]
+        self,
+        environment: ClusterEnvironment | None,
+        world_size: int,
+        device: torch.device,
+        write_logs: Callable[[], None],
     ) -> bool:
         """Create the process groups, unless an earlier run has, and watch for failures.
 
@@ -85,14 +91,16 @@ class Ranks:
         states = internals.random_states(include_cuda=False)
         internals.set_random_states(states if is_alone else _broadcast(states))
         seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
-        self._context = ParallelContext(self._layout, device=device, seed=seed, timeout=self._timeout, alone=is_alone)
+        self._context = ParallelContext(
+            self._layout, device=device, seed=seed, timeout=self._timeout, alone=is_alone
+        )
         return True
 
     def _join_world(self, environment: ClusterEnvironment, world_size: int) -> None:
         """Create the default process group, unless an earlier Trainer has.
 
-        A program may catch an exception that all ranks met, and that broke their connections, and train again. The job's store
-        is still the same then, so each group has a number of its own.
+        A program may catch an exception that all ranks met, and that broke their connections, and
+        train again. The job's store is still the same then, so each group has a number of its own.
         """
         if not dist.is_initialized():
             rank, size = environment.global_rank(), environment.world_size()
@@ -101,12 +109,14 @@ class Ranks:
             number = store.add(f"megatron_lightning/worlds/{rank}", 1)
             store = compat.PrefixStore(f"megatron_lightning/world/{number}", store)
             default = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-            internals.init_process_group(environment, self._backend or default, store=store, timeout=self._timeout)
+            internals.init_process_group(
+                environment, self._backend or default, store=store, timeout=self._timeout
+            )
         if dist.get_world_size() != world_size:
             raise ConfigError(
                 f"num_nodes x devices is {world_size}, and this process is already one of "
-                f"{dist.get_world_size()} ranks that an earlier Trainer started. Set devices as it did, or to 1, or use "
-                "another process."
+                f"{dist.get_world_size()} ranks that an earlier Trainer started. Set devices as it "
+                "did, or to 1, or use another process."
             )
 
     def separate_replicas(self) -> None:
@@ -138,14 +148,19 @@ class Ranks:
             ConfigError: Before the process groups exist.
         """
         if self._context is None:
-            raise ConfigError("the parallel context exists from the Trainer's setup on; use it in or after configure_model.")
+            raise ConfigError(
+                "the parallel context exists from the Trainer's setup on; use it in or after "
+                "configure_model."
+            )
         return self._context
 
-    # ------------------------------------------------------------------------------------------------ collectives
+    # ---------------------------------------------------------------------------------- collectives
 
     @property
     def are_several(self) -> bool:
-        """Whether to communicate with other ranks; a Trainer of one device ignores those that an earlier one started."""
+        """Whether to communicate with other ranks; a Trainer of one device ignores those that an
+        earlier one started.
+        """
         return self._context is not None and self._context.world_size > 1 and dist.is_initialized()
 
     def barrier(self) -> None:
@@ -158,14 +173,18 @@ class Ranks:
         return _broadcast(obj, src) if self.are_several else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same value).
+        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same
+        value).
 
-        The mean of integers is not an integer: rounded, it would shift what is logged with a ``batch_size``.
+        The mean of integers is not an integer: rounded, it would shift what is logged with a
+        ``batch_size``.
         """
         group = group or self.data_group
         if not isinstance(tensor, Tensor) or group is None:
             return tensor
-        if reduce_op in ("mean", "avg", dist.ReduceOp.AVG) and not (tensor.is_floating_point() or tensor.is_complex()):
+        if reduce_op in ("mean", "avg", dist.ReduceOp.AVG) and not (
+            tensor.is_floating_point() or tensor.is_complex()
+        ):
             tensor = tensor.float()
         return internals.all_reduce(tensor, group, reduce_op)
 
@@ -185,9 +204,9 @@ class Ranks:
     def all_interrupted(self, state: str, within_s: float = 3.0) -> bool:
         """Return whether every rank calls this with the same ``state`` within ``within_s`` seconds.
 
-        No collective, so that none can hang. An exception on one rank leaves it alone with what callbacks do about exceptions,
-        and the others end seconds after its report; Ctrl-C reaches all ranks. From a negative answer on :meth:`barrier` does
-        not wait.
+        No collective, so that none can hang. An exception on one rank leaves it alone with what
+        callbacks do about exceptions, and the others end seconds after its report; Ctrl-C reaches
+        all ranks. From a negative answer on :meth:`barrier` does not wait.
         """
         arrived = 0
         if not dist.is_initialized():  # a run that failed has taken the connections down

@@ -1,6 +1,8 @@
-"""Start the other ranks of this node by running the command again: ``python train.py``, ``python -m package`` or a script.
+"""Start the other ranks of this node by running the command again: ``python train.py``, ``python -m
+package`` or a script.
 
-The main process is rank 0 of its node. Under torchrun and Slurm every process exists already and nothing is started.
+The main process is rank 0 of its node. Under torchrun and Slurm every process exists already and
+nothing is started.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from megatron_lightning.resilience.processes import (
 from megatron_lightning.strategies.launch.arguments import checked_arguments
 from megatron_lightning.strategies.launch.failures import report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.lightning_internals import SubprocessScriptLauncher, share_threads
+from megatron_lightning.strategies.lightning_internals import (
+    SubprocessScriptLauncher,
+    share_threads,
+)
 
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has
@@ -49,7 +54,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         hooks: What it calls.
     """
 
-    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, hooks: LaunchHooks) -> None:
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        hooks: LaunchHooks,
+    ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._hooks = hooks
         self._watch: ChildWatch | None = None
@@ -63,18 +74,30 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """Whether a notebook may use it: only if there is nothing to start."""
         return self.num_processes * self.num_nodes == 1
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Start the other ranks if nobody has, then call ``function`` in this one.
 
         Raises:
-            ConfigError: If the module or the command cannot be run this way; before any process is started.
+            ConfigError: If the module or the command cannot be run this way; before any process is
+                started.
         """
         args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
             ParentWatch(int(starter), self._starter_ended, self._hooks.write_logs).start()
-        elif self.num_processes * self.num_nodes > 1 and not self.cluster_environment.creates_processes_externally:
+        elif (
+            self.num_processes * self.num_nodes > 1
+            and not self.cluster_environment.creates_processes_externally
+        ):
             self._start()
         if self.num_processes > 1:
             share_threads(num_processes=self.num_processes)
@@ -85,7 +108,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Report this failure to the other ranks, before callbacks and loggers take their time over it.
+        """Report this failure to the other ranks, before callbacks and loggers take their time over
+        it.
 
         Raises:
             PeerFailure: If it fails because another rank has.
@@ -94,7 +118,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         follows = report_failure(watch, error)
         self._failed = True
         if watch is not None:
-            compat.at_end_of_main_thread(gc.freeze)  # collecting torch's objects takes a second; others would wait
+            # Collecting torch's objects takes a second; others would wait.
+            compat.at_end_of_main_thread(gc.freeze)
         if self._watch is not None:
             self._watch.stop()  # this process exits by itself, and then ends the others
         if follows:
@@ -103,10 +128,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise PeerFailure(1) from None
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the other ranks of this node; those are no failures that would end this process."""
+        """Send a signal to the other ranks of this node; those are no failures that would end this
+        process.
+        """
         if self._watch is not None:
             self._watch.stop()
-        if signum == signal.SIGKILL:  # they are exiting already, since this one reported its failure
+        # They are exiting already, since this one reported its failure.
+        if signum == signal.SIGKILL:
             wait_for(self._children(), GRACE_S)
         super().kill(signum)
 
@@ -126,19 +154,25 @@ class ScriptLauncher(SubprocessScriptLauncher):
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         if self.num_processes > 1 and spec is None and not os.path.isfile(sys.argv[0]):
             raise ConfigError(
-                f"start_method='popen' runs the command again for each of the {self.num_processes} local ranks, and "
-                f"{sys.argv[0]!r} is not a script file. Set start_method to 'fork' or 'spawn', or start with torchrun."
+                f"start_method='popen' runs the command again for each of the {self.num_processes} "
+                f"local ranks, and {sys.argv[0]!r} is not a script file. Set start_method to "
+                "'fork' or 'spawn', or start with torchrun."
             )
 
     def _children(self) -> list[Child]:
         first = self.cluster_environment.node_rank() * self.num_processes
-        return [Child(first + local_rank, process.pid, process.poll) for local_rank, process in enumerate(self.procs, 1)]
+        return [
+            Child(first + local_rank, process.pid, process.poll)
+            for local_rank, process in enumerate(self.procs, 1)
+        ]
 
     def _starter_ended(self, how: str) -> None:
         self._child_failed(self.cluster_environment.node_rank() * self.num_processes, how)
 
     def _child_failed(self, rank: int, how: str) -> None:
-        """Report a failed process to the user and all ranks, unless a rank has reported why before it ended."""
+        """Report a failed process to the user and all ranks, unless a rank has reported why before
+        it ended.
+        """
         watch = self._hooks.failure_watch()
         if watch is not None:
             watch.report_child(rank, how)
@@ -146,7 +180,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             print_failure(rank, how)
 
     def _join(self, watch: ChildWatch) -> None:
-        """Wait until the other ranks finish the script; they would be ended as soon as this process is gone."""
+        """Wait until the other ranks finish the script; they would be ended as soon as this process
+        is gone.
+        """
         children, failed = self._children(), self._failed
         wait_for(children, GRACE_S if failed else _JOIN_S)
         child_failed = watch.announce()

@@ -1,4 +1,6 @@
-"""Run every rank of this node as a worker process, spawned or forked from this one, which is none of them."""
+"""Run every rank of this node as a worker process, spawned or forked from this one, which is none
+of them.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,29 @@ from megatron_lightning.strategies.lightning_internals import MultiProcessingLau
 
 
 class WorkerLauncher(MultiProcessingLauncher):
-    """Runs every rank of this node as a worker process, which also works in a notebook (``fork``) and under pytest.
+    """Runs every rank of this node as a worker process, which also works in a notebook (``fork``)
+    and under pytest.
 
     Args:
-        strategy: Lightning's base class reads its sizes, and reads and writes the module's weights through it.
+        strategy: Lightning's base class reads its sizes, and reads and writes the module's weights
+            through it.
         start_method: ``"spawn"`` or ``"fork"``.
         hooks: What it calls.
     """
 
-    def __init__(self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork"], hooks: LaunchHooks) -> None:
+    def __init__(
+        self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork"], hooks: LaunchHooks
+    ) -> None:
         super().__init__(strategy, start_method)
         self._hooks = hooks
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Start the workers, wait for them, and return what rank 0 returned.
 
         Raises:
@@ -49,7 +61,9 @@ class WorkerLauncher(MultiProcessingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
-        """Send the weights of all ranks to the process that started them, not those of its first worker alone."""
+        """Send the weights of all ranks to the process that started them, not those of its first
+        worker alone.
+        """
         output = super()._collect_rank_zero_results(trainer, results)
         if trainer.state.fn == TrainerFn.FITTING:
             full = self._hooks.full_module_state(str(trainer.default_root_dir))
@@ -61,7 +75,8 @@ class WorkerLauncher(MultiProcessingLauncher):
         with worker_process(self._hooks.write_logs):
             try:
                 super()._wrapping_function(process_idx, *args, **kwargs)
-            except BaseException as error:  # the Trainer's own handling of it stays in the process that started this one
+            # The Trainer's own handling of it stays in the process that started this one.
+            except BaseException as error:
                 self._leave(error)
                 raise
 

@@ -1,4 +1,6 @@
-"""DataLoaders like the user's that read one data-parallel rank's part of the samples, and resume after a checkpoint."""
+"""DataLoaders like the user's that read one data-parallel rank's part of the samples, and resume
+after a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,26 @@ from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatch
 from megatron_lightning.data.sampler import ResumableSampler, ShardedSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.strategies.lightning_internals import training_loaders, unwrapped_batch_sampler, with_sampler
+from megatron_lightning.strategies.lightning_internals import (
+    training_loaders,
+    unwrapped_batch_sampler,
+    with_sampler,
+)
 
 
 def resumable(
-    loader: DataLoader[Any], group: AxisGroup, *, consumed: int = 0, micro_batch_size: int | None = None
+    loader: DataLoader[Any],
+    group: AxisGroup,
+    *,
+    consumed: int = 0,
+    micro_batch_size: int | None = None,
 ) -> DataLoader[Any]:
     """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
 
-    A loader over an iterable dataset or with a DistributedSampler of the user's own is returned as it is: it shards and resumes
-    itself. One with a class of batch sampler of the user's own is split, and does not resume; with one data-parallel rank
-    it, too, is returned as it is, as is one with a sampler without length. Batches may be a :class:`ScheduledBatchSampler`.
+    A loader over an iterable dataset or with a DistributedSampler of the user's own is returned as
+    it is: it shards and resumes itself. One with a class of batch sampler of the user's own is
+    split, and does not resume; with one data-parallel rank it, too, is returned as it is, as is one
+    with a sampler without length. Batches may be a :class:`ScheduledBatchSampler`.
 
     Args:
         loader: The user's.
@@ -47,9 +58,17 @@ def resumable(
     """
     if type(loader.batch_sampler) is ScheduledBatchSampler:
         return _scheduled(loader, loader.batch_sampler, group, consumed, micro_batch_size or 1)
-    custom_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
-    order = getattr(loader.batch_sampler, "sampler", loader.sampler) if custom_batches else _order(loader)
-    if isinstance(loader.dataset, IterableDataset) or isinstance(order, ResumableSampler | DistributedSampler):
+    custom_batches = (
+        loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    )
+    order = (
+        getattr(loader.batch_sampler, "sampler", loader.sampler)
+        if custom_batches
+        else _order(loader)
+    )
+    if isinstance(loader.dataset, IterableDataset) or isinstance(
+        order, ResumableSampler | DistributedSampler
+    ):
         return loader
     if group.size > 1:
         _check_length(order, group, RunningStage.TRAINING)
@@ -58,15 +77,25 @@ def resumable(
     if custom_batches or not hasattr(order, "__len__"):
         return loader
     given = _given_batches(loader)
-    batch_size, drop_last = (given.batch_size, given.drop_last) if given else (loader.batch_size or 1, bool(loader.drop_last))
+    batch_size, drop_last = (
+        (given.batch_size, given.drop_last)
+        if given
+        else (loader.batch_size or 1, bool(loader.drop_last))
+    )
     constant = BatchSizeSchedule(global_batch_size=batch_size * group.size)
     running = partial(constant.running_batch_size, unit=1)
-    sampler = ResumableSampler(_order(loader), group, batch_size=running, drop_last=drop_last, consumed=consumed)
+    sampler = ResumableSampler(
+        _order(loader), group, batch_size=running, drop_last=drop_last, consumed=consumed
+    )
     return _with_sampler(loader, sampler)
 
 
 def _scheduled(
-    loader: DataLoader[Any], batches: ScheduledBatchSampler, group: AxisGroup, consumed: int, micro_batch_size: int
+    loader: DataLoader[Any],
+    batches: ScheduledBatchSampler,
+    group: AxisGroup,
+    consumed: int,
+    micro_batch_size: int,
 ) -> DataLoader[Any]:
     schedule, unit = batches.schedule, micro_batch_size * group.size
     sampler = ResumableSampler(
@@ -77,43 +106,66 @@ def _scheduled(
         consumed=consumed,
     )
     shared = ScheduledBatchSampler(
-        sampler, schedule, drop_last=batches.drop_last, num_replicas=group.size, micro_batch_size=micro_batch_size
+        sampler,
+        schedule,
+        drop_last=batches.drop_last,
+        num_replicas=group.size,
+        micro_batch_size=micro_batch_size,
     )
     return with_sampler(loader, sampler, batch_sampler=shared)
 
 
 def sampler_of(loader: object) -> ResumableSampler | None:
     """Return the sampler that :func:`resumable` has put into a DataLoader, if it has."""
-    candidates = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    candidates = (
+        getattr(loader, "sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    )
     return next((sampler for sampler in candidates if isinstance(sampler, ResumableSampler)), None)
 
 
 def _given_batches(loader: DataLoader[Any]) -> BatchSampler | None:
-    """Return the plain BatchSampler that the user made the DataLoader with; the loader itself then knows no batch size."""
+    """Return the plain BatchSampler that the user made the DataLoader with; the loader itself then
+    knows no batch size.
+    """
     batches = loader.batch_sampler
     return batches if type(batches) is BatchSampler and loader.batch_size is None else None
 
 
 def _order(loader: DataLoader[Any]) -> Iterable[int]:
-    """Return the user's sampler; beside a given BatchSampler, torch puts a sequential one that nothing reads."""
+    """Return the user's sampler; beside a given BatchSampler, torch puts a sequential one that
+    nothing reads.
+    """
     given = _given_batches(loader)
     return given.sampler if given else loader.sampler
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None) -> DataLoader[Any]:
+def _with_sampler(
+    loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None
+) -> DataLoader[Any]:
     """Return a DataLoader like ``loader`` that reads in another order."""
     given = _given_batches(loader)
     if given is None:
         return with_sampler(loader, sampler, mode)
-    return with_sampler(loader, sampler, mode, batch_size=given.batch_size, drop_last=given.drop_last)
+    return with_sampler(
+        loader, sampler, mode, batch_size=given.batch_size, drop_last=given.drop_last
+    )
 
 
-def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: RunningStage) -> DataLoader[Any]:
-    """Return a validation, test or predict DataLoader of this data-parallel rank's share, as Lightning's DDP does.
+def sharded_for_evaluation(
+    loader: DataLoader[Any], group: AxisGroup, stage: RunningStage
+) -> DataLoader[Any]:
+    """Return a validation, test or predict DataLoader of this data-parallel rank's share, as
+    Lightning's DDP does.
 
-    For validation and test the first samples are repeated where the shares would be unequal; predictions never repeat.
+    For validation and test the first samples are repeated where the shares would be unequal;
+    predictions never repeat.
     """
-    if isinstance(loader.dataset, IterableDataset) or isinstance(_order(loader), DistributedSampler) or group.size == 1:
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or isinstance(_order(loader), DistributedSampler)
+        or group.size == 1
+    ):
         return loader
     share: dict[str, Any] = {"num_replicas": group.size, "rank": group.rank, "shuffle": False}
     _check_length(_order(loader), group, stage)
@@ -128,14 +180,18 @@ def sharded_for_evaluation(loader: DataLoader[Any], group: AxisGroup, stage: Run
 def _check_length(order: Iterable[int], group: AxisGroup, stage: RunningStage) -> None:
     if not hasattr(order, "__len__"):
         raise ConfigError(
-            f"the {stage.value} DataLoader has a {type(order).__name__} without __len__, which cannot be split among "
-            f"{group.size} data-parallel ranks. Give it a length, or split the samples yourself and set "
-            "Trainer(use_distributed_sampler=False)."
+            f"the {stage.value} DataLoader has a {type(order).__name__} without __len__, which "
+            f"cannot be split among {group.size} data-parallel ranks. Give it a length, or split "
+            "the samples yourself and set Trainer(use_distributed_sampler=False)."
         )
 
 
-def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]) -> DataLoader[Any]:
-    """Put the share inside the batch sampler: Lightning has wrapped that already, to record the indices of every batch."""
+def _sharded_for_prediction(
+    loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]
+) -> DataLoader[Any]:
+    """Put the share inside the batch sampler: Lightning has wrapped that already, to record the
+    indices of every batch.
+    """
 
     def shared(order: Iterable[int]) -> Sampler[int]:
         if isinstance(order, SequentialSampler):
@@ -145,7 +201,9 @@ def _sharded_for_prediction(loader: DataLoader[Any], group: AxisGroup, share: di
     batches = unwrapped_batch_sampler(loader)
     if batches is None:
         return with_sampler(loader, shared(loader.sampler))
-    if isinstance(getattr(batches, "sampler", None), Sampler) and not isinstance(batches.sampler, DistributedSampler):
+    if isinstance(getattr(batches, "sampler", None), Sampler) and not isinstance(
+        batches.sampler, DistributedSampler
+    ):
         batches.sampler = shared(batches.sampler)
     return loader
 
@@ -165,7 +223,8 @@ def prepared_loader(
     consumed: int,
     micro_batch_size: int | None,
 ) -> object:
-    """Return a loader of this data-parallel rank's share of the data, for what the Trainer does now.
+    """Return a loader of this data-parallel rank's share of the data, for what the Trainer does
+    now.
 
     Args:
         loader: What the user's module or data module returned.
@@ -182,6 +241,7 @@ def prepared_loader(
     elif injects_samplers and trainer.state.stage is not None:
         loader = sharded_for_evaluation(loader, replicas, trainer.state.stage)
     if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
-        # Lightning would seed workers by global rank; ranks of one replica must see the same random transforms.
+        # Lightning would seed workers by global rank; ranks of one replica must see the same random
+        # transforms.
         loader.worker_init_fn = partial(pl_worker_init_function, rank=replicas.rank)
     return loader

@@ -1,6 +1,8 @@
-"""Refuse what the user's hooks do to gradients of which each rank holds a part: a norm of them is not the model's.
+"""Refuse what the user's hooks do to gradients of which each rank holds a part: a norm of them is
+not the model's.
 
-Changes are seen by the identity and the version of each ``p.grad``; what is written through ``grad.data`` is not.
+Changes are seen by the identity and the version of each ``p.grad``; what is written through
+``grad.data`` is not.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ class GradientGuard:
     Args:
         module: The LightningModule; its Trainer has the callbacks.
         accumulation: Has the gradients.
-        parts: What each rank holds of them, for the message; empty: full gradients, which hooks may change.
+        parts: What each rank holds of them, for the message; empty: full gradients, which hooks may
+            change.
     """
 
-    def __init__(self, module: pl.LightningModule, accumulation: GradientAccumulation, parts: str) -> None:
+    def __init__(
+        self, module: pl.LightningModule, accumulation: GradientAccumulation, parts: str
+    ) -> None:
         self._module = module
         self._accumulation = accumulation
         self._parts = parts
@@ -34,10 +39,15 @@ class GradientGuard:
         self._before: list[tuple[Tensor | None, int]] = []
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return all that carries gradients: the module's parameters, and what optimizers step in their place."""
+        """Return all that carries gradients: the module's parameters, and what optimizers step in
+        their place.
+        """
         own = dict(self._module.named_parameters())
         targets = self._accumulation.reducer.targets().items()
-        return [*own.items(), *((name, target) for name, target in targets if target is not own.get(name))]
+        return [
+            *own.items(),
+            *((name, target) for name, target in targets if target is not own.get(name)),
+        ]
 
     @contextmanager
     def around(self, *names: str) -> Generator[None, None, None]:
@@ -46,7 +56,9 @@ class GradientGuard:
         Raises:
             ConfigError: If one of the user's changed a gradient.
         """
-        self._hooks = [hook for name in names if self._parts for hook in users_hooks(self._module, name)]
+        self._hooks = [
+            hook for name in names if self._parts for hook in users_hooks(self._module, name)
+        ]
         self.record()
         yield
         self.check()
@@ -65,14 +77,18 @@ class GradientGuard:
         """
         if not self._hooks:
             return
-        for (name, parameter), (gradient, version) in zip(self._parameters(), self._before, strict=True):
+        for (name, parameter), (gradient, version) in zip(
+            self._parameters(), self._before, strict=True
+        ):
             now, version_now = _version(parameter)
             if now is not gradient or version_now != version:
                 raise ConfigError(
-                    f"{' or '.join(self._hooks)} changed the gradient of {name}, or of another parameter in its bucket. Each "
-                    f"rank holds a part of the gradients ({self._parts}), so that a norm of them is not the model's. Set "
-                    "Trainer(gradient_clip_val=...), or call the LightningModule's clip_gradients(optimizer, "
-                    "gradient_clip_val=..., gradient_clip_algorithm=...); strategy.gradients() shows what a rank holds."
+                    f"{' or '.join(self._hooks)} changed the gradient of {name}, or of another "
+                    "parameter in its bucket. Each rank holds a part of the gradients "
+                    f"({self._parts}), so that a norm of them is not the model's. Set "
+                    "Trainer(gradient_clip_val=...), or call the LightningModule's "
+                    "clip_gradients(optimizer, gradient_clip_val=..., "
+                    "gradient_clip_algorithm=...); strategy.gradients() shows what a rank holds."
                 )
 
 
@@ -83,5 +99,13 @@ def _version(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
 def describe_parts(context: ParallelContext, data_parallel: str) -> str:
     """Return what parts of the gradients each rank holds; empty if it holds full ones."""
     layout, replicas = context.layout, context.dp_cp.size
-    sharded = f', data_parallel="{data_parallel}" over {replicas}' if data_parallel != "ddp" and replicas > 1 else ""
-    return f"tensor {layout.tp} x pipeline {layout.pp}{sharded}" if sharded or layout.tp * layout.pp > 1 else ""
+    sharded = (
+        f', data_parallel="{data_parallel}" over {replicas}'
+        if data_parallel != "ddp" and replicas > 1
+        else ""
+    )
+    return (
+        f"tensor {layout.tp} x pipeline {layout.pp}{sharded}"
+        if sharded or layout.tp * layout.pp > 1
+        else ""
+    )

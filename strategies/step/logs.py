@@ -1,7 +1,9 @@
-"""``self.log`` inside a step: captured for each micro-batch, reduced, sent to every stage and replayed there.
+"""``self.log`` inside a step: captured for each micro-batch, reduced, sent to every stage and
+replayed there.
 
-Lightning expects one call per key and batch, on every rank. A step runs once for each micro-batch, and only the last stage
-reaches the code after the model. So calls are recorded during the schedule; afterwards every rank makes the real call once.
+Lightning expects one call per key and batch, on every rank. A step runs once for each micro-batch,
+and only the last stage reaches the code after the model. So calls are recorded during the schedule;
+afterwards every rank makes the real call once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class LogEntry(NamedTuple):
 
     name: str
     value: Any
-    """Reduced value; for a metric object, its value in this step (of its own kind: largest, smallest, sum, else mean)."""
+    """Reduced value; for a metric object, its value in this step (of its own kind: largest,
+    smallest, sum, else mean)."""
     metric: str | None
     """Path of the metric object in the LightningModule, if that is what was logged."""
     batch_size: int | None
@@ -55,15 +58,19 @@ class LogRecorder:
         self.microbatch = 0
 
     def installed(self, *, keep: bool = True) -> AbstractContextManager[None]:
-        """Inside the block, take the calls of ``module.log``, through which ``log_dict`` goes as well.
+        """Inside the block, take the calls of ``module.log``, through which ``log_dict`` goes as
+        well.
 
         Args:
             keep: Whether to record them; False where another stage does.
         """
-        return replaced_attribute(self._module, "log", self._record if keep else lambda *args, **options: None)
+        return replaced_attribute(
+            self._module, "log", self._record if keep else lambda *args, **options: None
+        )
 
     def _record(self, *args: Any, batch_size: int | None = None, **options: Any) -> None:
-        names = list(inspect.signature(pl.LightningModule.log).parameters)[1:]  # an override may name them otherwise
+        # An override may name them otherwise.
+        names = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
         arguments = {**dict(zip(names, args, strict=False)), **options}
         name, value = arguments.pop("name"), arguments.pop("value")
         _check_value(name, value)
@@ -73,7 +80,9 @@ class LogRecorder:
         value = value if metric is None else metric._forward_cache
         if isinstance(value, Tensor):  # one element may have dims, which Lightning drops as well
             value = value.detach().squeeze() if value.numel() == 1 else value.detach()
-        self._calls.setdefault(name, []).append(_Call(value, batch_size, self.microbatch, arguments, metric))
+        self._calls.setdefault(name, []).append(
+            _Call(value, batch_size, self.microbatch, arguments, metric)
+        )
 
     def entries(self, weights: Sequence[float | Tensor]) -> list[LogEntry]:
         """Return what was recorded, reduced over the micro-batches.
@@ -83,17 +92,34 @@ class LogRecorder:
         """
         return [self._reduced(name, calls, weights) for name, calls in self._calls.items()]
 
-    def _reduced(self, name: str, calls: list[_Call], weights: Sequence[float | Tensor]) -> LogEntry:
+    def _reduced(
+        self, name: str, calls: list[_Call], weights: Sequence[float | Tensor]
+    ) -> LogEntry:
         options, metric, value = calls[-1].options, calls[-1].metric, calls[-1].value
-        sizes = [self._sizes[call.microbatch] if call.batch_size is None else call.batch_size for call in calls]
+        sizes = [
+            self._sizes[call.microbatch] if call.batch_size is None else call.batch_size
+            for call in calls
+        ]
         batch_size = None if None in sizes else sum(size or 0 for size in sizes)
         if len(calls) > 1 and (metric is None or all(_is_scalar(call.value) for call in calls)):
-            values = torch.stack([torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls])
+            values = torch.stack(
+                [torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls]
+            )
             own = [weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls]
-            weight = torch.stack([torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own])
-            reduction = options.get("reduce_fx", "mean") if metric is None else _reduction_of(metric)
+            weight = torch.stack(
+                [torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own]
+            )
+            reduction = (
+                options.get("reduce_fx", "mean") if metric is None else _reduction_of(metric)
+            )
             value = _REDUCTIONS[reduction](values, weight)
-        return LogEntry(name, value, None if metric is None else self._path_of(metric, options), batch_size, options)
+        return LogEntry(
+            name,
+            value,
+            None if metric is None else self._path_of(metric, options),
+            batch_size,
+            options,
+        )
 
     def _path_of(self, metric: Metric, options: dict[str, Any]) -> str:
         if options.get("metric_attribute"):
@@ -102,8 +128,8 @@ class LogRecorder:
             if module is metric:
                 return str(path)
         raise ConfigError(
-            f"self.log was given a {type(metric).__name__} that is not an attribute of the LightningModule. "
-            "Assign it to self in __init__, or log metric.compute()."
+            f"self.log was given a {type(metric).__name__} that is not an attribute of the "
+            "LightningModule. Assign it to self in __init__, or log metric.compute()."
         )
 
 
@@ -125,16 +151,18 @@ _NAMES: Mapping[Any, str] = {
 
 
 def _check_value(key: str, value: Any) -> None:
-    """Refuse what Lightning would refuse, in its words, at the line that logs it and not when all micro-batches are done."""
+    """Refuse what Lightning would refuse, in its words, at the line that logs it and not when all
+    micro-batches are done.
+    """
     if not isinstance(value, Tensor | Number | Metric):
         raise ConfigError(
-            f"`self.log({key}, {value})` was called, but `{type(value).__name__}` values cannot be logged. Log a number, a "
-            "tensor with one element or a Metric."
+            f"`self.log({key}, {value})` was called, but `{type(value).__name__}` values cannot be "
+            "logged. Log a number, a tensor with one element or a Metric."
         )
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigError(
-            f"`self.log({key}, {value})` was called, but the tensor must have a single element and its shape is "
-            f"{tuple(value.shape)}. Log a single number, such as its mean()."
+            f"`self.log({key}, {value})` was called, but the tensor must have a single element and "
+            f"its shape is {tuple(value.shape)}. Log a single number, such as its mean()."
         )
 
 
@@ -143,18 +171,26 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _reduction_of(metric: Metric) -> str:
-    """Return how a metric's values on micro-batches become that on the batch; a mean is exact for ratios of equal parts."""
+    """Return how a metric's values on micro-batches become that on the batch; a mean is exact for
+    ratios of equal parts.
+    """
     kinds: Mapping[type[Metric], str] = {MaxMetric: "max", MinMetric: "min", SumMetric: "sum"}
     return next((name for kind, name in kinds.items() if isinstance(metric, kind)), "mean")
 
 
 def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """Return the name of a reduction, which can be sent to other stages; Lightning knows no others."""
-    name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower()) if isinstance(reduce_fx, str) else _NAMES.get(reduce_fx)
+    """Return the name of a reduction, which can be sent to other stages; Lightning knows no
+    others.
+    """
+    name = (
+        {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
+        if isinstance(reduce_fx, str)
+        else _NAMES.get(reduce_fx)
+    )
     if name is None or name not in _REDUCTIONS:
         raise ConfigError(
-            f"self.log({key!r}) has reduce_fx={reduce_fx!r}. Set it to mean, sum, min or max, or log a torchmetrics.Metric "
-            "that reduces as you need it."
+            f"self.log({key!r}) has reduce_fx={reduce_fx!r}. Set it to mean, sum, min or max, or "
+            "log a torchmetrics.Metric that reduces as you need it."
         )
     return name
 

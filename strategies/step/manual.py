@@ -1,11 +1,13 @@
 """Manual optimization with optimizers that step shards or copies of the module's parameters.
 
-``toggle_optimizer``: Lightning switches off ``requires_grad`` of the tensors in the other optimizers' groups. Where those are
-shards, autograd would compute and the ranks would reduce gradients that nobody wants; and a parameter of which a rank has no
-shard would stay on. So the parameters themselves follow.
+``toggle_optimizer``: Lightning switches off ``requires_grad`` of the tensors in the other
+optimizers' groups. Where those are shards, autograd would compute and the ranks would reduce
+gradients that nobody wants; and a parameter of which a rank has no shard would stay on. So the
+parameters themselves follow.
 
-``zero_grad``: torch clears the gradients of the tensors in the optimizer's groups. Where those are copies (in host memory, or
-full matrices), they have gradients only during a step, and the reduced gradients are elsewhere.
+``zero_grad``: torch clears the gradients of the tensors in the optimizer's groups. Where those are
+copies (in host memory, or full matrices), they have gradients only during a step, and the reduced
+gradients are elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def follow_toggling(module: pl.LightningModule, accumulation: GradientAccumulation, undo: ExitStack) -> None:
+def follow_toggling(
+    module: pl.LightningModule, accumulation: GradientAccumulation, undo: ExitStack
+) -> None:
     """Toggle the parameters that the optimizers were made for as well, until ``undo`` is closed."""
     off: list[nn.Parameter] = []
 
@@ -51,9 +55,14 @@ def follow_toggling(module: pl.LightningModule, accumulation: GradientAccumulati
 
 
 def follow_zero_grad(
-    module: pl.LightningModule, optimizers: Iterable[Any], accumulation: GradientAccumulation, undo: ExitStack
+    module: pl.LightningModule,
+    optimizers: Iterable[Any],
+    accumulation: GradientAccumulation,
+    undo: ExitStack,
 ) -> None:
-    """Clear the reduced gradients as well when the user clears those of an optimizer, until ``undo`` is closed."""
+    """Clear the reduced gradients as well when the user clears those of an optimizer, until
+    ``undo`` is closed.
+    """
     handed_out: Any = module.optimizers()  # Lightning's wrappers; one alone is in no list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):

@@ -1,4 +1,6 @@
-"""Lightning's own step: one stage, the whole batch as one micro-batch, backward in Lightning's hook."""
+"""Lightning's own step: one stage, the whole batch as one micro-batch, backward in Lightning's
+hook.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class NativeSteps(Steps):
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class."""
         self._begin_training(batch, batch_size_of(batch) or 1)
-        # The buffers of the step before are shared now: a graph that awaits its backward may hold them.
+        # The buffers of the step before are shared now: a graph that awaits its backward may hold
+        # them.
         self.buffers.synchronize(compare=self._batches_of_epoch() == 2)
         with self._precision_context("training_step"), self._units_in_order("training_step"):
             output = self._scope.module.training_step(batch, *indices)
@@ -28,17 +31,31 @@ class NativeSteps(Steps):
         return output
 
     def _num_items(self, output: Any) -> Tensor | None:
-        sums = self._scope.module.trainer.accumulate_grad_batches > 1 or self._scope.context.dp_cp.size > 1
-        if not (sums and self._scope.module.automatic_optimization and isinstance(output, Mapping) and "num_items" in output):
+        sums = (
+            self._scope.module.trainer.accumulate_grad_batches > 1
+            or self._scope.context.dp_cp.size > 1
+        )
+        if not (
+            sums
+            and self._scope.module.automatic_optimization
+            and isinstance(output, Mapping)
+            and "num_items" in output
+        ):
             return None
-        return torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._scope.context.device).detach()
+        return torch.as_tensor(
+            output["num_items"], dtype=torch.float32, device=self._scope.context.device
+        ).detach()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients; the loss is weighted by its items, where the module counts them."""
+        """Compute the gradients; the loss is weighted by its items, where the module counts
+        them.
+        """
         training, accumulation = self.training, self.training.accumulation
         if training.watch is not None:
             training.watch.loss(loss)
-        accumulation.begin_run(clear=False, keep_earlier=not self._scope.module.automatic_optimization)
+        accumulation.begin_run(
+            clear=False, keep_earlier=not self._scope.module.automatic_optimization
+        )
         with accumulation.completing():
             if self._items is not None:
                 accumulation.add_items(self._items)
@@ -48,7 +65,8 @@ class NativeSteps(Steps):
 
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         """See the base class."""
-        self._check_first_batch(batch, hook, *indices[1:])  # the loader's index, if there are several
+        # The loader's index, if there are several.
+        self._check_first_batch(batch, hook, *indices[1:])
         with self._precision_context(hook), self._units_in_order(hook):
             return getattr(self._scope.module, hook)(batch, *indices)
 

@@ -10,7 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 
-def override(module: pl.LightningModule, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
+def override(
+    module: pl.LightningModule, name: str, replacement: Callable[..., Any], undo: ExitStack
+) -> None:
     """Replace ``module.name(...)`` by ``replacement(original, ...)`` until ``undo`` is closed."""
     original, attributes = getattr(module, name), vars(module)
     before = attributes.get(name)
@@ -29,12 +31,15 @@ def override(module: pl.LightningModule, name: str, replacement: Callable[..., A
 
 
 def users_hooks(module: pl.LightningModule, name: str) -> list[str]:
-    """Return ``Class.name`` of every hook of this name that the module or a callback has from neither Lightning nor us."""
+    """Return ``Class.name`` of every hook of this name that the module or a callback has from
+    neither Lightning nor us.
+    """
     trainer: Any = module.trainer
     found = [(owner, getattr(owner, name, None)) for owner in (module, *trainer.callbacks)]
     libraries = ("lightning", "megatron_lightning")
     return [
         f"{type(owner).__name__}.{name}"
         for owner, hook in found
-        if hook is not None and str(getattr(hook, "__module__", None)).partition(".")[0] not in libraries
+        if hook is not None
+        and str(getattr(hook, "__module__", None)).partition(".")[0] not in libraries
     ]

@@ -1,7 +1,8 @@
-"""One Lightning batch as one pipeline run: the user's step runs for every micro-batch on every stage.
+"""One Lightning batch as one pipeline run: the user's step runs for every micro-batch on every
+stage.
 
-The action table says what runs when; :class:`UserProgram` says what a forward *is*. A run fills and drains the pipeline once,
-as in PipeDream-Flush (https://arxiv.org/abs/2006.09503).
+The action table says what runs when; :class:`UserProgram` says what a forward *is*. A run fills and
+drains the pipeline once, as in PipeDream-Flush (https://arxiv.org/abs/2006.09503).
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class PipelinedSteps(Steps):
         else:
             microbatches = self._split(batch)
             self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
-            output = self._run("training_step", self._scope.module.training_step, microbatches, indices)
+            output = self._run(
+                "training_step", self._scope.module.training_step, microbatches, indices
+            )
         self.buffers.synchronize(compare=self._batches_of_epoch() == 1)
         return output
 
@@ -72,7 +75,8 @@ class PipelinedSteps(Steps):
 
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         """See the base class; every stage gets the full output of predictions."""
-        self._check_first_batch(batch, hook, *indices[1:])  # the loader's index, if there are several
+        # The loader's index, if there are several.
+        self._check_first_batch(batch, hook, *indices[1:])
         if self._scope.options.pipeline.explicit_steps:
             return self._explicitly(hook, batch, indices)
         return self._run(hook, getattr(self._scope.module, hook), self._split(batch), indices)
@@ -100,7 +104,13 @@ class PipelinedSteps(Steps):
                 return list(own(batch, size))
         return split_batch(batch, size)
 
-    def _run(self, hook: str, call: Callable[..., Any], microbatches: Sequence[Any], indices: tuple[Any, ...]) -> Any:
+    def _run(
+        self,
+        hook: str,
+        call: Callable[..., Any],
+        microbatches: Sequence[Any],
+        indices: tuple[Any, ...],
+    ) -> Any:
         """Run ``call`` on every micro-batch and on every stage, forward and, in training, backward.
 
         Raises:
@@ -139,7 +149,9 @@ class PipelinedSteps(Steps):
 
     @contextmanager
     def _in_step(self, crossing: StageCrossing | None, trains: bool) -> Iterator[None]:
-        """Around a pipeline run: the parallel module's call is this rank's stages, and other calls of all ranks are refused."""
+        """Around a pipeline run: the parallel module's call is this rank's stages, and other calls
+        of all ranks are refused.
+        """
         with ExitStack() as during:
             if crossing is not None:
                 during.enter_context(crossing.installed())
@@ -162,7 +174,9 @@ class PipelinedSteps(Steps):
             accumulation.drop_run()
 
     def _crossing(self, hook: str) -> StageCrossing | None:
-        """Return what runs this rank's stages where the step calls the pipelined module; None with one stage."""
+        """Return what runs this rank's stages where the step calls the pipelined module; None with
+        one stage.
+        """
         partition, units = self._scope.part.partition, self._scope.part.units
         if partition is None:
             return None
@@ -173,12 +187,16 @@ class PipelinedSteps(Steps):
             with units.in_order(hook, stage):
                 return units.call(stage, forward, *args, **kwargs)
 
-        return StageCrossing(hook, partition, self._scope.context, run_stage=run_stage, reached=self._rng.at_call)
+        return StageCrossing(
+            hook, partition, self._scope.context, run_stage=run_stage, reached=self._rng.at_call
+        )
 
     @contextmanager
     def _around(self, hook: str) -> Iterator[None]:
         """Around one forward."""
-        in_order = self._units_in_order(hook) if self._scope.part.partition is None else nullcontext()
+        in_order = (
+            self._units_in_order(hook) if self._scope.part.partition is None else nullcontext()
+        )
         with self._precision_context(hook), in_order:
             yield
 
@@ -188,7 +206,9 @@ class PipelinedSteps(Steps):
             self._rng.begin_microbatch(microbatch)
 
     def _forget_shapes(self) -> None:
-        """Exchange shapes between stages again where they may have changed: callbacks freeze layers between epochs."""
+        """Exchange shapes between stages again where they may have changed: callbacks freeze layers
+        between epochs.
+        """
         epoch = self._scope.module.trainer.current_epoch
         if self._scope.options.pipeline.variable_seq_lengths or epoch != self._epoch:
             self._epoch = epoch
@@ -197,8 +217,8 @@ class PipelinedSteps(Steps):
     def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
         """Return the action table, proven once for each number of micro-batches.
 
-        The first training step decides whether the schedule can run; a smaller batch later, at the end of the data, may not
-        end the run, nor may one with which a resumed run begins.
+        The first training step decides whether the schedule can run; a smaller batch later, at the
+        end of the data, may not end the run, nor may one with which a resumed run begins.
         """
         key, choice = (num_microbatches, backward), self._scope.options.schedule
         if key not in self._schedules:
@@ -208,28 +228,44 @@ class PipelinedSteps(Steps):
             if first and (advice := advice_on_few_microbatches(choice, num_microbatches)):
                 rank_zero_warn(advice)
             make = choice.table if first else choice.table_or_sweep
-            self._schedules[key] = made = make(num_microbatches) if backward else choice.forward_table(num_microbatches)
+            self._schedules[key] = made = (
+                make(num_microbatches) if backward else choice.forward_table(num_microbatches)
+            )
             if backward and made.name == "sweep":
                 rank_zero_warn(
-                    f"pipeline_schedule {choice.name} has no order for the {num_microbatches} micro-batches of this "
-                    "batch: all forwards run, then all backwards, which holds more activations. Set drop_last on the "
-                    "DataLoader to avoid it."
+                    f"pipeline_schedule {choice.name} has no order for the {num_microbatches} "
+                    "micro-batches of this batch: all forwards run, then all backwards, which "
+                    "holds more activations. Set drop_last on the DataLoader to avoid it."
                 )
         return self._schedules[key]
 
     def _reduce_and_broadcast(self, program: UserProgram, hook: str) -> tuple[Any, Tensor | None]:
-        """Reduce outputs, logs and metric counts over the micro-batches and give them to all stages."""
+        """Reduce outputs, logs and metric counts over the micro-batches and give them to all
+        stages.
+        """
         shared: Any = None
         appended = b""
         pipeline = self._scope.context.pp
         if pipeline.rank == 0:
             weights = program.item_weights
-            output = merge_outputs([program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes)
+            output = merge_outputs(
+                [program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes
+            )
             appended = self._lists.appended() if self._scope.part.partition is not None else b""
-            shared = (output, program.num_items, program.recorder.entries(weights), self._metrics.counts(), bool(appended))
+            shared = (
+                output,
+                program.num_items,
+                program.recorder.entries(weights),
+                self._metrics.counts(),
+                bool(appended),
+            )
         if self._scope.part.partition is not None:
             predicting = hook == "predict_step"
-            shared = self._broadcast_objects(shared) if predicting else self._broadcast(shared, tensors=self._are_read(hook))
+            shared = (
+                self._broadcast_objects(shared)
+                if predicting
+                else self._broadcast(shared, tensors=self._are_read(hook))
+            )
         output, num_items, entries, counts, has_appended = shared
         self._metrics.follow(counts)
         if has_appended and pipeline.size > 1:
@@ -240,7 +276,9 @@ class PipelinedSteps(Steps):
         return output, num_items
 
     def _are_read(self, hook: str) -> bool:
-        """Whether the module or a callback, other than Lightning's own and ours, has the hook that is handed the outputs."""
+        """Whether the module or a callback, other than Lightning's own and ours, has the hook that
+        is handed the outputs.
+        """
         name = f"on_{hook.removesuffix('_step').replace('training', 'train')}_batch_end"
         return bool(users_hooks(self._scope.module, name))
 

@@ -1,4 +1,6 @@
-"""The user's step as the pipeline's executor calls it: one forward for each stage and micro-batch."""
+"""The user's step as the pipeline's executor calls it: one forward for each stage and
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from megatron_lightning.strategies.step.training import Training
 
 
 class UserProgram:
-    """Compute the stages of this rank in one pipeline run; collect outputs, logs and item counts of the last stage.
+    """Compute the stages of this rank in one pipeline run; collect outputs, logs and item counts of
+    the last stage.
 
     Args:
         module: The LightningModule.
@@ -65,7 +68,9 @@ class UserProgram:
         self.recorder = LogRecorder(module, self.sizes)
         self.outputs: dict[int, Any] = {}
 
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | Tensor | None:
         """Run the user's step on ``microbatch`` as ``stage`` sees it."""
         crossing = self._crossing
         is_last = crossing is None or crossing.is_last(stage)
@@ -74,7 +79,8 @@ class UserProgram:
         if crossing is not None:
             crossing.enter(stage, microbatch, received)
         try:
-            with self._around(), self.recorder.installed(keep=is_last):  # the last stage logs what others log before the call
+            # The last stage logs what others log before the call.
+            with self._around(), self.recorder.installed(keep=is_last):
                 output = self._call(self._microbatches[microbatch], *self._indices)
         except StageExit as left:
             return left.outputs
@@ -85,12 +91,14 @@ class UserProgram:
         return self._finish(microbatch, output)
 
     def _check_uncrossed(self, stage: int, received: tuple[Tensor, ...] | None) -> None:
-        """Allow evaluation steps that do not call the module on any stage: these have nothing to send."""
+        """Allow evaluation steps that do not call the module on any stage: these have nothing to
+        send.
+        """
         if self._training is None and not received:
             return
         raise PipelineError(
-            f"{self._hook} returned on stage {stage} without calling the pipelined module. Call it exactly once in every "
-            "training step, and in other steps on every stage or on none."
+            f"{self._hook} returned on stage {stage} without calling the pipelined module. Call it "
+            "exactly once in every training step, and in other steps on every stage or on none."
         )
 
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:
@@ -98,21 +106,29 @@ class UserProgram:
         self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         counted = isinstance(output, Mapping) and "num_items" in output
         if counted:
-            items = torch.as_tensor(output["num_items"], dtype=torch.float32, device=self._module.device)
+            items = torch.as_tensor(
+                output["num_items"], dtype=torch.float32, device=self._module.device
+            )
             self._items[microbatch] = items.detach()
         if self._training is None or output is None:
             return None
         if isinstance(output, Mapping) and "loss" not in output:
             raise PipelineError(
-                f"{self._hook} returned a dict with {', '.join(map(repr, output)) or 'no entries'}; the loss is missing. "
+                f"{self._hook} returned a dict with "
+                f"{', '.join(map(repr, output)) or 'no entries'}; the loss is missing. "
                 'Return {"loss": loss, ...}, or the loss itself.'
             )
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-        weight: float | Tensor = self._weights[microbatch] / sum(self._weights) / self._module.trainer.accumulate_grad_batches
+        weight: float | Tensor = (
+            self._weights[microbatch]
+            / sum(self._weights)
+            / self._module.trainer.accumulate_grad_batches
+        )
         if counted:
             weight = self._items[microbatch]
         scale = self._training.loss_scale
-        return loss * weight if scale == 1.0 else loss.float() * (weight * scale)  # fp16 holds no more than 65504
+        # Fp16 holds no more than 65504.
+        return loss * weight if scale == 1.0 else loss.float() * (weight * scale)
 
     @property
     def num_items(self) -> Tensor | None:
@@ -121,16 +137,27 @@ class UserProgram:
 
     @property
     def item_weights(self) -> list[float | Tensor]:
-        """Weight of each micro-batch in a mean over the batch: its items if the module counts them, else its samples."""
+        """Weight of each micro-batch in a mean over the batch: its items if the module counts them,
+        else its samples.
+        """
         return [self._items.get(index, weight) for index, weight in enumerate(self._weights)]
 
     def signature(self, microbatch: int) -> Any:
-        """Return shapes and dtypes of the micro-batch: equal ones give equal outputs of the stages."""
+        """Return shapes and dtypes of the micro-batch: equal ones give equal outputs of the
+        stages.
+        """
         if self._variable_shapes:
             return microbatch
-        shapes = tuple((tuple(x.shape), x.dtype) for x in tensors_of(self._microbatches[microbatch]))
-        return (self._hook, self._module.trainer.sanity_checking, shapes)  # steps may leave out a sanity check
+        shapes = tuple(
+            (tuple(x.shape), x.dtype) for x in tensors_of(self._microbatches[microbatch])
+        )
+        # Steps may leave out a sanity check.
+        return (self._hook, self._module.trainer.sanity_checking, shapes)
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Mark the stage's gradients as complete at exit; their reduction starts."""
-        return nullcontext() if self._training is None else self._training.accumulation.completing([stage])
+        return (
+            nullcontext()
+            if self._training is None
+            else self._training.accumulation.completing([stage])
+        )

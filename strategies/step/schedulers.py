@@ -1,4 +1,6 @@
-"""Learning-rate schedulers wait where an optimizer step was skipped; Lightning steps them after every batch."""
+"""Learning-rate schedulers wait where an optimizer step was skipped; Lightning steps them after
+every batch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,14 @@ from megatron_lightning.strategies.step.overrides import override
 
 
 def hold_schedulers(
-    module: pl.LightningModule, configs: Sequence[LRSchedulerConfig], is_skipped: Callable[[], bool], undo: ExitStack
+    module: pl.LightningModule,
+    configs: Sequence[LRSchedulerConfig],
+    is_skipped: Callable[[], bool],
+    undo: ExitStack,
 ) -> None:
-    """Hold the schedulers that count steps where the last optimizer step was skipped, until ``undo`` is closed."""
+    """Hold the schedulers that count steps where the last optimizer step was skipped, until
+    ``undo`` is closed.
+    """
     counting = [config.scheduler for config in configs if config.interval == "step"]
 
     def lr_scheduler_step(original: Callable[..., None], scheduler: Any, metric: Any) -> None:

@@ -1,7 +1,8 @@
 """Interface of the two ways to run a batch; one is chosen once a run.
 
-:class:`~megatron_lightning.strategies.step.native.NativeSteps` for one stage and one micro-batch, where Lightning's own step
-does the work, and :class:`~megatron_lightning.strategies.step.pipelined.PipelinedSteps`.
+:class:`~megatron_lightning.strategies.step.native.NativeSteps` for one stage and one micro-batch,
+where Lightning's own step does the work, and
+:class:`~megatron_lightning.strategies.step.pipelined.PipelinedSteps`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Steps(ABC):
         scope.undo.callback(self._metrics.release)
         partition = scope.part.partition
         parallel = find_parallel_module(scope.module) if partition is None else partition.module
-        self._call = None if parallel is None else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
+        self._call = (
+            None
+            if parallel is None
+            else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
+        )
 
     @property
     def training(self) -> Training:
@@ -60,7 +65,9 @@ class Steps(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the gradients of the batch the parameters' own, between Lightning's hooks around backward."""
+        """Make the gradients of the batch the parameters' own, between Lightning's hooks around
+        backward.
+        """
 
     @abstractmethod
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
@@ -68,7 +75,9 @@ class Steps(ABC):
 
     @abstractmethod
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a part of a step on every micro-batch; see :func:`megatron_lightning.strategies.run_pipeline`."""
+        """Run a part of a step on every micro-batch; see
+        :func:`megatron_lightning.strategies.run_pipeline`.
+        """
 
     def refuse_in_step(self, what: str) -> None:
         """Refuse what all ranks would have to call together, in the middle of a pipelined step.
@@ -79,9 +88,10 @@ class Steps(ABC):
         num_ranks = self._scope.context.pp.size
         if self._metrics.in_step and num_ranks > 1:
             raise PipelineError(
-                f"{what} was asked for in the middle of a step of {type(self._scope.module).__name__}, and the "
-                f"{num_ranks} pipeline ranks run their parts of it one after another, so that they would wait for "
-                "each other forever. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
+                f"{what} was asked for in the middle of a step of "
+                f"{type(self._scope.module).__name__}, and the {num_ranks} pipeline ranks run "
+                "their parts of it one after another, so that they would wait for each other "
+                "forever. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
             )
 
     def _begin_training(self, batch: Any, num_samples: int) -> None:
@@ -89,13 +99,17 @@ class Steps(ABC):
         self.training.accumulation.gather.begin_step()
         self._check_first_batch(batch, "training_step")
         trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
-        if self._scope.progress.count(trainer.fit_loop.epoch_loop.batch_progress.total.ready, total):
+        if self._scope.progress.count(
+            trainer.fit_loop.epoch_loop.batch_progress.total.ready, total
+        ):
             for sampler in training_samplers(trainer):
                 sampler.advance()
             self.training.count_samples(total)
 
     def _check_first_batch(self, batch: Any, *loader: Any) -> None:
-        """Check the first batch of every loader, which must be identical on all ranks of a replica."""
+        """Check the first batch of every loader, which must be identical on all ranks of a
+        replica.
+        """
         if loader not in self._loaders_checked:
             check_same_batch(batch, self._scope.context)
             self._loaders_checked.add(loader)
@@ -116,6 +130,8 @@ class Steps(ABC):
         return contexts[hook]()
 
     def _units_in_order(self, hook: str) -> AbstractContextManager[None]:
-        """Around a step with one stage, which may call the module as it likes: data-parallel ranks call the same units."""
+        """Around a step with one stage, which may call the module as it likes: data-parallel ranks
+        call the same units.
+        """
         units = self._scope.part.units
         return nullcontext() if units is None else units.in_order(hook)

@@ -34,10 +34,20 @@ class Training:
         schedulers: The user's learning-rate schedulers.
     """
 
-    def __init__(self, scope: Scope, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig]) -> None:
-        module, part, context, options, undo = scope.module, scope.part, scope.context, scope.options, scope.undo
+    def __init__(
+        self, scope: Scope, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig]
+    ) -> None:
+        module, part, context, options, undo = (
+            scope.module,
+            scope.part,
+            scope.context,
+            scope.options,
+            scope.undo,
+        )
         self._scope = scope
-        self._scheduled = [config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)]
+        self._scheduled = [
+            config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)
+        ]
         self.accumulation = GradientAccumulation(
             module,
             part.specs,
@@ -58,7 +68,11 @@ class Training:
         if context.world_size > 1 or self.accumulation.managed:
             self._clip_globally()
         precision = scope.precision
-        self.loss_scaling = precision if isinstance(precision, MegatronMixedPrecision) and precision.loss_scale else None
+        self.loss_scaling = (
+            precision
+            if isinstance(precision, MegatronMixedPrecision) and precision.loss_scale
+            else None
+        )
         if self.loss_scaling is not None:
             self.loss_scaling.ranks = context.axis("world")
             self.loss_scaling.read_by = lambda optimizer: self.norms.gradients_of(optimizer)  # noqa: PLW0108 (shared by copies)
@@ -79,18 +93,24 @@ class Training:
         undo.callback(self._replicated.detach)
 
     def _watch(self, parameters: dict[str, Tensor]) -> FiniteWatch | None:
-        """Return what looks for infinities and NaN; in gradients unless a loss scale may let them overflow."""
+        """Return what looks for infinities and NaN; in gradients unless a loss scale may let them
+        overflow.
+        """
         policy = self._scope.options.non_finite
         if policy == "ignore":
             return None
         scale = None if self.loss_scaling is None else self.loss_scaling.loss_scale
-        watch = FiniteWatch(self._scope.context, self._scope.options.layout.num_stages, policy=policy)
+        watch = FiniteWatch(
+            self._scope.context, self._scope.options.layout.num_stages, policy=policy
+        )
         watch.attach(parameters, lambda: scale is None or scale.is_lowest)
         self._scope.undo.callback(watch.detach)
         return watch
 
     def _clip_globally(self) -> None:
-        """Replace the precision plugin's clipping by clipping over all ranks, whatever the plugin's class."""
+        """Replace the precision plugin's clipping by clipping over all ranks, whatever the plugin's
+        class.
+        """
         precision, undo = self._scope.precision, self._scope.undo
         # Functions, since bound methods would be copied with the Trainer.
         vars(precision).update(
@@ -101,7 +121,9 @@ class Training:
             undo.callback(vars(precision).pop, name, None)
         undo.callback(put_around_hooks(precision, self._before_step))
 
-    def _clip(self, clip: Callable[[Optimizer, float], None], optimizer: Optimizer, clip_val: float) -> None:
+    def _clip(
+        self, clip: Callable[[Optimizer, float], None], optimizer: Optimizer, clip_val: float
+    ) -> None:
         self._has_clipped = True
         self.guard.check()
         clip(unwrapped(optimizer), clip_val)
@@ -115,8 +137,9 @@ class Training:
         if not self._has_clipped and users_hooks(self._scope.module, "configure_gradient_clipping"):
             self._has_clipped = True  # warn once
             rank_zero_warn(
-                "configure_gradient_clipping did not call clip_gradients, and there is nothing else to clip by: p.grad is None "
-                f"on every parameter ({self._parts}). Call self.clip_gradients(optimizer, gradient_clip_val=..., "
+                "configure_gradient_clipping did not call clip_gradients, and there is nothing "
+                f"else to clip by: p.grad is None on every parameter ({self._parts}). Call "
+                "self.clip_gradients(optimizer, gradient_clip_val=..., "
                 "gradient_clip_algorithm=...)."
             )
 
@@ -131,7 +154,9 @@ class Training:
             scheduler.count_samples(num_samples)
 
     def end_backwards(self) -> None:
-        """Launch the reductions that are left and look at what the backward passes gave; all ranks call this together."""
+        """Launch the reductions that are left and look at what the backward passes gave; all ranks
+        call this together.
+        """
         self.accumulation.end_backwards()
         self._replicated.compare()
         if self.watch is not None:
@@ -139,8 +164,12 @@ class Training:
             self._judged = False
             self._found |= self.watch.check(self._scope.module.trainer.global_step)
 
-    def optimizer_step(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
-        """Call ``step(closure)`` unless something is not finite, and count the steps that were skipped."""
+    def optimizer_step(
+        self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
+    ) -> Any:
+        """Call ``step(closure)`` unless something is not finite, and count the steps that were
+        skipped.
+        """
 
         def gradients() -> Any:
             result = closure()
@@ -153,8 +182,11 @@ class Training:
             output = gradients()  # shows whether there will be a step
             if not self._found:
                 output = step(lambda: output)
-        self.step_skipped = self._found or (self.loss_scaling is not None and self.loss_scaling.step_skipped)
-        # Optimizers that a module steps itself may share one backward pass, whose verdict holds for all of them.
+        self.step_skipped = self._found or (
+            self.loss_scaling is not None and self.loss_scaling.step_skipped
+        )
+        # Optimizers that a module steps itself may share one backward pass, whose verdict holds for
+        # all of them.
         self._judged = True
         if self._scope.module.automatic_optimization:
             self._found = False

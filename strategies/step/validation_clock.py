@@ -1,7 +1,7 @@
 """One clock for ``Trainer(val_check_interval={"minutes": 30})``.
 
-Lightning asks on every rank the rank's own clock whether it is time to validate. Those that are a moment ahead would validate,
-the others train on, and all would wait for each other.
+Lightning asks on every rank the rank's own clock whether it is time to validate. Those that are a
+moment ahead would validate, the others train on, and all would wait for each other.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
-from megatron_lightning.strategies.lightning_internals import seconds_between_validations, set_validated_at, validated_at
+from megatron_lightning.strategies.lightning_internals import (
+    seconds_between_validations,
+    set_validated_at,
+    validated_at,
+)
 
 _NOT_DUE, _DUE = float("inf"), float("-inf")
 
 
 class ValidationClock:
-    """Decides on rank 0 whether validation follows a training batch, and gives the Trainer times that lead to the same.
+    """Decides on rank 0 whether validation follows a training batch, and gives the Trainer times
+    that lead to the same.
 
     Args:
         broadcast: Returns rank 0's value on every rank.
@@ -28,7 +33,9 @@ class ValidationClock:
         self._last = 0.0
 
     def agree(self, trainer: pl.Trainer) -> None:
-        """Agree on what follows this batch; all ranks call this together, and it costs nothing without a time interval."""
+        """Agree on what follows this batch; all ranks call this together, and it costs nothing
+        without a time interval.
+        """
         interval = seconds_between_validations(trainer)
         if interval is None or trainer.world_size == 1:
             return

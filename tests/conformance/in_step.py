@@ -1,6 +1,8 @@
-"""Run a test in several processes in step: each of them runs the whole test, as the ranks of a script do.
+"""Run a test in several processes in step: each of them runs the whole test, as the ranks of a
+script do.
 
-The processes are forks of the test runner, made when the fixtures stand; so they share ``tmp_path`` and the random state.
+The processes are forks of the test runner, made when the fixtures stand; so they share ``tmp_path``
+and the random state.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Outcome(NamedTuple):
     """How the test ended on one rank."""
 
     state: str
-    """``passed``, ``skipped``, ``failed``; or ``followed``: the rank was ended because of what another one met."""
+    """``passed``, ``skipped``, ``failed``; or ``followed``: the rank was ended because of what
+    another one met."""
     text: str = ""
     """Why: the end of the traceback."""
 
@@ -94,7 +97,9 @@ def _outcomes(pids: list[int], pipes: list[Connection], timeout_s: float) -> lis
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 outcomes.append(pickle.loads(pipe.recv_bytes()))
             else:
-                outcomes.append(Outcome("failed", "still running; ended (its stacks are on stderr)"))
+                outcomes.append(
+                    Outcome("failed", "still running; ended (its stacks are on stderr)")
+                )
                 os.kill(pid, signal.SIGABRT)
         except EOFError:
             outcomes.append(Outcome("failed", "the process ended without a word"))
@@ -111,7 +116,9 @@ def _be_rank(environment: InStep, test: Callable[[InStep], Any], pipe: Connectio
     except BaseException as error:  # the outcomes of pytest's skip, xfail and fail among them
         states = {"Skipped": "skipped", "XFailed": "skipped", "PeerFailure": "followed"}
         state = states.get(type(error).__name__, "failed")
-        outcome = Outcome(state, str(error) if state == "skipped" else traceback.format_exc()[-6000:])
+        outcome = Outcome(
+            state, str(error) if state == "skipped" else traceback.format_exc()[-6000:]
+        )
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     os._exit(0)

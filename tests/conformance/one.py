@@ -1,6 +1,8 @@
-"""Mode ``one``: a Trainer that would take Lightning's single-device strategy on the CPU takes ``MegatronStrategy()``.
+"""Mode ``one``: a Trainer that would take Lightning's single-device strategy on the CPU takes
+``MegatronStrategy()``.
 
-Where a test counts the calls of ``Strategy.backward`` by a mock, those of ``MegatronStrategy.backward`` are counted.
+Where a test counts the calls of ``Strategy.backward`` by a mock, those of
+``MegatronStrategy.backward`` are counted.
 """
 
 from __future__ import annotations

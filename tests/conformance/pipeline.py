@@ -1,8 +1,9 @@
 """Mode ``pipeline``: every test runs in two processes in step, as the two stages of a pipeline.
 
-A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2. The suite's models get units: names, shapes
-and values of parameters stay what they are. A model that is one linear layer has its weight on the first stage and its bias on
-the last one, a ``Sequential`` is cut between its layers.
+A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2. The suite's
+models get units: names, shapes and values of parameters stay what they are. A model that is one
+linear layer has its weight on the first stage and its bias on the last one, a ``Sequential`` is cut
+between its layers.
 """
 
 from __future__ import annotations
@@ -46,10 +47,15 @@ class CutSequential(nn.Sequential):
 
 
 def give_units(module: pl.LightningModule) -> None:
-    """Make the one linear layer or sequence of ``module`` what a pipeline cuts, if nothing else is."""
+    """Make the one linear layer or sequence of ``module`` what a pipeline cuts, if nothing else
+    is."""
     if any(hasattr(child, "pipeline_units") for child in module.modules()):
         return
-    own = {name: child for name, child in module.named_children() if not isinstance(child, Metric | nn.modules.loss._Loss)}
+    own = {
+        name: child
+        for name, child in module.named_children()
+        if not isinstance(child, Metric | nn.modules.loss._Loss)
+    }
     trained = [child for child in own.values() if any(True for _ in child.parameters())]
     if type(module).forward is BoringModel.forward:
         trained = [module.layer]  # whatever else there is
@@ -62,7 +68,8 @@ def give_units(module: pl.LightningModule) -> None:
 
 
 def _chain(module: pl.LightningModule) -> None:
-    """Allow the suite's classification and regression models, which call their layers by name, to run without absent ones."""
+    """Allow the suite's classification and regression models, which call their layers by name, to
+    run without absent ones."""
     kind = type(module)
     whole = kind.forward
 
@@ -74,7 +81,11 @@ def _chain(module: pl.LightningModule) -> None:
             return whole(self, x)
         for child in layers(self).values():
             x = x if child is None else child(x)
-        return torch.softmax(x, dim=1) if self.layer_end is not None and hasattr(self, "train_acc") else x
+        return (
+            torch.softmax(x, dim=1)
+            if self.layer_end is not None and hasattr(self, "train_acc")
+            else x
+        )
 
     kind.forward, kind.pipeline_units = forward, lambda self: list(layers(self))
 
@@ -105,7 +116,9 @@ class _Ranks:
         self._limit_s = limit_s
         self.environment: InStep | None = None  # of this process, if it is a rank
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         config.hook.pytest_deselected(items=[test for test in items if names_several_devices(test)])
         items[:] = [test for test in items if not names_several_devices(test)]
 
@@ -120,7 +133,12 @@ class _Ranks:
         outcomes = run_in_step(2, test, self._limit_s)
         states = [outcome.state for outcome in outcomes]
         if "failed" in states or set(states) == {"followed"}:
-            pytest.fail("\n".join(f"rank {rank} {state}: {text}" for rank, (state, text) in enumerate(outcomes)), pytrace=False)
+            pytest.fail(
+                "\n".join(
+                    f"rank {rank} {state}: {text}" for rank, (state, text) in enumerate(outcomes)
+                ),
+                pytrace=False,
+            )
         if "skipped" in states:
             pytest.skip(outcomes[states.index("skipped")].text)
         return True

@@ -1,9 +1,12 @@
-"""Lightning's own tests against MegatronStrategy, by a plugin for its suite: ``-p tests.conformance.plugin --megatron one``.
+"""Lightning's own tests against MegatronStrategy, by a plugin for its suite: ``-p
+tests.conformance.plugin --megatron one``.
 
-The suite stays as it is. A mode decides which Trainers get MegatronStrategy: see ``one.py``, ``two.py`` and ``pipeline.py``;
-``plain`` changes nothing. Whatever else the plugin changes is because a checkpoint of the strategy is a directory: what a
-user reads with ``read_full`` or ``plain_file``, the suite reads with ``torch.load``, ``load_from_checkpoint`` and
-``TorchCheckpointIO``, where it looks for a file, a committed checkpoint will do, and its mocks of ``torch.save`` save.
+The suite stays as it is. A mode decides which Trainers get MegatronStrategy: see ``one.py``,
+``two.py`` and ``pipeline.py``; ``plain`` changes nothing. Whatever else the plugin changes is
+because a checkpoint of the strategy is a directory: what a user reads with ``read_full`` or
+``plain_file``, the suite reads with ``torch.load``, ``load_from_checkpoint`` and
+``TorchCheckpointIO``, where it looks for a file, a committed checkpoint will do, and its mocks of
+``torch.save`` save.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ MODES = ("one", "two", "pipeline", "plain")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron", "Lightning's tests against MegatronStrategy")
-    group.addoption("--megatron", choices=MODES, default="plain", help="which Trainers get MegatronStrategy")
+    group.addoption(
+        "--megatron", choices=MODES, default="plain", help="which Trainers get MegatronStrategy"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_directories() -> None:
-    """Make ``torch.load`` and ``load_from_checkpoint`` read checkpoint directories, which the tests take for files."""
+    """Make ``torch.load`` and ``load_from_checkpoint`` read checkpoint directories, which the tests
+    take for files."""
     import torch
     from lightning.fabric.plugins.io import torch_io
     from lightning.fabric.utilities import cloud_io
@@ -56,7 +62,9 @@ def read_directories() -> None:
     def or_checkpoint(is_file: Callable[..., bool]) -> Callable[..., bool]:
         def is_file_or_checkpoint(path: Any, **options: Any) -> bool:
             asked_by = sys._getframe(1).f_globals.get("__name__", "")
-            return is_file(path, **options) or (asked_by.startswith("tests_pytorch.") and is_committed(path))
+            return is_file(path, **options) or (
+                asked_by.startswith("tests_pytorch.") and is_committed(path)
+            )
 
         return is_file_or_checkpoint
 
@@ -65,13 +73,18 @@ def read_directories() -> None:
 
 
 def save_through_mocks() -> None:
-    """Make a mock of ``torch.save`` that counts calls save as well: what a checkpoint holds is read back before it is kept."""
+    """Make a mock of ``torch.save`` that counts calls save as well: what a checkpoint holds is read
+    back before it is kept."""
     import torch
 
     patch = mock.patch
 
     def patch_through(target: str, *args: Any, **options: Any) -> Any:
-        return patch(target, *args, **(options or {"wraps": torch.save} if target == "torch.save" else options))
+        return patch(
+            target,
+            *args,
+            **(options or {"wraps": torch.save} if target == "torch.save" else options),
+        )
 
     vars(patch_through).update(vars(patch))
     mock.patch = patch_through  # type: ignore[assignment]

@@ -2,9 +2,10 @@
 
     python -m tests.conformance.run /path/to/lightning --mode one trainer/flags core/test_results.py
 
-``/path/to/lightning`` is a checkout of Lightning's repository at the tag of the installed version. Every file of tests has a
-pytest process of its own. A file in which more test functions fail than ``known.csv`` says runs under plain Lightning as well,
-and what fails or is skipped there does not count. ``docs/conformance.md`` has the reasons.
+``/path/to/lightning`` is a checkout of Lightning's repository at the tag of the installed version.
+Every file of tests has a pytest process of its own. A file in which more test functions fail than
+``known.csv`` says runs under plain Lightning as well, and what fails or is skipped there does not
+count. ``docs/conformance.md`` has the reasons.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _ROOT = Path(__file__).parents[2]
 
 
 def files_of(suite: Path, parts: Sequence[str]) -> list[str]:
-    """Return the test files under ``parts``, folders or files of the suite; all of them if there are no parts."""
+    """Return the test files under ``parts``, folders or files of the suite; all of them if there
+    are no parts."""
     found: set[Path] = set()
     for part in parts or ["."]:
         path = suite / part
@@ -39,7 +41,8 @@ def files_of(suite: Path, parts: Sequence[str]) -> list[str]:
 
 
 def run(suite: Path, file: str, mode: str, limit_s: float) -> Mapping[str, tuple[str, str]] | None:
-    """Return outcome (passed, skipped or failed) and reason of each test of a file; None if it did not run to its end."""
+    """Return outcome (passed, skipped or failed) and reason of each test of a file; None if it did
+    not run to its end."""
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
         report = Path(scratch, "report.xml")
         command = [
@@ -51,8 +54,16 @@ def run(suite: Path, file: str, mode: str, limit_s: float) -> Mapping[str, tuple
             "no:cacheprovider",
             f"--rootdir={suite.parent}",
         ]
-        command += ["-p", "tests.conformance.plugin", "--megatron", mode, f"--junitxml={report}", f"--basetemp={scratch}/tmp"]
-        # A newer torch warns of what Lightning's own data loading does, and the suite makes errors of such warnings.
+        command += [
+            "-p",
+            "tests.conformance.plugin",
+            "--megatron",
+            mode,
+            f"--junitxml={report}",
+            f"--basetemp={scratch}/tmp",
+        ]
+        # A newer torch warns of what Lightning's own data loading does, and the suite makes errors
+        # of such warnings.
         command += ["--timeout=120", "-W", "ignore:.*LeafSpec:FutureWarning"]
         process = subprocess.Popen(
             command,
@@ -99,10 +110,15 @@ def known_differences(mode: str) -> Mapping[str, int]:
 
 
 def main() -> int:
-    """Run, print a line for every file, and every failure where there are too many; return 1 if there are such files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run, print a line for every file, and every failure where there are too many; return 1 if
+    there are such files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lightning", type=Path, help="checkout of Lightning's repository")
-    parser.add_argument("parts", nargs="*", help="folders or files of tests/tests_pytorch; none: all of it")
+    parser.add_argument(
+        "parts", nargs="*", help="folders or files of tests/tests_pytorch; none: all of it"
+    )
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--limit-s", type=float, default=1200, help="seconds for one file")
     options = parser.parse_intermixed_args()
@@ -114,19 +130,36 @@ def main() -> int:
         if outcomes is None:
             does_plain = run(suite, file, "plain", options.limit_s) is not None
             is_new = is_new or does_plain
-            print(f"{file}: does not run to its end{'' if does_plain else ', nor under plain Lightning'}", flush=True)
+            print(
+                f"{file}: does not run to its "
+                f"end{'' if does_plain else ', nor under plain Lightning'}",
+                flush=True,
+            )
             continue
-        failed = {test: reason for test, (outcome, reason) in outcomes.items() if outcome == "failed"}
+        failed = {
+            test: reason for test, (outcome, reason) in outcomes.items() if outcome == "failed"
+        }
         if len(functions_of(failed)) > known.get(file, 0):
             plain = run(suite, file, "plain", options.limit_s) or {}
-            failed = {test: reason for test, reason in failed.items() if plain.get(test, ("passed",))[0] == "passed"}
+            failed = {
+                test: reason
+                for test, reason in failed.items()
+                if plain.get(test, ("passed",))[0] == "passed"
+            }
         num_failing = len(functions_of(failed))
         counts = Counter(outcome for outcome, _ in outcomes.values())
         total += counts + Counter(differing=num_failing)
-        print(f"{file}: {_listed(counts)}; {num_failing} functions differ, {known.get(file, 0)} are known to", flush=True)
+        print(
+            f"{file}: {_listed(counts)}; {num_failing} functions differ, {known.get(file, 0)} are "
+            "known to",
+            flush=True,
+        )
         if num_failing > known.get(file, 0):
             is_new = True
-            print("\n".join(f"    {test}: {reason}" for test, reason in sorted(failed.items())), flush=True)
+            print(
+                "\n".join(f"    {test}: {reason}" for test, reason in sorted(failed.items())),
+                flush=True,
+            )
     print(_listed(total))
     return int(is_new)
 

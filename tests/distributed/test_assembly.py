@@ -1,4 +1,5 @@
-"""A full module becomes a rank's part, that part is used again, and its state is read under any layout."""
+"""A full module becomes a rank's part, that part is used again, and its state is read under any
+layout."""
 
 from __future__ import annotations
 
@@ -33,13 +34,18 @@ CONFIG = TransformerConfig(
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
 
 
-def _assembled(tensor: int, pipeline: int, *, on_meta: bool = False) -> tuple[nn.Module, Part, ParallelContext, Placement]:
+def _assembled(
+    tensor: int, pipeline: int, *, on_meta: bool = False
+) -> tuple[nn.Module, Part, ParallelContext, Placement]:
     layout = ParallelLayout(
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=tensor > 1
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        sequence_parallel=tensor > 1,
     )
     context, placement = ParallelContext(layout), Placement.loop(pipeline)
     with torch.device("meta" if on_meta else "cpu"):
-        module = nn.ModuleDict({"model": GPTModel(CONFIG)})  # the model is below the module, as in a LightningModule
+        # The model is below the module, as in a LightningModule.
+        module = nn.ModuleDict({"model": GPTModel(CONFIG)})
     return module, assemble(module, context, None, placement, PipelineOptions()), context, placement
 
 
@@ -51,7 +57,9 @@ def _full_state(folder: Path) -> dict[str, Tensor]:
 def _save(folder: str, tensor: int, pipeline: int) -> None:
     """Save random weights, a copy of them under another key, and a tensor of nobody's."""
     module, part, context, _ = _assembled(tensor, pipeline)
-    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    state = {
+        name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)
+    }
     averaged = {name: value + 1 for name, value in state.items()} | {"steps": torch.tensor([7.0])}
     checkpoint: dict[str, Any] = {"state_dict": state, "averaged": averaged, "epoch": 3}
     shards = ModuleState(module, part, context).module_shards(checkpoint)
@@ -65,14 +73,24 @@ def _load(folder: str, tensor: int, pipeline: int) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(-1.0)
-    state, source = ModuleState(module, part, context), open_checkpoint(folder, group=context.axis("world"))
+    state, source = (
+        ModuleState(module, part, context),
+        open_checkpoint(folder, group=context.axis("world")),
+    )
     state.load_module(source)
     full = _full_state(Path(folder))
     for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.detach(), part.specs[name].shard(full[part.tied.get(name, name)]), rtol=0, atol=0)
+        torch.testing.assert_close(
+            parameter.detach(),
+            part.specs[name].shard(full[part.tied.get(name, name)]),
+            rtol=0,
+            atol=0,
+        )
     copies = state.load_copies(source)
     assert copies.keys() == {"averaged"}
-    assert {*copies["averaged"]} == {*module.state_dict(), "steps"} and copies["averaged"]["steps"] == 7.0
+    assert {*copies["averaged"]} == {*module.state_dict(), "steps"} and copies["averaged"][
+        "steps"
+    ] == 7.0
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(copies["averaged"][name], parameter.detach() + 1, rtol=0, atol=0)
 
@@ -96,13 +114,21 @@ def _use_again(tensor: int, pipeline: int) -> None:
         second = reattach(again, context, placement, PipelineOptions())
         assert (second.specs, second.tied, second.names) == (part.specs, part.tied, part.names)
         assert (second.stage_of, second.units_of_stage) == (part.stage_of, part.units_of_stage)
-        assert second.num_parameters == part.num_parameters == sum(p.numel() for p in GPTModel(CONFIG).parameters())
-        assert all(torch.equal(parameter, values[name]) for name, parameter in again.named_parameters())
+        assert (
+            second.num_parameters
+            == part.num_parameters
+            == sum(p.numel() for p in GPTModel(CONFIG).parameters())
+        )
+        assert all(
+            torch.equal(parameter, values[name]) for name, parameter in again.named_parameters()
+        )
     with pytest.raises(ConfigError, match=r"by an earlier Trainer .* Create a new module"):
         reattach(module, context, Placement.v(2), PipelineOptions())
     module["head"] = nn.Linear(16, 2)
     assert not part.describes(module)
-    assert {"head.weight", "head.bias"} <= {*reattach(module, context, placement, PipelineOptions()).specs}
+    assert {"head.weight", "head.bias"} <= {
+        *reattach(module, context, placement, PipelineOptions()).specs
+    }
     del module["head"]
     module["model"] = GPTModel(CONFIG)  # built again by configure_model
     assert is_full(module, context)
@@ -116,5 +142,7 @@ def test_a_part_is_used_again(size: tuple[int, int]) -> None:
 
 def test_without_a_plan_one_rank_needs_none() -> None:
     module = nn.ModuleDict({"own": nn.Linear(3, 5)})
-    part = assemble(module, ParallelContext(ParallelLayout()), None, Placement.loop(1), PipelineOptions())
+    part = assemble(
+        module, ParallelContext(ParallelLayout()), None, Placement.loop(1), PipelineOptions()
+    )
     assert part.specs["own.weight"].local_shape == (5, 3) and part.units_of_stage == {}

@@ -65,27 +65,45 @@ def _expected(version: int) -> dict[str, Tensor]:
 
 
 def _shards(context: ParallelContext, version: int | None) -> Iterator[TensorShards]:
-    """Yield what this rank holds: parameters by tensor rank, moments as flat halves over the data ranks (zero-1)."""
-    yield TensorShards.full("state_dict.scale", torch.tensor(version or 0), writes=context.rank == 0)
+    """Yield what this rank holds: parameters by tensor rank, moments as flat halves over the data
+    ranks (zero-1)."""
+    yield TensorShards.full(
+        "state_dict.scale", torch.tensor(version or 0), writes=context.rank == 0
+    )
     for i, (name, (shape, dim, blocks)) in enumerate(_PARAMETERS.items()):
         if i % context.pp.size != context.pp.rank:
             continue
         spec = ShardSpec.replicated(shape)
         if dim is not None:
-            spec = ShardSpec.split(shape, dim=dim, size=context.tp.size, rank=context.tp.rank, blocks=blocks)
+            spec = ShardSpec.split(
+                shape, dim=dim, size=context.tp.size, rank=context.tp.rank, blocks=blocks
+            )
         full, moment = f"state_dict.{name}", f"optimizer_states.0.state.{name}.exp_avg"
-        local = spec.shard(_value(full, shape, version)) if version else torch.zeros(spec.local_shape)
-        yield TensorShards.local(full, spec, local, writes=is_writer(spec, context), replicas=context.dp_cp)
-        local = spec.shard(_value(moment, shape, version)) if version else torch.zeros(spec.local_shape)
+        local = (
+            spec.shard(_value(full, shape, version)) if version else torch.zeros(spec.local_shape)
+        )
+        yield TensorShards.local(
+            full, spec, local, writes=is_writer(spec, context), replicas=context.dp_cp
+        )
+        local = (
+            spec.shard(_value(moment, shape, version)) if version else torch.zeros(spec.local_shape)
+        )
         flat = local.reshape(-1)
         part = -(-flat.numel() // context.dp.size)
         start = context.dp.rank * part
         writes = is_writer(spec, context)
-        yield TensorShards.flat(moment, spec, flat[start : start + part].clone(), start, writes=writes)
+        yield TensorShards.flat(
+            moment, spec, flat[start : start + part].clone(), start, writes=writes
+        )
 
 
 def _state(version: int) -> dict[str, Any]:
-    return {"version": version, "optimizer_states": [{"state": {}, "param_groups": [{"lr": 0.1, "params": list(_PARAMETERS)}]}]}
+    return {
+        "version": version,
+        "optimizer_states": [
+            {"state": {}, "param_groups": [{"lr": 0.1, "params": list(_PARAMETERS)}]}
+        ],
+    }
 
 
 def _save(path: str, layout: dict[str, Any], version: int) -> None:
@@ -101,7 +119,12 @@ def _load_matches(path: str, layout: dict[str, Any], version: int) -> bool:
     report = load_sharded(source, shards, group=context.axis("world"))
     expected = _expected(version)
     exact = all(
-        torch.equal(view, expected[s.name][tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))])
+        torch.equal(
+            view,
+            expected[s.name][
+                tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))
+            ],
+        )
         for s in shards
         for offset, view in s.shards
     )
@@ -110,7 +133,11 @@ def _load_matches(path: str, layout: dict[str, Any], version: int) -> bool:
 
 _PAIRS = [
     pytest.param(
-        a, b, marks=[] if (a, b) in {("tp2-dp2", "tp2-pp2"), ("tp2-pp2", "tp4"), ("single", "tp2-dp2")} else pytest.mark.slow
+        a,
+        b,
+        marks=[]
+        if (a, b) in {("tp2-dp2", "tp2-pp2"), ("tp2-pp2", "tp4"), ("single", "tp2-dp2")}
+        else pytest.mark.slow,
     )
     for a in _LAYOUTS
     for b in _LAYOUTS
@@ -125,8 +152,13 @@ def test_any_layout_to_any_layout(tmp_path: Path, saved: str, loaded: str) -> No
     full = read_full(path)  # one process, torch's own optimizer form
     moments = full["optimizer_states"][0]["state"]
     found = {f"state_dict.{name}": tensor for name, tensor in full["state_dict"].items()}
-    found |= {f"optimizer_states.0.state.{name}.exp_avg": moments[i]["exp_avg"] for i, name in enumerate(_PARAMETERS)}
-    assert found.keys() == _expected(5).keys() and all(torch.equal(found[name], full) for name, full in _expected(5).items())
+    found |= {
+        f"optimizer_states.0.state.{name}.exp_avg": moments[i]["exp_avg"]
+        for i, name in enumerate(_PARAMETERS)
+    }
+    assert found.keys() == _expected(5).keys() and all(
+        torch.equal(found[name], full) for name, full in _expected(5).items()
+    )
     size, layout = _LAYOUTS[loaded]
     assert run_ranks(size, _load_matches, path, layout, 5) == [True] * size
 
@@ -165,16 +197,26 @@ def test_a_rank_that_raises_while_saving_raises_everywhere(tmp_path: Path) -> No
 def _save_with_hidden_faults(path: str, fault: str) -> str:
     context = ParallelContext(ParallelLayout())
     first = context.rank == 0
-    shards = [TensorShards.full("w", torch.ones(4 if fault != "shape" or first else 3), writes=first or fault != "state")]
+    shards = [
+        TensorShards.full(
+            "w", torch.ones(4 if fault != "shape" or first else 3), writes=first or fault != "state"
+        )
+    ]
     state = {"f": print} if fault == "state" and first else {}
     return _expect_error(lambda: save_sharded(path, shards, state, group=context.axis("world")))
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("twice", "exactly once"), ("shape", "w has shape (4,)"), ("state", "checkpoint['f'] is a builtins.builtin")],
+    [
+        ("twice", "exactly once"),
+        ("shape", "w has shape (4,)"),
+        ("state", "checkpoint['f'] is a builtins.builtin"),
+    ],
 )
-def test_faults_that_only_the_first_rank_sees_raise_everywhere(tmp_path: Path, fault: str, message: str) -> None:
+def test_faults_that_only_the_first_rank_sees_raise_everywhere(
+    tmp_path: Path, fault: str, message: str
+) -> None:
     errors = run_ranks(2, _save_with_hidden_faults, str(tmp_path / "a"), fault)
     assert all(message in error for error in errors), errors
     assert os.listdir(tmp_path) == []
@@ -233,7 +275,8 @@ _SYSCALLS = ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
 
 
 def _killed_at(call: int, path: str, version: int) -> bool:
-    """Save in a child that is killed before its ``call``-th change of the file system; return whether it was."""
+    """Save in a child that is killed before its ``call``-th change of the file system; return
+    whether it was."""
     child = os.fork()
     if child == 0:
         count = 0
@@ -248,7 +291,8 @@ def _killed_at(call: int, path: str, version: int) -> bool:
 
             return replacement
 
-        paths = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's paths keep these functions to themselves
+        # Python 3.10's paths keep these functions to themselves.
+        paths = getattr(pathlib, "_NormalAccessor", None)
         for name in _SYSCALLS:
             setattr(os, name, deadly(getattr(os, name)))
             if hasattr(paths, name):
@@ -291,26 +335,34 @@ def test_killed_before_every_change_of_the_file_system(tmp_path: Path, overwrite
     before, after = ((1,) if overwrite else ()), (2,)
     assert len(found) > 8 and found[0] == before and found[-1] == after
     switch = found.index(after)
-    assert found == [before] * switch + [after] * (len(found) - switch)  # the old one, then the new one, nothing between
+    # The old one, then the new one, nothing between.
+    assert found == [before] * switch + [after] * (len(found) - switch)
 
 
 # Replicas share the work
 
 
 def _shared_work(path: str) -> tuple[int, int, bool]:
-    """Return the bytes that this rank wrote and read of tensors that four ranks hold, and whether they came back exact."""
+    """Return the bytes that this rank wrote and read of tensors that four ranks hold, and whether
+    they came back exact."""
     context = ParallelContext(ParallelLayout())
     group, written, read = context.axis("world"), [], []
     generator = torch.Generator().manual_seed(1)
     values = {
-        f"w{i}": torch.rand(shape, generator=generator) for i, shape in enumerate([(64, 7), (1, 90, 3), (4096,), (2, 2), ()])
+        f"w{i}": torch.rand(shape, generator=generator)
+        for i, shape in enumerate([(64, 7), (1, 90, 3), (4096,), (2, 2), ()])
     }
     values["transposed"] = torch.rand(30, 20, generator=generator).t()  # not contiguous
 
     def shards(tensors: dict[str, Tensor]) -> list[TensorShards]:
-        return [TensorShards.full(name, tensor, replicas=context.dp_cp) for name, tensor in tensors.items()]
+        return [
+            TensorShards.full(name, tensor, replicas=context.dp_cp)
+            for name, tensor in tensors.items()
+        ]
 
-    def counted(original: Callable[..., Any], record: list[int], position: int) -> Callable[..., Any]:
+    def counted(
+        original: Callable[..., Any], record: list[int], position: int
+    ) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             named = list(args[position])
             record.extend(shard.data.nbytes for _, shard in named)
@@ -318,7 +370,10 @@ def _shared_work(path: str) -> tuple[int, int, bool]:
 
         return replacement
 
-    with mock.patch.object(replicas, "MIN_DIVIDED_BYTES", 64), mock.patch.object(loading, "MIN_DIVIDED_BYTES", 64):
+    with (
+        mock.patch.object(replicas, "MIN_DIVIDED_BYTES", 64),
+        mock.patch.object(loading, "MIN_DIVIDED_BYTES", 64),
+    ):
         with mock.patch.object(saving, "write_shards", counted(saving.write_shards, written, 2)):
             save_sharded(path, shards(values), {}, group=group)
         loaded = {name: torch.zeros(tensor.shape) for name, tensor in values.items()}
@@ -326,7 +381,11 @@ def _shared_work(path: str) -> tuple[int, int, bool]:
         source = open_checkpoint(path, group=group)
         with mock.patch.object(DirectorySource, "read", counted(DirectorySource.read, read, 1)):
             load_sharded(source, shards(loaded), group=group)
-    return sum(written), sum(read), all(torch.equal(loaded[name], tensor) for name, tensor in values.items())
+    return (
+        sum(written),
+        sum(read),
+        all(torch.equal(loaded[name], tensor) for name, tensor in values.items()),
+    )
 
 
 def test_replicas_share_writing_and_reading(tmp_path: Path) -> None:

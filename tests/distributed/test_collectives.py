@@ -1,4 +1,5 @@
-"""The conjugate pairs: values, gradients, under ``torch.compile`` and under recomputation; and the vocabulary-parallel loss."""
+"""The conjugate pairs: values, gradients, under ``torch.compile`` and under recomputation; and the
+vocabulary-parallel loss."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from megatron_lightning.parallel import collectives as c
 from megatron_lightning.parallel.spec import shard_range
 from tests.helpers.ranks import run_ranks
 
-PAIRS = ["copy_to_axis", "reduce_from_axis", "gather_sequence", "reduce_scatter", "scatter", "gather"]
+PAIRS = [
+    "copy_to_axis",
+    "reduce_from_axis",
+    "gather_sequence",
+    "reduce_scatter",
+    "scatter",
+    "gather",
+]
 
 
 def everyone(size: int, shape: tuple[int, ...]) -> Tensor:
@@ -59,10 +67,16 @@ def pair_body(dim: int) -> None:
         function = partial(getattr(c, name), group=group, **options)
         x = ranks[rank].clone().requires_grad_()
         y = function(x)
-        torch.testing.assert_close(y, expected(name, dim, ranks)[rank], msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            y, expected(name, dim, ranks)[rank], msg=lambda m, name=name: f"{name}: {m}"
+        )
         grads = everyone(size, tuple(y.shape))
         (grad,) = torch.autograd.grad(y, x, grads[rank])
-        torch.testing.assert_close(grad, expected(CONJUGATE[name], dim, grads)[rank], msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            grad,
+            expected(CONJUGATE[name], dim, grads)[rank],
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
         assert torch.equal(x.detach(), ranks[rank]), f"{name} changed its argument"
 
 
@@ -82,7 +96,10 @@ def transformed_body() -> None:
 
     y = run(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
-    for changed in (torch.compile(run, backend="aot_eager", fullgraph=True), partial(checkpoint, run, use_reentrant=False)):
+    for changed in (
+        torch.compile(run, backend="aot_eager", fullgraph=True),
+        partial(checkpoint, run, use_reentrant=False),
+    ):
         y_changed = changed(x)
         (grad_changed,) = torch.autograd.grad(y_changed.square().sum(), x)
         assert torch.equal(y, y_changed)
@@ -124,7 +141,9 @@ def loss_body(vocab_size: int, dtype: torch.dtype) -> None:
     targets = torch.randint(vocab_size, (6, 3), generator=generator)
     targets[0, 1] = -100
     weights = torch.rand(6, 3, generator=generator)
-    want = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(6, 3)
+    want = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(
+        6, 3
+    )
     (want_grad,) = torch.autograd.grad((want * weights).sum(), logits)
     start, length = shard_range(vocab_size, group.size, group.rank)
     shard = logits.detach()[..., start : start + length].clone().requires_grad_()
@@ -132,15 +151,20 @@ def loss_body(vocab_size: int, dtype: torch.dtype) -> None:
     (grad,) = torch.autograd.grad((losses * weights).sum(), shard)
     # Both sum exponentials in fp32, in another order; losses reach 60.
     torch.testing.assert_close(losses, want, rtol=1e-6, atol=1e-5)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]  # a gradient is rounded once to the logits' dtype
-    torch.testing.assert_close(grad, want_grad[..., start : start + length], rtol=tolerance, atol=1e-6)
+    # A gradient is rounded once to the logits' dtype.
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    torch.testing.assert_close(
+        grad, want_grad[..., start : start + length], rtol=tolerance, atol=1e-6
+    )
     assert losses[0, 1] == 0
     assert not grad[0, 1].any()
 
 
 @pytest.mark.parametrize(("size", "vocab_size"), [(2, 64), (4, 50)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_vocab_parallel_loss_equals_cross_entropy(size: int, vocab_size: int, dtype: torch.dtype) -> None:
+def test_vocab_parallel_loss_equals_cross_entropy(
+    size: int, vocab_size: int, dtype: torch.dtype
+) -> None:
     run_ranks(size, loss_body, vocab_size, dtype)
 
 

@@ -13,7 +13,10 @@ from tests.helpers.ranks import run_ranks
 
 def _groups() -> dict[str, int]:
     layout = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    first, second = ParallelContext(layout), ParallelContext(ParallelLayout(pipeline_model_parallel_size=4))
+    first, second = (
+        ParallelContext(layout),
+        ParallelContext(ParallelLayout(pipeline_model_parallel_size=4)),
+    )
     sums = {}
     for name in ("tp", "dp", "pp", "dp-cp", "tp-pp", "world", "embedding"):
         value = torch.tensor(float(first.rank))
@@ -24,7 +27,10 @@ def _groups() -> dict[str, int]:
     assert second.pp.ranks == (0, 1, 2, 3) and second.tp.process_group is None
     mesh = first.device_mesh()
     assert mesh["pp"].get_local_rank() == first.pp.rank
-    assert mesh.get_group("pp") is first.pp.process_group and mesh.get_group("tp") is first.tp.process_group
+    assert (
+        mesh.get_group("pp") is first.pp.process_group
+        and mesh.get_group("tp") is first.tp.process_group
+    )
     assert mesh.get_group("cp").size() == 1
     return sums
 
@@ -41,7 +47,11 @@ def _part_of_the_replicas(tensor: int, instances: int) -> tuple[int, ...]:
 
 @pytest.mark.slow  # eight processes
 def test_instances_of_the_optimizer_are_megatron_cores() -> None:
-    facts = json.loads((Path(__file__).parents[1] / "oracles" / "process_groups_w8.json").read_text())["facts"]
+    facts = json.loads(
+        (Path(__file__).parents[1] / "oracles" / "process_groups_w8.json").read_text()
+    )["facts"]
     [fact] = [fact for fact in facts if "num_distributed_optimizer_instances" in fact["args"]]
     found = run_ranks(8, _part_of_the_replicas, *fact["args"].values())
-    assert set(found) == {tuple(group) for group in fact["groups"]["INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"]}
+    assert set(found) == {
+        tuple(group) for group in fact["groups"]["INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"]
+    }

@@ -1,4 +1,5 @@
-"""All-gathers and reduce-scatters of CPU ranks, large and small, are what their names say, with gradients and when compiled."""
+"""All-gathers and reduce-scatters of CPU ranks, large and small, are what their names say, with
+gradients and when compiled."""
 
 from __future__ import annotations
 
@@ -12,23 +13,32 @@ from megatron_lightning.parallel import collectives as c
 from tests.helpers.ranks import run_ranks
 
 ROWS = 24
-COLUMNS = {"direct": 2**17, "collective": 3}  # more than the smallest size of direct messages, on four ranks as well, and less
+# More than the smallest size of direct messages, on four ranks as well, and less.
+COLUMNS = {"direct": 2**17, "collective": 3}
 
 
 def _body(dtype: torch.dtype, kind: str) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     group = ParallelContext(ParallelLayout(tensor_model_parallel_size=size)).tp
-    everyone = torch.randn(size, ROWS, COLUMNS[kind], generator=torch.Generator().manual_seed(1)).to(dtype)
+    everyone = torch.randn(
+        size, ROWS, COLUMNS[kind], generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
     x = everyone[rank].clone().requires_grad_()
     assert (x[: ROWS // size].nbytes >= cpu_exchange.SMALLEST_DIRECT_BYTES) == (kind == "direct")
     # sums of two numbers are exact in any order; of more, they differ by roundings
-    tolerance = {"rtol": 0.0, "atol": 0.0} if size == 2 else {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-1}
+    tolerance = (
+        {"rtol": 0.0, "atol": 0.0}
+        if size == 2
+        else {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-1}
+    )
 
     gathered = c.gather_sequence(x, group)
     assert torch.equal(gathered, everyone.flatten(0, 1))
     (grad,) = torch.autograd.grad(gathered, x, torch.cat(list(everyone)) * (rank + 1))
     scale = sum(range(1, size + 1))
-    torch.testing.assert_close(grad, everyone[rank] * scale, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-2)
+    torch.testing.assert_close(
+        grad, everyone[rank] * scale, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-2
+    )
 
     def run(x: Tensor) -> Tensor:
         return c.reduce_scatter(x, group)
@@ -56,6 +66,8 @@ def _body(dtype: torch.dtype, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=["2-fp32", "4-bf16"])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=["2-fp32", "4-bf16"]
+)
 def test_exchanges_equal_sums_and_concatenations(size: int, dtype: torch.dtype, kind: str) -> None:
     run_ranks(size, _body, dtype, kind)

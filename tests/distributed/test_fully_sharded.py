@@ -1,4 +1,5 @@
-"""Communication and memory of a step with ``data_parallel="fsdp"``: counted and measured, not estimated."""
+"""Communication and memory of a step with ``data_parallel="fsdp"``: counted and measured, not
+estimated."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ RESHARD = DataParallelOptions(reshard_after_forward=True)
 EVERY = DataParallelOptions(reduce_every_microbatch=True)
 BOTH = DataParallelOptions(reshard_after_forward=True, reduce_every_microbatch=True)
 HYBRID = DataParallelOptions(num_distributed_optimizer_instances=2)
-UNITS, MICRO = 8, 4  # embedding, five layers, final norm, output layer; micro-batches of a rank of two
+# Embedding, five layers, final norm, output layer; micro-batches of a rank of two.
+UNITS, MICRO = 8, 4
 
 
 class _Collectives(TorchDispatchMode):
@@ -57,12 +59,16 @@ class _Counting(pl.Callback):
             yield
         self.found[what] = dict(seen.counts)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1:
             self._counting = self._counts("step")
             self._counting.__enter__()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any
+    ) -> None:
         if args[-1] == 1:
             self._counting.__exit__(None, None, None)
 
@@ -77,7 +83,9 @@ class _Counting(pl.Callback):
 def _count(options: dict[str, Any], replicas: int) -> dict[str, dict[str, int]]:
     counting = _Counting()
     strategy = MegatronStrategy(data_parallel="fsdp", **options)
-    fit = trainer(strategy, max_steps=2, callbacks=[counting], limit_val_batches=1, val_check_interval=2)
+    fit = trainer(
+        strategy, max_steps=2, callbacks=[counting], limit_val_batches=1, val_check_interval=2
+    )
     loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // replicas)
     fit.fit(GPTLightningModule(_config(), learning_rate=1e-3), loader, loader)
     return counting.found
@@ -87,10 +95,15 @@ def _count_all(cases: list[tuple[dict[str, Any], int]]) -> list[dict[str, dict[s
     return [_count(options, replicas) for options, replicas in cases]
 
 
-@pytest.mark.parametrize("chosen", [(0, 3, 4), pytest.param((1, 2, 5), marks=pytest.mark.slow)], ids=["some", "others"])
-def test_units_are_gathered_and_reduced_as_often_as_the_options_say(chosen: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "chosen", [(0, 3, 4), pytest.param((1, 2, 5), marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_units_are_gathered_and_reduced_as_often_as_the_options_say(
+    chosen: tuple[int, ...],
+) -> None:
     micro = {"micro_batch_size": 1}
-    cases: list[tuple[dict[str, Any], int, int]] = [  # options, gathers and reduce-scatters of each unit in a step
+    # Options, gathers and reduce-scatters of each unit in a step.
+    cases: list[tuple[dict[str, Any], int, int]] = [
         ({}, 2, 1),
         ({"data_parallel_options": DataParallelOptions(reshard_after_forward=False)}, 1, 1),
         (micro, 1, 1),
@@ -102,14 +115,17 @@ def test_units_are_gathered_and_reduced_as_often_as_the_options_say(chosen: tupl
     found = run_ranks(2, _count_all, [(options, 2) for options, _, _ in cases], timeout_s=100)
     for rank in found:
         for (options, gathers, reductions), counts in zip(cases, rank, strict=True):
-            assert counts["step"] == {"gather": gathers * UNITS, "reduce": reductions * UNITS}, options
+            assert counts["step"] == {"gather": gathers * UNITS, "reduce": reductions * UNITS}, (
+                options
+            )
             assert "reduce" not in counts["validation"], options
             assert counts["validation"]["gather"] == (MICRO if gathers > 2 else 1) * UNITS, options
 
 
 @pytest.mark.slow
 def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
-    """On each stage, whatever the schedule; with several instances the reduce-scatter stays inside one of them."""
+    """On each stage, whatever the schedule; with several instances the reduce-scatter stays inside
+    one of them."""
     micro = {PP: 2, "micro_batch_size": 1}
     cases: list[dict[str, Any]] = [
         micro,
@@ -124,11 +140,12 @@ def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
     for index, options in enumerate(cases):
         ranks = [rank[index]["step"] for rank in found]
         assert all(counts["gather"] == counts["reduce"] for counts in ranks), (options, ranks)
-        first, *_, last = (counts["gather"] for counts in ranks)  # of two stages, or twice the only one
+        # Of two stages, or twice the only one.
+        first, *_, last = (counts["gather"] for counts in ranks)
         assert (first + last if PP in options else first) == UNITS, (options, ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 WORLD = 4
 LARGE = TransformerConfig(
@@ -143,7 +160,8 @@ MIB = 2**20
 
 
 class _Peak(pl.Callback):
-    """Takes the process's size in bytes before the model is built, and its greatest size so far when training would start."""
+    """Takes the process's size in bytes before the model is built, and its greatest size so far
+    when training would start."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -157,7 +175,8 @@ class _Peak(pl.Callback):
 
 def _grown(options: dict[str, Any]) -> int:
     """Return by how much a rank has grown until training starts."""
-    for config in (_config(), LARGE):  # in the first, tiny fit libraries are loaded and groups get their buffers
+    # In the first, tiny fit libraries are loaded and groups get their buffers.
+    for config in (_config(), LARGE):
         peak = _Peak()
         fit = trainer(MegatronStrategy(**options), max_steps=0, callbacks=[peak])
         fit.fit(GPTLightningModule(config), DataLoader(_samples(), batch_size=2))
@@ -169,7 +188,8 @@ def _grown(options: dict[str, Any]) -> int:
 def test_a_rank_builds_no_more_than_its_shard_and_one_parameter(options: dict[str, Any]) -> None:
     whole = LARGE.num_parameters * 4
     largest = max(2 * LARGE.ffn_size, LARGE.qkv_rows, LARGE.vocab_size) * LARGE.hidden_size * 4
-    # The draw of a parameter takes as much again as the parameter; the rest is for pages that the allocator keeps.
+    # The draw of a parameter takes as much again as the parameter; the rest is for pages that the
+    # allocator keeps.
     allowed = whole // WORLD + 4 * largest + 16 * MIB
     assert allowed < 0.6 * whole, "the bound would say nothing"
     for grown in run_ranks(WORLD, _grown, {"data_parallel": "fsdp", **options}, timeout_s=110):
@@ -180,7 +200,9 @@ def _initial(options: dict[str, Any] | None) -> dict[str, Any]:
     fit = trainer("auto" if options is None else MegatronStrategy(**options), max_steps=0)
     module = GPTLightningModule(_config())
     fit.fit(module, DataLoader(_samples(), batch_size=2))
-    whole: dict[str, Tensor] = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
+    whole: dict[str, Tensor] = {
+        n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()
+    }
     return {name: value.detach().numpy() for name, value in whole.items()}
 
 

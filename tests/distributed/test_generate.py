@@ -59,13 +59,21 @@ def save_plain(path: Path, config: TransformerConfig) -> str:
 def save_directory(path: Path, config: TransformerConfig) -> str:
     """As the strategy saves: the owner of a tied pair only."""
     model = GPTModel(config)
-    shards = [TensorShards.full(f"state_dict.model.{name}", tensor) for name, tensor in model.named_parameters()]
+    shards = [
+        TensorShards.full(f"state_dict.model.{name}", tensor)
+        for name, tensor in model.named_parameters()
+    ]
     save_sharded(path, shards, {"hyper_parameters": {"config": asdict(config)}, "state_dict": {}})
     return str(path)
 
 
 def texts_on(
-    checkpoint: str, tensor: int, pipeline: int, sampling: Sampling, chunks: int = 1, schedule: str = "auto"
+    checkpoint: str,
+    tensor: int,
+    pipeline: int,
+    sampling: Sampling,
+    chunks: int = 1,
+    schedule: str = "auto",
 ) -> list[list[int]]:
     layout = ParallelLayout(
         tensor_model_parallel_size=tensor,
@@ -74,7 +82,9 @@ def texts_on(
         sequence_parallel=False,
     )
     model = LanguageModel(checkpoint, ParallelContext(layout), schedule)
-    return sample(model.next_logits, PROMPTS, sampling, max_sequence_length=model.config.max_sequence_length)
+    return sample(
+        model.next_logits, PROMPTS, sampling, max_sequence_length=model.config.max_sequence_length
+    )
 
 
 def reference(config: TransformerConfig, sampling: Sampling) -> list[list[int]]:
@@ -91,7 +101,9 @@ def reference(config: TransformerConfig, sampling: Sampling) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)], ids=lambda size: f"tp{size[0]}pp{size[1]}")
+@pytest.mark.parametrize(
+    "size", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)], ids=lambda size: f"tp{size[0]}pp{size[1]}"
+)
 def test_every_layout_gives_the_same_text(size: tuple[int, int], tmp_path: Path) -> None:
     sampling = Sampling(max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.9)
     for config, save in ((LLAMA, save_plain), (GPT2, save_directory)):
@@ -106,16 +118,26 @@ def _trained_in_v(path: str) -> None:
     text = torch.randint(0, VOCABULARY, (8, 9), generator=torch.Generator().manual_seed(5))
     samples = [{"tokens": row[:-1], "labels": row[1:], "loss_mask": torch.ones(8)} for row in text]
     strategy = MegatronStrategy(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule="zbv"
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        micro_batch_size=2,
+        pipeline_schedule="zbv",
     )
     fit = trainer(strategy, max_steps=2)
-    fit.fit(GPTLightningModule(replace(GPT2, num_layers=4), learning_rate=1e-2), DataLoader(samples, batch_size=4))
+    fit.fit(
+        GPTLightningModule(replace(GPT2, num_layers=4), learning_rate=1e-2),
+        DataLoader(samples, batch_size=4),
+    )
     fit.save_checkpoint(path)
 
 
 def test_virtual_stages_give_the_same_text(tmp_path: Path) -> None:
-    """A checkpoint of stages in a V, read by other stages: the first and the last on one rank, and around the ranks."""
-    checkpoint, sampling = str(tmp_path / "trained.ckpt"), Sampling(max_new_tokens=12, temperature=0.9, seed=3)
+    """A checkpoint of stages in a V, read by other stages: the first and the last on one rank, and
+    around the ranks."""
+    checkpoint, sampling = (
+        str(tmp_path / "trained.ckpt"),
+        Sampling(max_new_tokens=12, temperature=0.9, seed=3),
+    )
     run_ranks(2, _trained_in_v, checkpoint)
     expected = texts_on(checkpoint, 1, 1, sampling)
     for chunks, schedule in ((1, "auto"), (2, "auto"), (2, "zbv")):
@@ -130,7 +152,8 @@ def test_tied_weights_load_from_both_forms(save: Any, tmp_path: Path) -> None:
 
 
 def table(tokens: Tensor, last: Tensor) -> Tensor:
-    """A model without weights: after token t comes t + 1 with probability 0.6, t + 2 with 0.3, else t + 3."""
+    """A model without weights: after token t comes t + 1 with probability 0.6, t + 2 with 0.3, else
+    t + 3."""
     logits = torch.full((len(tokens), 10), -torch.inf)
     for row, end in enumerate(last.tolist()):
         for step, probability in ((1, 0.6), (2, 0.3), (3, 0.1)):
@@ -145,14 +168,20 @@ def test_greedy_takes_the_most_likely_and_stops_at_the_end_of_the_document() -> 
 
 @pytest.mark.parametrize(
     ("options", "shares"),
-    [({}, (0.6, 0.3, 0.1)), ({"top_k": 2}, (2 / 3, 1 / 3, 0)), ({"top_p": 0.6}, (1, 0, 0)), ({"top_p": 0.7}, (2 / 3, 1 / 3, 0)),
-     ({"temperature": 0.5}, (36 / 46, 9 / 46, 1 / 46))],
-)  # fmt: skip
+    [
+        ({}, (0.6, 0.3, 0.1)),
+        ({"top_k": 2}, (2 / 3, 1 / 3, 0)),
+        ({"top_p": 0.6}, (1, 0, 0)),
+        ({"top_p": 0.7}, (2 / 3, 1 / 3, 0)),
+        ({"temperature": 0.5}, (36 / 46, 9 / 46, 1 / 46)),
+    ],
+)
 def test_draws_follow_the_probabilities(options: dict[str, Any], shares: tuple[float, ...]) -> None:
     [text] = sample(table, [[0]], Sampling(max_new_tokens=2000, seed=3, **options))
     steps = [(b - a) % 10 for a, b in pairwise(text)]
     found = [steps.count(step) / len(steps) for step in (1, 2, 3)]
-    assert found == pytest.approx(shares, abs=0.04)  # 3.5 standard deviations of a share of 2000 draws
+    # 3.5 standard deviations of a share of 2000 draws.
+    assert found == pytest.approx(shares, abs=0.04)
 
 
 def test_a_seed_gives_the_same_text_again_whatever_stands_beside_it() -> None:
@@ -163,7 +192,10 @@ def test_a_seed_gives_the_same_text_again_whatever_stands_beside_it() -> None:
     assert together != sample(table, [[0], [4]], Sampling(max_new_tokens=20, seed=6))
 
 
-@pytest.mark.parametrize("option", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "option",
+    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}],
+)
 def test_values_that_cannot_work(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(option))}=.*Set it"):
         Sampling(**option)
@@ -179,7 +211,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save_for(tokenizer: str, path: Path, num_layers: int = 3) -> str:
-    return save_plain(path, TransformerConfig(**{**SIZES, "num_layers": num_layers}, vocab_size=290, max_sequence_length=32))
+    return save_plain(
+        path,
+        TransformerConfig(
+            **{**SIZES, "num_layers": num_layers}, vocab_size=290, max_sequence_length=32
+        ),
+    )
 
 
 def test_generate_from_text_to_text(tokenizer: str, tmp_path: Path) -> None:
@@ -196,19 +233,34 @@ def test_generate_starts_its_own_processes(tokenizer: str, tmp_path: Path) -> No
     layout: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     layout |= {"virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}
     alone = generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")
-    assert generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu", **layout) == alone
+    assert (
+        generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu", **layout) == alone
+    )
 
 
-def test_generate_refuses_what_does_not_fit(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_refuses_what_does_not_fit(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
     with pytest.raises(ConfigError, match="num_layers=3 are fewer than the 4 pipeline stages"):
         generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=4)
     with pytest.raises(
-        ConfigError, match=r"num_layers=3 are fewer than the 4 .*, or virtual_pipeline_model_parallel_size to 1,"
+        ConfigError,
+        match=r"num_layers=3 are fewer than the 4 .* virtual_pipeline_model_parallel_size to 1,",
     ):
-        generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(ConfigError, match="zbv runs two model chunks on each pipeline rank, and there are 1"):
-        generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, pipeline_schedule="zbv")
+        generate(
+            checkpoint,
+            "x",
+            tokenizer,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+        )
+    with pytest.raises(
+        ConfigError, match="zbv runs two model chunks on each pipeline rank, and there are 1"
+    ):
+        generate(
+            checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, pipeline_schedule="zbv"
+        )
     with pytest.raises(ConfigError, match="tokenizer that made the training data"):
         generate(save_plain(tmp_path / "small.ckpt", LLAMA), "x", tokenizer)
     monkeypatch.setenv("RANK", "0")

@@ -1,8 +1,9 @@
-"""Muon on whole, logical matrices: the same training on every layout, and as torch's Muon on matrices that are stored apart.
+"""Muon on whole, logical matrices: the same training on every layout, and as torch's Muon on
+matrices that are stored apart.
 
-Muon orthogonalises in bf16, so that two gradients that differ in their last fp32 digit may give updates that differ by a bf16
-digit: 2^-8 of lr x (singular values about 1) an element and step. A fused or a sharded matrix stepped as it is stored differs
-by the size of the update itself.
+Muon orthogonalises in bf16, so that two gradients that differ in their last fp32 digit may give
+updates that differ by a bf16 digit: 2^-8 of lr x (singular values about 1) an element and step. A
+fused or a sharded matrix stepped as it is stored differs by the size of the update itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ADAMW: dict[str, Any] = {"lr": 1e-2}
 STEPS = 3
 TOLERANCE = STEPS * MUON["lr"] * 2**-7
 
-# name -> (shape, cut dim, blocks, fused rows); "qkv": 2 groups of 4 + 2 + 2 rows, "fc1": gate and up.
+# name -> (shape, cut dim, blocks, fused rows); "qkv": 2 groups of 4 + 2 + 2 rows, "fc1": gate and
+# up.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None, int, tuple[int, ...]]] = {
     "qkv": ((16, 6), 0, 1, (4, 2, 2)),
     "fc1": ((20, 6), 0, 2, (10, 10)),
@@ -40,38 +42,57 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None, int, tuple[int, ...]]] = {
 def parts_of(name: str, whole: Tensor) -> list[Tensor]:
     """The matrices that a full weight represents, by index rather than by view."""
     if name == "qkv":
-        rows = [[r + 8 * g for g in range(2) for r in part] for part in (range(4), range(4, 6), range(6, 8))]
+        rows = [
+            [r + 8 * g for g in range(2) for r in part]
+            for part in (range(4), range(4, 6), range(6, 8))
+        ]
         return [whole[part] for part in rows]
     return list(whole.chunk(2)) if name == "fc1" else [whole]
 
 
 def initial(name: str) -> Tensor:
-    return torch.randn(SHAPES[name][0], generator=torch.Generator().manual_seed(len(name) + ord(name[0])))
+    return torch.randn(
+        SHAPES[name][0], generator=torch.Generator().manual_seed(len(name) + ord(name[0]))
+    )
 
 
 def gradient(name: str, step: int) -> Tensor:
-    return torch.randn(SHAPES[name][0], generator=torch.Generator().manual_seed(100 * step + ord(name[0]) + len(name)))
+    return torch.randn(
+        SHAPES[name][0],
+        generator=torch.Generator().manual_seed(100 * step + ord(name[0]) + len(name)),
+    )
 
 
 def reference() -> dict[str, tuple[list[np.ndarray], list[np.ndarray]]]:
     """torch's own Muon and AdamW on matrices that are stored apart: name -> (values, momenta)."""
-    apart = {name: [nn.Parameter(part.clone()) for part in parts_of(name, initial(name))] for name in SHAPES}
+    apart = {
+        name: [nn.Parameter(part.clone()) for part in parts_of(name, initial(name))]
+        for name in SHAPES
+    }
     muon = torch.optim.Muon([p for name in SHAPES if name != "norm" for p in apart[name]], **MUON)
     adamw = torch.optim.AdamW(apart["norm"], **ADAMW)
     for step in range(STEPS):
         for name, parameters in apart.items():
-            for parameter, part in zip(parameters, parts_of(name, gradient(name, step)), strict=True):
+            for parameter, part in zip(
+                parameters, parts_of(name, gradient(name, step)), strict=True
+            ):
                 parameter.grad = part.clone()
         muon.step()
         adamw.step()
-    momenta = {name: [muon.state[p]["momentum_buffer"] for p in apart[name]] for name in SHAPES if name != "norm"}
+    momenta = {
+        name: [muon.state[p]["momentum_buffer"] for p in apart[name]]
+        for name in SHAPES
+        if name != "norm"
+    }
     return {
         name: ([p.detach().numpy() for p in parameters], [m.numpy() for m in momenta.get(name, [])])
         for name, parameters in apart.items()
     }
 
 
-def build(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions) -> tuple[Any, ...]:
+def build(
+    tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions
+) -> tuple[Any, ...]:
     context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tp))
     specs = {}
     for name, (shape, dim, blocks, fused) in SHAPES.items():
@@ -79,19 +100,32 @@ def build(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptio
         if dim is not None:
             spec = ShardSpec.split(shape, dim=dim, size=tp, rank=context.tp.rank, blocks=blocks)
         specs[name] = ShardSpec(spec.global_shape, spec.boxes, spec.sharded_over, fused_rows=fused)
-    parameters = {name: nn.Parameter(spec.shard(initial(name)).to(dtype)) for name, spec in specs.items()}
+    parameters = {
+        name: nn.Parameter(spec.shard(initial(name)).to(dtype)) for name, spec in specs.items()
+    }
     matrices = [parameter for name, parameter in parameters.items() if name != "norm"]
-    optimizer = ChainedOptimizer(torch.optim.Muon(matrices, **MUON), torch.optim.AdamW([parameters["norm"]], **ADAMW))
+    optimizer = ChainedOptimizer(
+        torch.optim.Muon(matrices, **MUON), torch.optim.AdamW([parameters["norm"]], **ADAMW)
+    )
     matrices = names_of_matrices([optimizer], parameters)
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, matrices=matrices, options=options)
+    reducer = GradientReducer(
+        parameters, specs, context, sharded=sharded, matrices=matrices, options=options
+    )
     return context, parameters, reducer, DistributedOptimizer(optimizer, reducer)
 
 
-def step(parameters: dict[str, nn.Parameter], reducer: GradientReducer, view: DistributedOptimizer, number: int) -> None:
+def step(
+    parameters: dict[str, nn.Parameter],
+    reducer: GradientReducer,
+    view: DistributedOptimizer,
+    number: int,
+) -> None:
     reducer.begin_step()
     reducer.sync = True
     shards = {name: reducer.specs[name].shard(gradient(name, number)) for name in parameters}
-    sum((parameter.float() * shards[name]).sum() for name, parameter in parameters.items()).backward()
+    sum(
+        (parameter.float() * shards[name]).sum() for name, parameter in parameters.items()
+    ).backward()
     reducer.finish(1.0 / reducer.context.dp_cp.size)
     view.optimizer.step(lambda: None)  # with a closure, as Lightning does
 
@@ -102,8 +136,11 @@ def name_and_key(state: TensorShards) -> tuple[str, str]:
     return name, key
 
 
-def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions) -> dict[str, Any]:
-    """Train, save after the first step, and train the rest again from there with everything created again."""
+def train(
+    tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions
+) -> dict[str, Any]:
+    """Train, save after the first step, and train the rest again from there with everything created
+    again."""
     _, parameters, reducer, view = build(tp, dtype, sharded, options)
     owned = sum(p.numel() for group in view.optimizer.param_groups for p in group["params"])
     for number in range(STEPS):
@@ -114,7 +151,9 @@ def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptio
     _, again, reducer, resumed = build(tp, dtype, sharded, options)
     for name, parameter in again.items():
         parameter.data.copy_(weights[name])
-    allocated = resumed.allocate_state({name_and_key(t): (t.global_shape, t.dtype) for t, _ in saved})
+    allocated = resumed.allocate_state(
+        {name_and_key(t): (t.global_shape, t.dtype) for t, _ in saved}
+    )
     for tensor, (_, values) in zip(allocated, saved, strict=True):
         for (_, target), source in zip(tensor.shards, values, strict=tensor.global_shape != ()):
             target.copy_(source)
@@ -128,7 +167,9 @@ def train(tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptio
         if t.writes and t.replicas.rank == 0
     ]
     values = {
-        name: [(at, data.float().numpy().copy()) for at, data in reducer.specs[name].shards(p.detach())]
+        name: [
+            (at, data.float().numpy().copy()) for at, data in reducer.specs[name].shards(p.detach())
+        ]
         for name, p in parameters.items()
     }
     return {"values": values, "state": written, "owned": owned}
@@ -152,7 +193,14 @@ def assemble(shape: tuple[int, ...], boxes: list[Any]) -> Tensor:
         (4, 2, True, torch.bfloat16, {}),
         pytest.param(2, 2, False, torch.float32, {}, marks=pytest.mark.slow),
         pytest.param(4, 2, False, torch.float32, {}, marks=pytest.mark.slow),
-        pytest.param(8, 2, True, torch.float32, {"num_distributed_optimizer_instances": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            2,
+            True,
+            torch.float32,
+            {"num_distributed_optimizer_instances": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_layout_steps_logical_matrices(
@@ -160,7 +208,8 @@ def test_every_layout_steps_logical_matrices(
 ) -> None:
     results = run_ranks(ranks, train, tp, dtype, sharded, DataParallelOptions(**options))
     expected = reference()
-    # bf16 weights are rounded masters, and the gradients were rounded to bf16 as well: 2^-8 of weights up to 3
+    # bf16 weights are rounded masters, and the gradients were rounded to bf16 as well: 2^-8 of
+    # weights up to 3
     tolerance = TOLERANCE if dtype == torch.float32 else TOLERANCE + 3 * 2**-7
     for name, (shape, dim, _, _) in SHAPES.items():
         holders = results[: tp if dim is not None else 1]  # of data-parallel replicas the first
@@ -182,10 +231,13 @@ def test_every_layout_steps_logical_matrices(
             np.testing.assert_allclose(part.numpy(), value, rtol=0, atol=rounding, err_msg=name)
     masters = [key for result in results for _, key, _, _ in result["state"] if key == "master"]
     assert bool(masters) == (dtype == torch.bfloat16)
-    if sharded and "num_distributed_optimizer_instances" not in options:  # every shared element has one owner
+    # Every shared element has one owner.
+    if sharded and "num_distributed_optimizer_instances" not in options:
         total = sum(result["owned"] for result in results)
         numels = {name: int(np.prod(shape)) for name, (shape, *_) in SHAPES.items()}
-        assert total == sum(n * (tp if SHAPES[name][1] is None else 1) for name, n in numels.items())
+        assert total == sum(
+            n * (tp if SHAPES[name][1] is None else 1) for name, n in numels.items()
+        )
 
 
 def test_a_chain_shares_groups_and_state() -> None:
@@ -196,9 +248,14 @@ def test_a_chain_shares_groups_and_state() -> None:
         matrix.grad, bias.grad = torch.ones(3, 4), torch.ones(3)
         chain.step()
         scheduler.step()
-    assert [group["lr"] for member in chain.optimizers for group in member.param_groups] == [0.025, 0.0025]
+    assert [group["lr"] for member in chain.optimizers for group in member.param_groups] == [
+        0.025,
+        0.0025,
+    ]
     again = [nn.Parameter(matrix.detach().clone()), nn.Parameter(bias.detach().clone())]
-    other = ChainedOptimizer(torch.optim.Muon(again[:1], **MUON), torch.optim.AdamW(again[1:], **ADAMW))
+    other = ChainedOptimizer(
+        torch.optim.Muon(again[:1], **MUON), torch.optim.AdamW(again[1:], **ADAMW)
+    )
     other.load_state_dict(chain.state_dict())
     for parameter, copied in zip((matrix, bias), again, strict=True):
         parameter.grad, copied.grad = torch.ones_like(parameter), torch.ones_like(copied)

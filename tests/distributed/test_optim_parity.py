@@ -1,4 +1,5 @@
-"""Data-parallel training, whole and sharded, equals training on one process with the same global batch."""
+"""Data-parallel training, whole and sharded, equals training on one process with the same global
+batch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.optim import DistributedOptimizer, GradientReducer, clip_grads_by_norm_, global_grad_norm
+from megatron_lightning.optim import (
+    DistributedOptimizer,
+    GradientReducer,
+    clip_grads_by_norm_,
+    global_grad_norm,
+)
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.sharding import named_shard_specs
 from tests.helpers.ranks import run_ranks
@@ -28,7 +34,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Model(nn.Module):
-    """Odd sizes, a scalar, a tensor smaller than the number of ranks, a frozen and two unused parameters."""
+    """Odd sizes, a scalar, a tensor smaller than the number of ranks, a frozen and two unused
+    parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,17 +72,32 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 def loss_of(model: Model, x: Tensor, sample: int, *, sometimes: bool) -> Tensor:
     # Sample 5 alone uses `sometimes`: with several ranks, some lack a gradient that others have.
     dtype = model.tiny.dtype
-    return model(x[sample : sample + 1].to(dtype), use=sometimes and sample == 5).float().square().mean()
+    return (
+        model(x[sample : sample + 1].to(dtype), use=sometimes and sample == 5)
+        .float()
+        .square()
+        .mean()
+    )
 
 
 def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
-    return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
+    return {
+        name: parameter.detach().float().numpy().copy()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def train(
-    name: str, sharded: bool, num_micro: int, flushes: int, dtype: torch.dtype, options: DataParallelOptions, cp: int = 1
+    name: str,
+    sharded: bool,
+    num_micro: int,
+    flushes: int,
+    dtype: torch.dtype,
+    options: DataParallelOptions,
+    cp: int = 1,
 ) -> dict[str, Any]:
-    """Train on this rank's part of every batch; with one rank and fp32 this is ordinary training."""
+    """Train on this rank's part of every batch; with one rank and fp32 this is ordinary
+    training."""
     context = ParallelContext(ParallelLayout(context_parallel_size=cp))
     model, group = make(dtype), context.dp_cp
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -95,9 +117,13 @@ def train(
                 group.rank * per_rank + (micro + 1) * per_rank // num_micro,
             )
             reducer.sync = micro == num_micro - 1
-            loss = sum((loss_of(model, x, i, sometimes=step != 1) for i in samples), torch.zeros(())) / per_rank
+            loss = (
+                sum((loss_of(model, x, i, sometimes=step != 1) for i in samples), torch.zeros(()))
+                / per_rank
+            )
             loss.backward()
-            if (micro + 1) % (num_micro // flushes) == 0:  # what Lightning does between flush and backward
+            # What Lightning does between flush and backward.
+            if (micro + 1) % (num_micro // flushes) == 0:
                 reducer.hide()
                 model.zero_grad()
                 reducer.publish()
@@ -109,7 +135,9 @@ def train(
         scheduler.step()
         norms.append(float(norm))
     weights = {p.data_ptr() for p in model.parameters()}
-    state = [value for states in optimizer.state.values() for value in states.values() if value.dim() > 0]
+    state = [
+        value for states in optimizer.state.values() for value in states.values() if value.dim() > 0
+    ]
     return {
         "weights": weights_of(model),
         "norms": norms,
@@ -132,7 +160,9 @@ def reference(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
             (loss_of(low, data(step), sample, sometimes=step != 1) / NUM_SAMPLES).backward()
             for master, parameter in zip(model.parameters(), low.parameters(), strict=True):
                 if parameter.grad is not None:
-                    master.grad = parameter.grad.float() + (0 if master.grad is None else master.grad)
+                    master.grad = parameter.grad.float() + (
+                        0 if master.grad is None else master.grad
+                    )
                     parameter.grad = None
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)))
         optimizer.step()
@@ -147,8 +177,11 @@ def check(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: fl
     for result in results:
         assert result["norms"] == pytest.approx(expected["norms"], rel=tolerance)
         for name, weight in expected["weights"].items():
-            assert np.array_equal(result["weights"][name], results[0]["weights"][name]), name  # ranks agree to the bit
-            np.testing.assert_allclose(result["weights"][name], weight, rtol=tolerance, atol=tolerance, err_msg=name)
+            # Ranks agree to the bit.
+            assert np.array_equal(result["weights"][name], results[0]["weights"][name]), name
+            np.testing.assert_allclose(
+                result["weights"][name], weight, rtol=tolerance, atol=tolerance, err_msg=name
+            )
 
 
 CASES = [
@@ -167,9 +200,12 @@ CASES = [
 ]
 
 
-# fp32: only the order of the summation over samples differs, and Adam divides by the square root of small second moments.
+# fp32: only the order of the summation over samples differs, and Adam divides by the square root of
+# small second moments.
 @pytest.mark.parametrize(("name", "sharded", "ranks", "micro", "flushes", "bucket"), CASES)
-def test_equals_one_process(name: str, sharded: bool, ranks: int, micro: int, flushes: int, bucket: int) -> None:
+def test_equals_one_process(
+    name: str, sharded: bool, ranks: int, micro: int, flushes: int, bucket: int
+) -> None:
     options = DataParallelOptions(bucket_size=bucket)
     results = run_ranks(ranks, train, name, sharded, micro, flushes, torch.float32, options)
     check(results, reference(name), 1e-6)
@@ -177,34 +213,41 @@ def test_equals_one_process(name: str, sharded: bool, ranks: int, micro: int, fl
 
 @pytest.mark.parametrize(("instances", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_hybrid_shards_equal_one_process(instances: int, cp: int) -> None:
-    """Sharded among 4 / ``instances`` neighbours, of both axes, and replicated over the rest: the same training and norm."""
+    """Sharded among 4 / ``instances`` neighbours, of both axes, and replicated over the rest: the
+    same training and norm."""
     options = DataParallelOptions(bucket_size=100, num_distributed_optimizer_instances=instances)
     results = run_ranks(4, train, "adamw", True, 2, 1, torch.float32, options, cp)
     check(results, reference("adamw"), 1e-6)
 
 
-# A gradient rounds to bf16 once before it is sent and once in the sum of two: 2^-8 relative; the norm averages that out, and
-# Adam's update, about lr whatever the gradient's size, changes by as much (4 steps of 1e-2 on weights of about 0.3).
+# A gradient rounds to bf16 once before it is sent and once in the sum of two: 2^-8 relative; the
+# norm averages that out, and Adam's update, about lr whatever the gradient's size, changes by as
+# much (4 steps of 1e-2 on weights of about 0.3).
 @pytest.mark.parametrize("sharded", [True, False])
 def test_gradients_sent_as_bf16(sharded: bool) -> None:
     options = DataParallelOptions(bucket_size=100, grad_reduce_in_bf16=True)
     results = run_ranks(2, train, "adamw", sharded, 4, 1, torch.float32, options)
     expected = reference("adamw")
     check(results, expected, 2**-8)
-    assert results[0]["norms"] != pytest.approx(expected["norms"], rel=1e-6)  # else nothing was rounded
+    # Else nothing was rounded.
+    assert results[0]["norms"] != pytest.approx(expected["norms"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "sharded", "ranks"), [("adamw", True, 2), ("adamw-fused", False, 1), ("sgd", True, 1)])
+@pytest.mark.parametrize(
+    ("name", "sharded", "ranks"), [("adamw", True, 2), ("adamw-fused", False, 1), ("sgd", True, 1)]
+)
 def test_optimizer_on_the_cpu_equals_one_process(name: str, sharded: bool, ranks: int) -> None:
-    """Gradients go to host memory before the step and the stepped values come back, fp32 parameters included."""
+    """Gradients go to host memory before the step and the stepped values come back, fp32 parameters
+    included."""
     options = DataParallelOptions(bucket_size=100, optimizer_cpu_offload=True)
     results = run_ranks(ranks, train, name, sharded, 2, 1, torch.float32, options)
     check(results, reference(name), 1e-6)
     assert all(result["state_on"] == {"cpu"} and not result["steps_weights"] for result in results)
 
 
-# Moments round to bf16 after every step, 2^-9 relative to the nearest; Adam divides one by the root of the other, so that an
-# update of about lr changes by less than 2^-8 of itself, and 4 steps of 1e-2 by 2e-4.
+# Moments round to bf16 after every step, 2^-9 relative to the nearest; Adam divides one by the root
+# of the other, so that an update of about lr changes by less than 2^-8 of itself, and 4 steps of
+# 1e-2 by 2e-4.
 @pytest.mark.parametrize(("name", "sharded", "ranks"), [("adamw", True, 2), ("sgd", False, 1)])
 @pytest.mark.filterwarnings("ignore:moments_dtype")
 def test_moments_in_bf16(name: str, sharded: bool, ranks: int) -> None:
@@ -214,12 +257,21 @@ def test_moments_in_bf16(name: str, sharded: bool, ranks: int) -> None:
     assert all(result["moments"] == {torch.bfloat16} for result in results)
 
 
-# bf16: gradients are rounded per sample as in the reference, then summed in fp32; a weight may round to the next bf16 value
-# (2^-8 relative) where the masters differ in the last fp32 digit.
+# bf16: gradients are rounded per sample as in the reference, then summed in fp32; a weight may
+# round to the next bf16 value (2^-8 relative) where the masters differ in the last fp32 digit.
 @pytest.mark.parametrize(("sharded", "ranks"), [(True, 4), (False, 2), (True, 1)])
 def test_half_precision_weights_have_fp32_masters_and_gradients(sharded: bool, ranks: int) -> None:
     micro = NUM_SAMPLES // ranks  # one sample a micro-batch, as in the reference
-    results = run_ranks(ranks, train, "adamw", sharded, micro, 1, torch.bfloat16, DataParallelOptions(bucket_size=100))
+    results = run_ranks(
+        ranks,
+        train,
+        "adamw",
+        sharded,
+        micro,
+        1,
+        torch.bfloat16,
+        DataParallelOptions(bucket_size=100),
+    )
     expected = reference("adamw", torch.bfloat16)
     check(results, expected, 2**-8)
     wrong = sum(int((results[0]["weights"][n] != w).sum()) for n, w in expected["weights"].items())

@@ -17,7 +17,8 @@ from tests.helpers.ranks import run_ranks
 
 
 class _Fault(Exception):
-    def __init__(self, code: int, *, detail: str) -> None:  # neither copyable nor re-creatable from its args
+    # Neither copyable nor re-creatable from its args.
+    def __init__(self, code: int, *, detail: str) -> None:
         super().__init__(detail)
 
 
@@ -42,7 +43,11 @@ def _caught(run: Callable[[], None]) -> tuple[str, str, PipelinePosition | None]
         run()
     except Exception as error:
         dist.destroy_process_group()  # as a job that ends: the peers' connections break
-        return type(error).__name__, f"{error}\n{' '.join(getattr(error, '__notes__', []))}", vars(error)["pipeline_position"]
+        return (
+            type(error).__name__,
+            f"{error}\n{' '.join(getattr(error, '__notes__', []))}",
+            vars(error)["pipeline_position"],
+        )
     return "", "", None
 
 
@@ -58,14 +63,20 @@ def _user_error() -> tuple[str, str, PipelinePosition | None]:
 def test_an_error_keeps_its_type_and_gets_its_position() -> None:
     (kind, text, position), (peer_kind, _, peer_position) = run_ranks(2, _user_error)
     assert kind == "_Fault" and text.startswith("user's own")
-    assert position is not None and str(position) == "rank 0 (pp rank 0) was at stage 1, action 1F2, micro-batch 2"
-    assert peer_kind and peer_position is not None and peer_position.action.stage == 0  # the peer does not hang
+    assert (
+        position is not None
+        and str(position) == "rank 0 (pp rank 0) was at stage 1, action 1F2, micro-batch 2"
+    )
+    # The peer does not hang.
+    assert peer_kind and peer_position is not None and peer_position.action.stage == 0
 
 
 def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
     executor, stage = executor_of_two()
     alter: dict[str, Callable[[int, int, Any], Any]] = {
-        "dtype": lambda s, m, outputs: (outputs[0].double(), *outputs[1:]) if (s, m) == (0, 1) else outputs,
+        "dtype": lambda s, m, outputs: (
+            (outputs[0].double(), *outputs[1:]) if (s, m) == (0, 1) else outputs
+        ),
         "none": lambda s, m, outputs: None if s == 0 else outputs,
         "vector": lambda s, m, outputs: torch.ones(3) if s == 1 else outputs,
     }
@@ -79,10 +90,17 @@ def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
         (
             "dtype",
             1,
-            r"stage 0 sends float64\[2, 3, 6\] with gradient.*micro-batch 1.*signature 3 had float32\[2, 3, 6\] with",
+            (
+                r"stage 0 sends float64\[2, 3, 6\] with gradient.*micro-batch 1.*signature 3 had "
+                r"float32\[2, 3, 6\] with"
+            ),
         ),
         ("none", 1, "stage 0 returned NoneType; only tensors travel"),
-        ("vector", 0, r"last stage returned a tensor of shape \(3,\); a backward starts from one number"),
+        (
+            "vector",
+            0,
+            r"last stage returned a tensor of shape \(3,\); a backward starts from one number",
+        ),
     ],
 )
 def test_broken_promises_are_named(fault: str, rank: int, message: str) -> None:

@@ -16,7 +16,8 @@ from tests.helpers.ranks import run_ranks
 
 
 class _Watching(Program):
-    """Counts, at every forward, how many of the tensors received and handed on so far still have their storage."""
+    """Counts, at every forward, how many of the tensors received and handed on so far still have
+    their storage."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -32,7 +33,8 @@ class _Watching(Program):
             self.received.append(StorageWeakRef(received[0].untyped_storage()))
         outputs = super().forward(stage, microbatch, received)
         if isinstance(outputs, tuple):
-            # A relu would keep its output for its backward; what is measured is what the executor keeps.
+            # A relu would keep its output for its backward; what is measured is what the executor
+            # keeps.
             outputs = (outputs[0] + 1, *outputs[1:])
             self.handed_on.append(StorageWeakRef(outputs[0].untyped_storage()))
         return outputs
@@ -48,9 +50,11 @@ def _memory() -> tuple[list[int], list[int], int]:
 
 def test_buffers_do_not_grow_with_the_number_of_micro_batches() -> None:
     (_, held, last_left), (alive, _, first_left) = run_ranks(2, _memory)
-    # The warm-up's forward and the one on its way: without release every output would be alive, up to 11.
+    # The warm-up's forward and the one on its way: without release every output would be alive, up
+    # to 11.
     assert max(alive) <= 2 and first_left == 0
-    assert max(held) <= 1 and last_left == 0  # a received tensor is gone with its backward, the next action of the last stage
+    # A received tensor is gone with its backward, the next action of the last stage.
+    assert max(held) <= 1 and last_left == 0
 
 
 def _memory_without_replies(frozen: bool) -> list[int]:
@@ -63,9 +67,11 @@ def _memory_without_replies(frozen: bool) -> list[int]:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_buffers_do_not_grow_where_nothing_comes_back(frozen: bool) -> None:
-    """Validation, and first stages that are frozen: only gloo's own word says that a message is delivered."""
+    """Validation, and first stages that are frozen: only gloo's own word says that a message is
+    delivered."""
     _, alive = run_ranks(2, _memory_without_replies, frozen)
-    assert max(alive) <= 4  # one on its way on paper, two that may be more, and the forward before this one
+    # One on its way on paper, two that may be more, and the forward before this one.
+    assert max(alive) <= 4
 
 
 def _groups() -> tuple[int, int, int]:
@@ -73,7 +79,8 @@ def _groups() -> tuple[int, int, int]:
     context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=size))
     before = len(dist.distributed_c10d._world.pg_map)
     counts = [
-        len(PipelineExecutor(context, placement).transport.groups) for placement in (Placement.loop(size), Placement.v(size))
+        len(PipelineExecutor(context, placement).transport.groups)
+        for placement in (Placement.loop(size), Placement.v(size))
     ]
     return counts[0], counts[1], len(dist.distributed_c10d._world.pg_map) - before
 

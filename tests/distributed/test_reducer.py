@@ -1,4 +1,5 @@
-"""Reduction over tensor, pipeline and data axes, its norm, the bytes it moves, and its contract with the caller."""
+"""Reduction over tensor, pipeline and data axes, its norm, the bytes it moves, and its contract
+with the caller."""
 
 from __future__ import annotations
 
@@ -21,11 +22,16 @@ from tests.helpers.ranks import run_ranks
 
 
 def context_of(tp: int = 1, pp: int = 1) -> ParallelContext:
-    return ParallelContext(ParallelLayout(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp))
+    return ParallelContext(
+        ParallelLayout(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    )
 
 
-def parameters_and_specs(context: ParallelContext) -> tuple[dict[str, nn.Parameter], dict[str, ShardSpec]]:
-    """One parameter of each kind: sharded over tp, replicated, partial over tp, tied between the pipeline's ends."""
+def parameters_and_specs(
+    context: ParallelContext,
+) -> tuple[dict[str, nn.Parameter], dict[str, ShardSpec]]:
+    """One parameter of each kind: sharded over tp, replicated, partial over tp, tied between the
+    pipeline's ends."""
     tp, pp = context.tp, context.pp
     specs = {
         f"stage{pp.rank}.sharded": ShardSpec.split((6, 5), dim=0, size=tp.size, rank=tp.rank),
@@ -42,9 +48,16 @@ def parameters_and_specs(context: ParallelContext) -> tuple[dict[str, nn.Paramet
 
 
 def local_gradient(name: str, context: ParallelContext, whole: bool = False) -> Tensor:
-    """Gradient of one rank: a formula of the global index, its data rank and, for partial ones, its tp rank."""
+    """Gradient of one rank: a formula of the global index, its data rank and, for partial ones, its
+    tp rank."""
     local_name = name.rpartition(".")[2]
-    shape = {"sharded": (6, 5), "replicated": (7,), "partial": (3, 3), "table": (4, 3), "head": (4, 3)}[local_name]
+    shape = {
+        "sharded": (6, 5),
+        "replicated": (7,),
+        "partial": (3, 3),
+        "table": (4, 3),
+        "head": (4, 3),
+    }[local_name]
     base = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) - 3
     if local_name == "head":
         base = base * 0.5
@@ -73,9 +86,13 @@ def global_norm(context: ParallelContext, order: float) -> float:
     for stage in range(context.pp.size):
         for name in ("sharded", "replicated", "partial", *(("table",) if stage == 0 else ())):
             n = context.dp_cp.size
-            gradient = local_gradient(name, context, whole=True) / (context.dp_cp.rank + 1) * (n + 1) / 2
+            gradient = (
+                local_gradient(name, context, whole=True) / (context.dp_cp.rank + 1) * (n + 1) / 2
+            )
             if name == "partial":
-                gradient = gradient / (context.tp.rank + 1) * (context.tp.size * (context.tp.size + 1) / 2)
+                gradient = (
+                    gradient / (context.tp.rank + 1) * (context.tp.size * (context.tp.size + 1) / 2)
+                )
             if name == "table" and context.pp.size > 1:
                 gradient = gradient * 1.5
             parts.append(gradient.flatten())
@@ -85,12 +102,20 @@ def global_norm(context: ParallelContext, order: float) -> float:
 def reduce_everything(tp: int, pp: int, sharded: bool, bucket_size: int) -> None:
     context = context_of(tp, pp)
     parameters, specs = parameters_and_specs(context)
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=bucket_size))
+    reducer = GradientReducer(
+        parameters,
+        specs,
+        context,
+        sharded=sharded,
+        options=DataParallelOptions(bucket_size=bucket_size),
+    )
     for _ in range(2):  # a second window must not see the first
         reducer.begin_step()
         for sync in (False, True):  # two micro-batches of half the gradient each
             reducer.sync = sync
-            sum((p * local_gradient(n, context) / 2).sum() for n, p in parameters.items()).backward()
+            sum(
+                (p * local_gradient(n, context) / 2).sum() for n, p in parameters.items()
+            ).backward()
         reducer.hide()
         assert all(p.grad is None for p in parameters.values())
         reducer.publish()
@@ -107,7 +132,8 @@ def reduce_everything(tp: int, pp: int, sharded: bool, bucket_size: int) -> None
             assert not full or parameters[name].grad.shape == parameters[name].shape  # type: ignore[union-attr]
         numel = torch.tensor(sum(g.numel() for g in gradients.values()))
         if sharded and context.dp_cp.process_group is not None:
-            dist.all_reduce(numel, group=context.dp_cp.process_group)  # the fragments cover every parameter once
+            # The fragments cover every parameter once.
+            dist.all_reduce(numel, group=context.dp_cp.process_group)
         assert int(numel) == sum(p.numel() for p in parameters.values())
         for order in (2.0, math.inf, 1.0):
             items = [(g, specs[n]) for n, g in gradients.items()]
@@ -131,7 +157,9 @@ def reduce_everything(tp: int, pp: int, sharded: bool, bucket_size: int) -> None
         pytest.param(8, 1, 2, True, 1, marks=pytest.mark.slow),
     ],
 )
-def test_sums_over_every_axis_and_norm(ranks: int, tp: int, pp: int, sharded: bool, bucket_size: int) -> None:
+def test_sums_over_every_axis_and_norm(
+    ranks: int, tp: int, pp: int, sharded: bool, bucket_size: int
+) -> None:
     run_ranks(ranks, reduce_everything, tp, pp, sharded, bucket_size)
 
 
@@ -156,7 +184,9 @@ def count_bytes(sharded: bool, dtype: torch.dtype) -> tuple[list[tuple[str, int]
     model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 50), nn.Linear(50, 10)).to(dtype)
     parameters = dict(model.named_parameters())
     specs = {name: ShardSpec.replicated(p.shape) for name, p in parameters.items()}
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1500))
+    reducer = GradientReducer(
+        parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1500)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     DistributedOptimizer(optimizer, reducer)
     with CollectiveBytes() as counted:
@@ -167,23 +197,31 @@ def count_bytes(sharded: bool, dtype: torch.dtype) -> tuple[list[tuple[str, int]
             overlapped = len(counted.calls)
         reducer.finish(1.0)
         optimizer.step()
-    assert overlapped == len(reducer.buckets) == 2  # all reductions were under way before backward returned
+    # All reductions were under way before backward returned.
+    assert overlapped == len(reducer.buckets) == 2
     return counted.calls, dict(reducer.bytes_communicated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bytes_equal_theory(sharded: bool, dtype: torch.dtype) -> None:
-    # Buckets close at 1500 elements, in reverse: (510 + 1550), 1200 + 30 …; every parameter starts at a multiple of 64
-    # and a sharded bucket ends at a multiple of 128. Gradients travel in fp32 once per step, whatever the micro-batches.
+    # Buckets close at 1500 elements, in reverse: (510 + 1550), 1200 + 30 …; every parameter starts
+    # at a multiple of 64 and a sharded bucket ends at a multiple of 128. Gradients travel in fp32
+    # once per step, whatever the micro-batches.
     def padded(*numels: int) -> int:
         size = sum(-(-n // 64) * 64 for n in numels)
         return -(-size // 128) * 128 if sharded else size
 
     buckets = [padded(10, 500, 50, 1500), padded(30, 1200)]
     calls, counted = run_ranks(2, count_bytes, sharded, dtype)[0]
-    reductions = [("_reduce_scatter_base_" if sharded else "allreduce_", 4 * size) for size in buckets]
-    gathers = [("_allgather_base_", dtype.itemsize * size) for size in reversed(buckets)] if sharded else []
+    reductions = [
+        ("_reduce_scatter_base_" if sharded else "allreduce_", 4 * size) for size in buckets
+    ]
+    gathers = (
+        [("_allgather_base_", dtype.itemsize * size) for size in reversed(buckets)]
+        if sharded
+        else []
+    )
     flags = ("allreduce_", 6)  # one byte a parameter: who used it
     assert calls == [*reductions, flags, *gathers]
     assert sum(counted.values()) == sum(size for _, size in calls)
@@ -193,7 +231,9 @@ def count_hybrid_bytes() -> tuple[list[tuple[str, int]], dict[str, int]]:
     context = context_of()
     parameters = {name: nn.Parameter(torch.ones(1024)) for name in ("a", "b", "c")}
     specs = {name: ShardSpec.replicated((1024,)) for name in parameters}
-    options = DataParallelOptions(bucket_size=1000, grad_reduce_in_bf16=True, num_distributed_optimizer_instances=2)
+    options = DataParallelOptions(
+        bucket_size=1000, grad_reduce_in_bf16=True, num_distributed_optimizer_instances=2
+    )
     reducer = GradientReducer(parameters, specs, context, sharded=True, options=options)
     with CollectiveBytes() as counted:
         reducer.begin_step()
@@ -205,8 +245,13 @@ def count_hybrid_bytes() -> tuple[list[tuple[str, int]], dict[str, int]]:
 
 
 def test_hybrid_reduction_sends_shards_between_neighbourhoods() -> None:
-    """Each bucket is scattered among 2 neighbours, and its half all-reduced while the next bucket is under way."""
-    scatter, spread, flags = ("_reduce_scatter_base_", 2 * 1024), ("allreduce_", 2 * 512), ("allreduce_", 3)
+    """Each bucket is scattered among 2 neighbours, and its half all-reduced while the next bucket
+    is under way."""
+    scatter, spread, flags = (
+        ("_reduce_scatter_base_", 2 * 1024),
+        ("allreduce_", 2 * 512),
+        ("allreduce_", 3),
+    )
     for calls, counted in run_ranks(4, count_hybrid_bytes):
         assert calls == [scatter, spread, scatter, spread, scatter, flags, spread]
         assert counted == {"reduce_scatter": 3 * 2048, "all_reduce": 3 * 1024 + 3}
@@ -216,7 +261,9 @@ def unused_on_some_ranks(sharded: bool) -> dict[str, tuple[bool, float | None]]:
     context = context_of()
     parameters = {name: nn.Parameter(torch.ones(100)) for name in ("always", "rank1", "never")}
     specs = {name: ShardSpec.replicated((100,)) for name in parameters}
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1))
+    reducer = GradientReducer(
+        parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=1)
+    )
     reducer.begin_step()
     reducer.sync = True
     loss = parameters["always"].sum()
@@ -225,7 +272,10 @@ def unused_on_some_ranks(sharded: bool) -> dict[str, tuple[bool, float | None]]:
     loss.backward()
     reducer.finish(0.5)
     gradients = reducer.gradients()
-    return {n: (n in gradients, float(gradients[n].mean()) if n in gradients else None) for n in parameters}
+    return {
+        n: (n in gradients, float(gradients[n].mean()) if n in gradients else None)
+        for n in parameters
+    }
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -237,9 +287,16 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(sharded: bool) -> None:
 
 
 def buckets_by_kind() -> None:
-    """Parameters share a buffer that agree in dtype, replicas and partial sums; what backward computes first comes first."""
+    """Parameters share a buffer that agree in dtype, replicas and partial sums; what backward
+    computes first comes first."""
     context = context_of(tp=2)
-    dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.float64, "e": torch.bfloat16}
+    dtypes = {
+        "a": torch.float32,
+        "b": torch.bfloat16,
+        "c": torch.float32,
+        "d": torch.float64,
+        "e": torch.bfloat16,
+    }
     parameters = {name: nn.Parameter(torch.ones(10, dtype=dtype)) for name, dtype in dtypes.items()}
     specs = {name: ShardSpec.replicated((10,)) for name in parameters}
     for name, spec in (
@@ -273,17 +330,26 @@ def started_in_backward() -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     parameters = dict(layers.named_parameters())
     specs = {name: ShardSpec.replicated(p.shape) for name, p in parameters.items()}
-    reducer = GradientReducer(parameters, specs, context, sharded=True, options=DataParallelOptions(bucket_size=1))
-    assert [bucket.names for bucket in reducer.buckets] == [["2.weight"], ["1.weight"], ["0.weight"]]
+    reducer = GradientReducer(
+        parameters, specs, context, sharded=True, options=DataParallelOptions(bucket_size=1)
+    )
+    assert [bucket.names for bucket in reducer.buckets] == [
+        ["2.weight"],
+        ["1.weight"],
+        ["0.weight"],
+    ]
     launched: list[list[bool]] = []
     reducer.begin_step()
     for sync in (False, True):  # two micro-batches
         reducer.sync = sync
         x = torch.ones(2, 8, requires_grad=True)
         hidden = layers[0](x)
-        hidden.register_hook(lambda _: launched.append([bucket.launched for bucket in reducer.buckets]))
+        hidden.register_hook(
+            lambda _: launched.append([bucket.launched for bucket in reducer.buckets])
+        )
         layers[2](layers[1](hidden)).sum().backward()
-    assert launched == [[False] * 3, [True, True, False]]  # before backward has come to the first layer
+    # Before backward has come to the first layer.
+    assert launched == [[False] * 3, [True, True, False]]
     reducer.finish()
 
 
@@ -294,17 +360,22 @@ def test_reductions_start_in_the_last_backward_bucket_by_bucket() -> None:
 def misuse() -> None:
     context = context_of()
     parameter = nn.Parameter(torch.ones(4))
-    reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((4,))}, context, sharded=False)
+    reducer = GradientReducer(
+        {"w": parameter}, {"w": ShardSpec.replicated((4,))}, context, sharded=False
+    )
     reducer.begin_step()
     reducer.sync = True
     parameter.sum().backward()
-    with pytest.raises(PipelineError, match=r"w received a gradient after .* Set sync only for the last backward"):
+    with pytest.raises(
+        PipelineError, match=r"w received a gradient after .* Set sync only for the last backward"
+    ):
         parameter.sum().backward()
     reducer.finish()
     with pytest.raises(PipelineError, match="finish\\(\\) was called twice"):
         reducer.finish()
     reducer.begin_step()
-    parameter.grad = None  # a user's zero_grad in the middle: what autograd then makes is still collected
+    # A user's zero_grad in the middle: what autograd then makes is still collected.
+    parameter.grad = None
     parameter.sum().backward()
     reducer.finish()
     assert parameter.grad is not None and torch.equal(parameter.grad, torch.full((4,), 2.0))
@@ -323,7 +394,9 @@ def tied_in_the_middle() -> None:
     spec = ShardSpec((4,), (Box((0,), (4,)),), tied_to=None if name == "table" else "table")
     if context.pp.rank == 1:
         with pytest.raises(ShardingError, match="pipeline rank 1 is not in the embedding group"):
-            GradientReducer({name: nn.Parameter(torch.ones(4))}, {name: spec}, context, sharded=False)
+            GradientReducer(
+                {name: nn.Parameter(torch.ones(4))}, {name: spec}, context, sharded=False
+            )
     else:
         GradientReducer({name: nn.Parameter(torch.ones(4))}, {name: spec}, context, sharded=False)
 
@@ -350,7 +423,8 @@ def test_one_rank_keeps_plain_gradients() -> None:
 
 
 def parts_are_reduced_apart(sharded: bool) -> None:
-    """Two pipeline stages on one rank: the gradients of one travel when its last backward is done, however small it is."""
+    """Two pipeline stages on one rank: the gradients of one travel when its last backward is done,
+    however small it is."""
     context = context_of()
     names = ["0.a", "0.unused", "shared", "1.a", "1.unused"]
     parameters = {name: nn.Parameter(torch.ones(5)) for name in names}
@@ -366,15 +440,20 @@ def parts_are_reduced_apart(sharded: bool) -> None:
         ((stage + 1) * parameters[f"{stage}.a"].sum() + parameters["shared"].sum()).backward()
         reducer.sync = False
         reducer.complete(name for name, user in stage_of.items() if user == stage)
-        launched.append({name for bucket in reducer.buckets if bucket.launched for name in bucket.names})
+        launched.append(
+            {name for bucket in reducer.buckets if bucket.launched for name in bucket.names}
+        )
     assert launched[0] == {"1.a", "1.unused"}
-    # What several stages share waits for the end, and with it what comes later in the order of all ranks.
+    # What several stages share waits for the end, and with it what comes later in the order of all
+    # ranks.
     assert "shared" not in launched[1]
     reducer.finish(1.0 / context.dp_cp.size)
     for name, expected in {"0.a": 2.0, "1.a": 2.0, "shared": 3.0}.items():
         shard = reducer.shards.get(name)
         if shard is not None:
-            assert torch.equal(shard.target.grad, torch.full_like(shard.target.grad, expected)), name
+            assert torch.equal(shard.target.grad, torch.full_like(shard.target.grad, expected)), (
+                name
+            )
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism: losses, gradients, logits and initial weights equal those of one process."""
+"""Tensor and sequence parallelism: losses, gradients, logits and initial weights equal those of one
+process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
+from megatron_lightning.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear,
+)
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel
 from megatron_lightning.models import GPTModel, TransformerConfig
@@ -26,7 +32,13 @@ from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks
 
-BASE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "max_sequence_length": 16}
+BASE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_sequence_length": 16,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2-tied": {
@@ -42,7 +54,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def tensor_parallel(sequence_parallel: bool) -> ParallelContext:
     size = dist.get_world_size() if dist.is_initialized() else 1
-    return ParallelContext(ParallelLayout(tensor_model_parallel_size=size, sequence_parallel=sequence_parallel and size > 1))
+    return ParallelContext(
+        ParallelLayout(
+            tensor_model_parallel_size=size, sequence_parallel=sequence_parallel and size > 1
+        )
+    )
 
 
 def sharded(config: TransformerConfig, context: ParallelContext) -> GPTModel:
@@ -80,7 +96,8 @@ def several_steps(options: dict[str, Any], sequence_parallel: bool) -> None:
         inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
         labels[0, :3] = -100
         losses = [m(inputs, labels=labels) for m in (reference, model)]
-        # fp32; the ranks' partial sums are added in another order than one process adds: a few roundings of 6e-8.
+        # fp32; the ranks' partial sums are added in another order than one process adds: a few
+        # roundings of 6e-8.
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=2e-6)
         torch.testing.assert_close(model(inputs), reference(inputs), rtol=1e-5, atol=5e-6)
         for loss in losses:
@@ -108,7 +125,8 @@ def steps_as_on_gpus() -> None:
     """Keep the sequence shards of inputs only, which backward gathers again."""
     with patch("megatron_lightning.layers.linear.overlaps", return_value=True) as asked:
         several_steps(VARIANTS["llama"], True)
-    assert asked.call_count == 2 * 3 * (2 * 2 + 1)  # two forwards in 3 steps; two such layers in each block, and the output
+    # Two forwards in 3 steps; two such layers in each block, and the output.
+    assert asked.call_count == 2 * 3 * (2 * 2 + 1)
 
 
 def test_steps_of_layers_that_gather_again_equal_one_process() -> None:
@@ -121,7 +139,12 @@ def test_steps_equal_one_process_on_four_ranks() -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ranks_share_query_groups(groups: int) -> None:
-    run_ranks(4, several_steps, {"num_query_groups": groups, "qk_layernorm": True, "add_qkv_bias": True}, groups == 1)
+    run_ranks(
+        4,
+        several_steps,
+        {"num_query_groups": groups, "qk_layernorm": True, "add_qkv_bias": True},
+        groups == 1,
+    )
 
 
 def one_rank_steps() -> None:
@@ -147,7 +170,8 @@ def test_initial_weights_are_those_of_one_process(size: int) -> None:
 
 
 def user_step() -> None:
-    """A user's own cross entropy and accuracy on the model's output, and the gradients through the gathered logits."""
+    """A user's own cross entropy and accuracy on the model's output, and the gradients through the
+    gathered logits."""
     context, config = tensor_parallel(True), TransformerConfig(**BASE)
     reference, model = GPTModel(config), sharded(config, context)
     tokens = torch.arange(36).view(4, 9) % config.vocab_size
@@ -161,7 +185,12 @@ def user_step() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
     assert hits[0] == hits[1]
     sum_partial_gradients(model, context)
-    torch.testing.assert_close(global_norm(model, context), global_norm(reference, tensor_parallel_none()), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        global_norm(model, context),
+        global_norm(reference, tensor_parallel_none()),
+        rtol=1e-5,
+        atol=0.0,
+    )
 
 
 def tensor_parallel_none() -> ParallelContext:
@@ -173,7 +202,8 @@ def test_a_plain_cross_entropy_and_accuracy_are_right() -> None:
 
 
 def recorded_run(index: int) -> list[tuple[float, float]]:
-    """Run a recorded dense run whose data-parallel and pipeline sizes are 1, with plain accumulation."""
+    """Run a recorded dense run whose data-parallel and pipeline sizes are 1, with plain
+    accumulation."""
     args = oracle_model.runs()[index]["args"]
     context = tensor_parallel(args["sp"])
     model = oracle_model.build(args)
@@ -200,11 +230,14 @@ def recorded_run(index: int) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("index", [0, 3, 4, 8], ids=["single", "tp2", "tp2-sp", "tied"])
 def test_megatron_core_run_is_reproduced(index: int) -> None:
     run = oracle_model.runs()[index]
-    results = [recorded_run(index)] if run["world"] == 1 else run_ranks(run["world"], recorded_run, index)
+    results = (
+        [recorded_run(index)] if run["world"] == 1 else run_ranks(run["world"], recorded_run, index)
+    )
     for result in results:
         for (loss, norm), (want_loss, want_norm) in zip(result, run["loss_gradnorm"], strict=True):
             assert loss == pytest.approx(want_loss, abs=1e-6)  # the record's own digits
-            assert norm == pytest.approx(want_norm, rel=2e-5)  # its layouts differ from each other by 5e-6
+            # Its layouts differ from each other by 5e-6.
+            assert norm == pytest.approx(want_norm, rel=2e-5)
 
 
 def compiled_and_checkpointed(as_on_gpus: bool) -> None:
@@ -229,16 +262,20 @@ def compiled_and_checkpointed(as_on_gpus: bool) -> None:
     )
     for run in runs:
         for actual, expected in zip(gradients(run), eager, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # equal operations; fusion may reassociate
+            # Equal operations; fusion may reassociate.
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("as_on_gpus", [pytest.param(False, marks=pytest.mark.slow), True], ids=["cpu", "gather-again"])
+@pytest.mark.parametrize(
+    "as_on_gpus", [pytest.param(False, marks=pytest.mark.slow), True], ids=["cpu", "gather-again"]
+)
 def test_a_layer_compiles_whole_and_recomputes(as_on_gpus: bool) -> None:
     run_ranks(2, compiled_and_checkpointed, as_on_gpus)
 
 
 def split_and_compiled() -> None:
-    """Put off weight gradients, uncompiled and compiled; W gathers what the layer has a shard of."""
+    """Put off weight gradients, uncompiled and compiled; W gathers what the layer has a shard
+    of."""
     context, config = tensor_parallel(True), TransformerConfig(**BASE, add_bias_linear=True)
     layer, store = sharded(config, context).decoder.layers["0"], WeightGradients()
     hidden = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -249,11 +286,20 @@ def split_and_compiled() -> None:
         with torch.profiler.profile() as profile:
             with store.collect((0, 0)):
                 layer(x).square().sum().backward()
-            put_off = [layer.mlp.linear_fc1.weight.grad is None, layer.self_attention.linear_proj.weight.grad is None]
+            put_off = [
+                layer.mlp.linear_fc1.weight.grad is None,
+                layer.self_attention.linear_proj.weight.grad is None,
+            ]
             assert put_off == [split, split]
             store.compute((0, 0))
-        own = ("_c10d_functional::", "megatron_lightning::all_gather", "megatron_lightning::reduce_scatter")
-        collectives = Counter(event.name for event in profile.events() if event.name.startswith(own))
+        own = (
+            "_c10d_functional::",
+            "megatron_lightning::all_gather",
+            "megatron_lightning::reduce_scatter",
+        )
+        collectives = Counter(
+            event.name for event in profile.events() if event.name.startswith(own)
+        )
         return [x.grad, *(parameter.grad for parameter in layer.parameters())], collectives
 
     whole, _ = step(split=False)
@@ -263,10 +309,12 @@ def split_and_compiled() -> None:
     step()  # compiles: the collectives of a second, traced run are no collectives
     runs.append(step())
     assert runs[0][1] == runs[1][1] and runs[0][1]["megatron_lightning::all_gather"] > 0
-    assert not any(name.startswith("_c10d_functional::all_gather") for name in runs[0][1])  # it corrupts the heap on gloo
+    # It corrupts the heap on gloo.
+    assert not any(name.startswith("_c10d_functional::all_gather") for name in runs[0][1])
     for gradients, _ in runs:
         for actual, expected in zip(gradients, whole, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # equal operations; fusion may reassociate
+            # Equal operations; fusion may reassociate.
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_compiled_layer_puts_off_and_communicates_once() -> None:
@@ -282,11 +330,17 @@ def autocast_step() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(m(tokens[:, :-1], labels=tokens[:, 1:]).mean())
         losses[-1].backward()
-    # bf16 has 8 bits: each of the roundings is 4e-3 relative, of logits of order 0.1 beside a loss of 4.
+    # bf16 has 8 bits: each of the roundings is 4e-3 relative, of logits of order 0.1 beside a loss
+    # of 4.
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0.0)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     sum_partial_gradients(model, context)
-    torch.testing.assert_close(global_norm(model, context), global_norm(reference, tensor_parallel_none()), rtol=2e-2, atol=0.0)
+    torch.testing.assert_close(
+        global_norm(model, context),
+        global_norm(reference, tensor_parallel_none()),
+        rtol=2e-2,
+        atol=0.0,
+    )
 
 
 def test_mixed_precision() -> None:
@@ -327,13 +381,21 @@ def test_layers_are_usable_directly() -> None:
 
 def encoder_layer() -> None:
     torch.manual_seed(0)
-    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
-    table = ShardingPlan(modules={"layers.*.linear1": ColumnParallel(), "layers.*.linear2": RowParallel()}, sequence_dim=1)
+    plain = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1
+    )
+    table = ShardingPlan(
+        modules={"layers.*.linear1": ColumnParallel(), "layers.*.linear2": RowParallel()},
+        sequence_dim=1,
+    )
     split = parallelize(copy.deepcopy(plain), tensor_parallel(False), table)
     x, padding = torch.randn(2, 5, 8), torch.arange(5) > torch.tensor([[4], [2]])
-    for training in (True, False):  # in inference torch hands the weights of the whole layer to one kernel
+    # In inference torch hands the weights of the whole layer to one kernel.
+    for training in (True, False):
         with torch.inference_mode(not training):
-            expected, found = (m.train(training)(x, src_key_padding_mask=padding) for m in (plain, split))
+            expected, found = (
+                m.train(training)(x, src_key_padding_mask=padding) for m in (plain, split)
+            )
             torch.testing.assert_close(found[~padding], expected[~padding], rtol=1e-5, atol=1e-6)
 
 
@@ -361,13 +423,16 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 def dropout_step(sequence_parallel: bool) -> None:
     context = tensor_parallel(sequence_parallel)
-    model = copy.deepcopy(sharded(TransformerConfig(**BASE, hidden_dropout=0.2, attention_dropout=0.2), context))
+    model = copy.deepcopy(
+        sharded(TransformerConfig(**BASE, hidden_dropout=0.2, attention_dropout=0.2), context)
+    )
     tokens = torch.arange(36).view(4, 9) % 64
     torch.manual_seed(0)
     model(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()
     sum_partial_gradients(model, context)
     for name, spec in named_shard_specs(model).items():
-        if not spec.sharded_over:  # a mask that differed where activations are replicated would show here
+        # A mask that differed where activations are replicated would show here.
+        if not spec.sharded_over:
             grad = model.get_parameter(name).grad
             first = grad.clone()
             dist.broadcast(first, src=0)

@@ -1,4 +1,5 @@
-"""Optimizer state as checkpoints see it: complete, written once, and readable by any other layout."""
+"""Optimizer state as checkpoints see it: complete, written once, and readable by any other
+layout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tests.helpers.ranks import run_ranks
 # Saved state: (name, key) -> (dtype, array); hyper-parameters of each group.
 Saved = dict[tuple[str, str], tuple[torch.dtype, np.ndarray]]
 Groups = list[dict[str, Any]]
-SHAPES: dict[str, tuple[int, ...]] = {"matrix": (6, 8), "bias": (5,), "scalar": (), "cube": (3, 4, 5), "fused": (8, 3)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (6, 8),
+    "bias": (5,),
+    "scalar": (),
+    "cube": (3, 4, 5),
+    "fused": (8, 3),
+}
 
 
 def build(
@@ -31,9 +38,14 @@ def build(
     specs["fused"] = ShardSpec.split((8, 3), dim=0, size=tp.size, rank=tp.rank, blocks=2)
     parameters = {name: nn.Parameter(specs[name].shard(initial(name)).to(dtype)) for name in SHAPES}
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    reducer = GradientReducer(parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=70))
+    reducer = GradientReducer(
+        parameters, specs, context, sharded=sharded, options=DataParallelOptions(bucket_size=70)
+    )
     groups = [
-        {"params": [parameters["matrix"], frozen, parameters["cube"], parameters["fused"]], "lr": 0.03},
+        {
+            "params": [parameters["matrix"], frozen, parameters["cube"], parameters["fused"]],
+            "lr": 0.03,
+        },
         {"params": [parameters["bias"], parameters["scalar"]]},
     ]
     optimizer = DistributedOptimizer(cls(groups, lr=0.1), reducer, {**parameters, "frozen": frozen})
@@ -44,7 +56,12 @@ def initial(name: str) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
 
 
-def step(parameters: dict[str, nn.Parameter], reducer: GradientReducer, optimizer: DistributedOptimizer, number: int) -> None:
+def step(
+    parameters: dict[str, nn.Parameter],
+    reducer: GradientReducer,
+    optimizer: DistributedOptimizer,
+    number: int,
+) -> None:
     reducer.begin_step()
     for seed, name in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(100 * number + seed)
@@ -63,14 +80,21 @@ def name_and_key(state: TensorShards) -> tuple[str, str]:
 
 def saved_by_this_rank(optimizer: DistributedOptimizer) -> list[tuple[Any, ...]]:
     return [
-        (*name_and_key(t), t.global_shape, t.dtype, [(offset, data.float().numpy().copy()) for offset, data in t.shards])
+        (
+            *name_and_key(t),
+            t.global_shape,
+            t.dtype,
+            [(offset, data.float().numpy().copy()) for offset, data in t.shards],
+        )
         for t in optimizer.state_tensors()
         if t.writes and t.replicas.rank == 0
     ]
 
 
 def fill(optimizer: DistributedOptimizer, saved: Saved, groups: Groups) -> None:
-    for tensor in optimizer.allocate_state({key: (array.shape, dtype) for key, (dtype, array) in saved.items()}):
+    for tensor in optimizer.allocate_state(
+        {key: (array.shape, dtype) for key, (dtype, array) in saved.items()}
+    ):
         array = saved[name_and_key(tensor)][1]
         assert tensor.global_shape == array.shape
         for shard in tensor.shards:
@@ -88,19 +112,28 @@ def run(
     last: int,
     restore: tuple[Saved, Groups, dict[str, np.ndarray]] | None,
 ) -> tuple[list[tuple[Any, ...]], Groups, dict[str, tuple[Any, ...]]]:
-    """Train steps [first, last); return what this rank saves of the optimizer and the shards of its parameters."""
+    """Train steps [first, last); return what this rank saves of the optimizer and the shards of its
+    parameters."""
     context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tp))
     parameters, reducer, optimizer = build(context, sharded, dtype, cls)
     if restore is not None:
         saved, groups, weights = restore
         for name, parameter in parameters.items():
-            parameter.data.copy_(reducer.specs[name].shard(torch.from_numpy(np.asarray(weights[name]))))
+            parameter.data.copy_(
+                reducer.specs[name].shard(torch.from_numpy(np.asarray(weights[name])))
+            )
         fill(optimizer, saved, groups)
     for number in range(first, last):
         step(parameters, reducer, optimizer, number)
         optimizer.optimizer.param_groups[0]["lr"] = 0.03 / (number + 2)
     shards = {
-        name: (SHAPES[name], [(o, v.float().numpy().copy()) for o, v in reducer.specs[name].shards(parameter.detach())])
+        name: (
+            SHAPES[name],
+            [
+                (o, v.float().numpy().copy())
+                for o, v in reducer.specs[name].shards(parameter.detach())
+            ],
+        )
         for name, parameter in parameters.items()
     }
     return saved_by_this_rank(optimizer), optimizer.param_groups(), shards
@@ -120,17 +153,30 @@ def assemble(results: list[Any]) -> tuple[Saved, Groups, dict[str, np.ndarray]]:
                 times.setdefault((name, key), np.zeros(shape))[at] += 1
         for name, (_, boxes) in shards.items():
             for offset, array in boxes:
-                weights[name][tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))] = array
+                weights[name][
+                    tuple(slice(o, o + n) for o, n in zip(offset, array.shape, strict=True))
+                ] = array
     assert all((count == 1).all() for count in times.values())
     return saved, results[0][1], weights
 
 
 ADAMW = torch.optim.AdamW
-LAYOUTS = [(1, 1, True), (2, 1, True), (4, 1, True), (4, 2, True), (2, 2, False), (4, 2, False), (4, 4, True)]
+LAYOUTS = [
+    (1, 1, True),
+    (2, 1, True),
+    (4, 1, True),
+    (4, 2, True),
+    (2, 2, False),
+    (4, 2, False),
+    (4, 4, True),
+]
 
 
-# The arithmetic per element is the same everywhere; what differs is vector lanes and that 1/3 + 1/3 + … is rounded.
-@pytest.mark.parametrize(("ranks", "tp", "sharded"), [layout for layout in LAYOUTS if layout[1] < 4])
+# The arithmetic per element is the same everywhere; what differs is vector lanes and that 1/3 + 1/3
+# + … is rounded.
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sharded"), [layout for layout in LAYOUTS if layout[1] < 4]
+)
 @pytest.mark.parametrize("cls", [ADAMW, torch.optim.Adagrad], ids=["adamw", "adagrad"])
 def test_state_equals_one_process_and_resumes_elsewhere(
     ranks: int, tp: int, sharded: bool, cls: type[torch.optim.Optimizer]
@@ -139,7 +185,9 @@ def test_state_equals_one_process_and_resumes_elsewhere(
     one = assemble(run_ranks(1, run, 1, False, fp32, cls, 0, 3, None))
     there = assemble(run_ranks(ranks, run, tp, sharded, fp32, cls, 0, 3, None))
     assert one[0].keys() == there[0].keys() and one[1] == there[1]
-    assert one[1][0]["params"] == ["matrix", "frozen", "cube", "fused"] and one[1][0]["lr"] == 0.03 / 4
+    assert (
+        one[1][0]["params"] == ["matrix", "frozen", "cube", "fused"] and one[1][0]["lr"] == 0.03 / 4
+    )
     for key, (dtype, array) in one[0].items():
         assert there[0][key][0] == dtype
         np.testing.assert_allclose(there[0][key][1], array, rtol=1e-6, atol=1e-7, err_msg=str(key))
@@ -156,12 +204,17 @@ def test_masters_are_saved_and_restored_exactly(ranks: int, tp: int, sharded: bo
     masters = {name: array for (name, key), (_, array) in saved[0].items() if key == "master"}
     assert masters.keys() == SHAPES.keys()
     for name, master in masters.items():
-        assert np.array_equal(torch.from_numpy(np.asarray(master)).bfloat16().float().numpy(), saved[2][name])
+        assert np.array_equal(
+            torch.from_numpy(np.asarray(master)).bfloat16().float().numpy(), saved[2][name]
+        )
     uninterrupted = assemble(run_ranks(1, run, 1, False, bf16, ADAMW, 0, 5, None))
     resumed = assemble(run_ranks(2, run, 1, True, bf16, ADAMW, 3, 5, saved))
     for key, (_, array) in uninterrupted[0].items():
-        np.testing.assert_allclose(resumed[0][key][1], array, rtol=1e-5, atol=1e-6, err_msg=str(key))
-    # Into fp32 the masters are read themselves, not their rounded copies; without masters they begin at the parameters.
+        np.testing.assert_allclose(
+            resumed[0][key][1], array, rtol=1e-5, atol=1e-6, err_msg=str(key)
+        )
+    # Into fp32 the masters are read themselves, not their rounded copies; without masters they
+    # begin at the parameters.
     exact = assemble(run_ranks(2, run, 1, True, torch.float32, ADAMW, 3, 3, saved))
     assert all(np.array_equal(exact[2][name], master) for name, master in masters.items())
     without = {key: value for key, value in saved[0].items() if key[1] != "master"}
@@ -175,7 +228,9 @@ def existing_state() -> None:
     optimizer = torch.optim.SGD([("w", parameter)], lr=1.0, momentum=0.5)
     parameter.grad = torch.arange(300.0)
     optimizer.step()
-    reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((300,))}, context, sharded=True)
+    reducer = GradientReducer(
+        {"w": parameter}, {"w": ShardSpec.replicated((300,))}, context, sharded=True
+    )
     DistributedOptimizer(optimizer, reducer)
     reducer.begin_step()
     parameter.sum().backward()
@@ -191,9 +246,14 @@ def test_existing_state_is_cut() -> None:
 
 def loose_parameter() -> None:
     context, parameter = ParallelContext(ParallelLayout()), nn.Parameter(torch.zeros(3))
-    reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((3,))}, context, sharded=True)
+    reducer = GradientReducer(
+        {"w": parameter}, {"w": ShardSpec.replicated((3,))}, context, sharded=True
+    )
     loose = torch.optim.SGD([parameter, nn.Parameter(torch.zeros(2))], lr=1.0)
-    with pytest.raises(ConfigError, match=r"param_groups\.0\.1 of SGD, of shape \(2,\), is not a trainable parameter"):
+    with pytest.raises(
+        ConfigError,
+        match=r"param_groups\.0\.1 of SGD, of shape \(2,\), is not a trainable parameter",
+    ):
         DistributedOptimizer(loose, reducer)
     muon = torch.optim.Adafactor([parameter])
     with pytest.raises(ConfigError, match='Set data_parallel="ddp"'):
@@ -208,7 +268,9 @@ def test_matrix_optimizers_step_whole_masters_without_sharding() -> None:
     context = ParallelContext(ParallelLayout())
     start = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
     parameter, reference = nn.Parameter(start.clone()), nn.Parameter(start.float())
-    reducer = GradientReducer({"w": parameter}, {"w": ShardSpec.replicated((4, 6))}, context, sharded=True)
+    reducer = GradientReducer(
+        {"w": parameter}, {"w": ShardSpec.replicated((4, 6))}, context, sharded=True
+    )
     optimizer = DistributedOptimizer(torch.optim.Adafactor([parameter], lr=0.1), reducer)
     ordinary = torch.optim.Adafactor([reference], lr=0.1)
     for _ in range(2):
@@ -219,7 +281,10 @@ def test_matrix_optimizers_step_whole_masters_without_sharding() -> None:
         reference.grad = start.float()
         ordinary.step()
     assert torch.equal(parameter, reference.bfloat16())
-    assert {name_and_key(t)[1]: t.global_shape for t in optimizer.state_tensors()}["row_var"] == (4, 1)
+    assert {name_and_key(t)[1]: t.global_shape for t in optimizer.state_tensors()}["row_var"] == (
+        4,
+        1,
+    )
 
 
 def test_state_with_an_unknown_place_is_refused() -> None:
@@ -230,7 +295,9 @@ def test_state_with_an_unknown_place_is_refused() -> None:
     optimizer = DistributedOptimizer(torch.optim.Adafactor([parameter]), reducer)
     parameter.sum().backward()
     optimizer.optimizer.step()
-    with pytest.raises(CheckpointError, match=r"state 'row_var' of w in Adafactor has shape \(4, 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"state 'row_var' of w in Adafactor has shape \(4, 1\)"
+    ):
         optimizer.state_tensors()
     with pytest.raises(CheckpointError, match="2 parameter groups and Adafactor has 1"):
         optimizer.load_param_groups([{}, {}])

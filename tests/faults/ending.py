@@ -1,4 +1,5 @@
-"""A job that ends while gloo's threads are still busy: ``python -m tests.faults.ending START_METHOD DATA_PARALLEL``.
+"""A job that ends while gloo's threads are still busy: ``python -m tests.faults.ending START_METHOD
+DATA_PARALLEL``.
 
 All that it made stays referred to, and the interpreter takes its time to shut down.
 """
@@ -31,7 +32,8 @@ class Slow:
 
 
 class Burst(pl.Callback):
-    """Leaves the thread of every group with a collective that is over and still needs the interpreter for a second."""
+    """Leaves the thread of every group with a collective that is over and still needs the
+    interpreter for a second."""
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         KEPT.extend([trainer, module, Slow()])
@@ -46,7 +48,8 @@ class Burst(pl.Callback):
             KEPT.append(group)
 
     def count(self) -> None:
-        """Print how many threads of gloo this process has, after all else that happens at the end of the main thread."""
+        """Print how many threads of gloo this process has, after all else that happens at the end
+        of the main thread."""
         names = []
         for task in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # one of Python's threads that has just ended
@@ -56,7 +59,9 @@ class Burst(pl.Callback):
 
 def main() -> None:
     start_method, data_parallel = sys.argv[1:3]
-    strategy = MegatronStrategy(micro_batch_size=2, start_method=start_method, data_parallel=data_parallel)
+    strategy = MegatronStrategy(
+        micro_batch_size=2, start_method=start_method, data_parallel=data_parallel
+    )
     fit = trainer(strategy, devices=2, max_steps=2, limit_val_batches=0, callbacks=[Burst()])
     fit.fit(ToyModule(), datamodule=ToyData())
     print("DONE", flush=True)

@@ -1,4 +1,5 @@
-"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES [NODES [FOLDER]]]``.
+"""A training job with a fault: ``python -m tests.faults.job START_METHOD FAULT RANK [DEVICES [NODES
+[FOLDER]]]``.
 
 With a folder it saves and logs there, and resumes from the last checkpoint.
 """
@@ -24,7 +25,8 @@ from tests.helpers.toy import ToyData, ToyModule
 
 
 class Fault(pl.Callback):
-    """Lets one rank fail at its third batch, when all have written something that is not on its way yet."""
+    """Lets one rank fail at its third batch, when all have written something that is not on its way
+    yet."""
 
     def __init__(self, kind: str, rank: int, group: int) -> None:
         self.kind, self.rank, self.group = kind, rank, group
@@ -32,7 +34,9 @@ class Fault(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         atexit.register(print, f"REGISTERED IN TRAINING {trainer.global_rank}")
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self.kind == "none" or trainer.global_step != 2:
             return
         print(f"WRITTEN {trainer.global_rank}")
@@ -57,7 +61,8 @@ class Fault(pl.Callback):
         raise ValueError("the injected fault")
 
     def _terminate(self, module: pl.LightningModule) -> None:
-        """SIGTERM for this rank alone in the middle of a step, whose messages the other one waits for."""
+        """SIGTERM for this rank alone in the middle of a step, whose messages the other one waits
+        for."""
 
         def end(*_: Any) -> None:
             hook.remove()
@@ -84,17 +89,28 @@ class Fault(pl.Callback):
 
 
 def _announce() -> None:
-    os.write(1, f"\nFAULT {time.time()} {os.getpid()}\n".encode())  # past what is not written out yet
+    # Past what is not written out yet.
+    os.write(1, f"\nFAULT {time.time()} {os.getpid()}\n".encode())
 
 
 def main() -> None:
-    print(f"STARTED {time.time() - psutil.Process().create_time()} {time.process_time()}", flush=True)
+    print(
+        f"STARTED {time.time() - psutil.Process().create_time()} {time.process_time()}", flush=True
+    )
     start_method, kind, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     devices, num_nodes = (*map(int, sys.argv[4:6]), *(2, 1)[len(sys.argv[4:6]) :])
     folder = sys.argv[6] if len(sys.argv) > 6 else None
     kind, _, caught = kind.partition("+")
-    starter = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # its workers have sessions of their own
-    atexit.register(partial(print, "REGISTERED AT FIRST", os.environ.get("LOCAL_RANK", "0"), os.environ.get("GROUP_RANK")))
+    # Its workers have sessions of their own.
+    starter = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    atexit.register(
+        partial(
+            print,
+            "REGISTERED AT FIRST",
+            os.environ.get("LOCAL_RANK", "0"),
+            os.environ.get("GROUP_RANK"),
+        )
+    )
     strategy = MegatronStrategy(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2 if kind == "stage" else 1,
@@ -130,5 +146,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
+    # A shell lets what it starts in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

@@ -32,7 +32,8 @@ def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
     """Run ``python <arguments>`` in the repository.
 
     Raises:
-        AssertionError: If the job takes longer, or processes of it are left when its output has ended; they are killed.
+        AssertionError: If the job takes longer, or processes of it are left when its output has
+            ended; they are killed.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -43,27 +44,34 @@ def run_to_the_end(arguments: Sequence[str], timeout_s: float = 200.0) -> Ended:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout_s)  # returns when the last process has closed its end of the pipe
+        # Returns when the last process has closed its end of the pipe.
+        output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         _kill(_session(process.pid))
         output, _ = process.communicate()
         raise AssertionError(f"the job still ran after {timeout_s} s\n{output}") from error
     elapsed_s = since_fault(output)
-    _, left = psutil.wait_procs(_session(process.pid), timeout=5)  # a process closes its files a little before it is gone
+    # A process closes its files a little before it is gone.
+    _, left = psutil.wait_procs(_session(process.pid), timeout=5)
     _kill(left)
     assert not left, f"the job left {left}\n{output}"
     return Ended(process.returncode, output, elapsed_s)
 
 
 def since_fault(output: str) -> float:
-    """Return the seconds since the fault, which the job announces (``FAULT <time>``); 0 without one.
+    """Return the seconds since the fault, which the job announces (``FAULT <time>``); 0 without
+    one.
 
-    They are counted as on a machine whose processors are the job's. A process may say how many seconds had passed and how many
-    it had computed when it had imported what it needs (``STARTED <passed> <computed>``), which is computation alone; what it
-    got of a processor then, the least of all processes, is what seconds are counted at.
+    They are counted as on a machine whose processors are the job's. A process may say how many
+    seconds had passed and how many it had computed when it had imported what it needs (``STARTED
+    <passed> <computed>``), which is computation alone; what it got of a processor then, the least
+    of all processes, is what seconds are counted at.
     """
     fault_at = re.search(r"FAULT (\S+)", output)
-    shares = [float(computed) / float(passed) for passed, computed in re.findall(r"STARTED (\S+) (\S+)", output)]
+    shares = [
+        float(computed) / float(passed)
+        for passed, computed in re.findall(r"STARTED (\S+) (\S+)", output)
+    ]
     return (time.time() - float(fault_at[1])) * min([1.0, *shares]) if fault_at else 0.0
 
 

@@ -1,4 +1,5 @@
-"""A training job that is told to end: ``torchrun … -m tests.faults.rescued_job FOLDER STEPS``; it says which steps are done."""
+"""A training job that is told to end: ``torchrun … -m tests.faults.rescued_job FOLDER STEPS``; it
+says which steps are done."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Small saves over two forked ranks that can be hurt at any point, and what a directory holds afterwards.
+"""Small saves over two forked ranks that can be hurt at any point, and what a directory holds
+afterwards.
 
-Every value of a checkpoint is a function of its version, so that a mixture of two saves is told from either.
+Every value of a checkpoint is a function of its version, so that a mixture of two saves is told
+from either.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class _Upload(io.BytesIO):
 
 
 class Bucket(LocalFileSystem):  # type: ignore[misc]
-    """A directory that behaves as an object store: ``bucket:///path``. Objects appear whole, and nothing can be renamed."""
+    """A directory that behaves as an object store: ``bucket:///path``. Objects appear whole, and
+    nothing can be renamed."""
 
     protocol = "bucket"
 
@@ -61,7 +64,9 @@ class Bucket(LocalFileSystem):  # type: ignore[misc]
     def _strip_protocol(cls, path: Any) -> Any:
         return super()._strip_protocol(str(path).removeprefix("bucket://"))
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any
+    ) -> Any:
         return super()._open(path, mode, block_size, **options) if mode == "rb" else _Upload(path)
 
     def mv(self, *args: Any, **options: Any) -> None:
@@ -88,17 +93,27 @@ def shards(version: int, group: AxisGroup) -> list[TensorShards]:
     first = rows * group.rank
     shape = (ROWS, COLUMNS)
     return [
-        TensorShards(n, shape, torch.float32, [Shard((first, 0), value(n, version)[first : first + rows])]) for n in names()
+        TensorShards(
+            n, shape, torch.float32, [Shard((first, 0), value(n, version)[first : first + rows])]
+        )
+        for n in names()
     ]
 
 
 def save(path: str, version: int, group: AxisGroup) -> None:
     """Save a version; returns when it is committed."""
-    save_sharded(path, shards(version, group), {"version": version}, group=group, max_file_bytes=MAX_FILE_BYTES)
+    save_sharded(
+        path,
+        shards(version, group),
+        {"version": version},
+        group=group,
+        max_file_bytes=MAX_FILE_BYTES,
+    )
 
 
 def save_in_background(path: str, version: int, group: AxisGroup) -> None:
-    """Save a version as training does it with ``async_save``: the tensors change while they are written."""
+    """Save a version as training does it with ``async_save``: the tensors change while they are
+    written."""
     live = shards(version, group)
     snapshot = HostBuffer().copy_of(take_snapshot(path, live, {"version": version}, group=group))
     job = BackgroundJob(lambda: write_snapshot(snapshot, group, MAX_FILE_BYTES))
@@ -141,7 +156,8 @@ def sound_version_of(path: str | Path) -> int | None:
 
 
 class Fuse:
-    """Counts what Python does in all threads and fires at one point: between any two calls, also inside of libraries.
+    """Counts what Python does in all threads and fires at one point: between any two calls, also
+    inside of libraries.
 
     Args:
         fire_at: The event at which ``fire`` is called, counted from :meth:`light`; None: never.
@@ -188,9 +204,13 @@ def _fork(rank: int, store: str, job: Callable[[int, AxisGroup], None]) -> int:
     code = 3
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traces of those that lost their peer
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2"
+        )
         file_store = dist.FileStore(store, 2)
-        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        dist.init_process_group(
+            "gloo", store=file_store, rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        )
         job(rank, AxisGroup("world", (0, 1), rank, dist.group.WORLD))
         code = 0
     finally:

@@ -1,4 +1,5 @@
-"""Truncated, missing, swapped and bit-flipped files: a load gives exactly what was saved, or a clear error."""
+"""Truncated, missing, swapped and bit-flipped files: a load gives exactly what was saved, or a
+clear error."""
 
 from __future__ import annotations
 
@@ -53,11 +54,15 @@ def _swap(file: Path, chance: random.Random, other: Path) -> None:
 def _take_from_another_save(file: Path, chance: random.Random, other: Path) -> None:
     """Put the file of another version of the same checkpoint there, as a careless copy does."""
     kind = file.name.split(".")[0]
-    foreign = sorted(p for p in (file.parents[1] / "other.ckpt").iterdir() if p.name.split(".")[0] == kind)
+    foreign = sorted(
+        p for p in (file.parents[1] / "other.ckpt").iterdir() if p.name.split(".")[0] == kind
+    )
     shutil.copy(chance.choice(foreign), file)
 
 
-@pytest.mark.parametrize("wound", [_flip, _truncate, _grow, _zero, _remove, _swap, _take_from_another_save])
+@pytest.mark.parametrize(
+    "wound", [_flip, _truncate, _grow, _zero, _remove, _swap, _take_from_another_save]
+)
 def test_a_wounded_checkpoint_loads_exactly_or_not_at_all(
     tmp_path: Path, wound: Callable[[Path, random.Random, Path], None]
 ) -> None:
@@ -71,30 +76,44 @@ def test_a_wounded_checkpoint_loads_exactly_or_not_at_all(
         file, other = chance.sample(files, 2)
         before = {path.name: path.read_bytes() for path in files}
         wound(file, chance, other)
-        changed = {path.name for path in files if not path.exists() or path.read_bytes() != before[path.name]}
+        changed = {
+            path.name
+            for path in files
+            if not path.exists() or path.read_bytes() != before[path.name]
+        }
         outcomes[_outcome(wounded, changed)] += 1
         shutil.rmtree(wounded)
-    assert set(outcomes) <= {"error", "nothing there", "exact"} and outcomes["error"] > NUM_WOUNDS // 2, outcomes
+    assert (
+        set(outcomes) <= {"error", "nothing there", "exact"} and outcomes["error"] > NUM_WOUNDS // 2
+    ), outcomes
 
 
 def _outcome(path: Path, changed: set[str]) -> str:
     try:
         version = version_of(path)
     except CheckpointError as error:
-        assert "Restore" in str(error) or "Resume" in str(error) or "Use another" in str(error) or "install" in str(error)
+        assert (
+            "Restore" in str(error)
+            or "Resume" in str(error)
+            or "Use another" in str(error)
+            or "install" in str(error)
+        )
         _assert_verify_finds(path, changed)
         return "error"
     if version is None:
         assert changed == {"manifest.json"}
         return "nothing there"
     # What loading does not look at: the shapes in headers, which other programs read.
-    assert version == 1 or changed == {"manifest.json"}, "the manifest of the other version names its own files"
+    assert version == 1 or changed == {"manifest.json"}, (
+        "the manifest of the other version names its own files"
+    )
     _assert_verify_finds(path, changed)
     return "exact"
 
 
 def _assert_verify_finds(path: Path, changed: set[str]) -> None:
-    """The tool names every changed file; a wrong manifest may name others, or nothing can be compared with it."""
+    """The tool names every changed file; a wrong manifest may name others, or nothing can be
+    compared with it."""
     try:
         found = {damage.file for damage in verify(path)}
     except CheckpointError:

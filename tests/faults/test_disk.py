@@ -1,4 +1,5 @@
-"""A disk that is full, a directory that is read-only, a rank that raises while it saves, two jobs on one directory."""
+"""A disk that is full, a directory that is read-only, a rank that raises while it saves, two jobs
+on one directory."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_a_disk_that_is_full_at_any_moment_keeps_the_old_checkpoint(tmp_path: Pa
     assert fail_at > 10 and found == 2
 
 
-def _save_with_a_rank_whose_disk_fails(folder: str, victim: int) -> list[tuple[int, list[int], int | None]]:
+def _save_with_a_rank_whose_disk_fails(
+    folder: str, victim: int
+) -> list[tuple[int, list[int], int | None]]:
     outcomes: list[tuple[int, list[int], int | None]] = []
     for fail_at in range(1, 100):
         path = f"{folder}/a.ckpt"
@@ -99,18 +102,24 @@ def _save_with_a_rank_whose_disk_fails(folder: str, victim: int) -> list[tuple[i
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_one_rank_that_raises_while_saving_ends_the_save_on_all(tmp_path: Path, victim: int) -> None:
-    (outcomes,) = run_ranks(1, _save_with_a_rank_whose_disk_fails, str(tmp_path), victim, timeout_s=200)
+def test_one_rank_that_raises_while_saving_ends_the_save_on_all(
+    tmp_path: Path, victim: int
+) -> None:
+    (outcomes,) = run_ranks(
+        1, _save_with_a_rank_whose_disk_fails, str(tmp_path), victim, timeout_s=200
+    )
     least = 4 if victim == 0 else 0  # another rank than the first only writes its files
     assert len(outcomes) > least
     for fail_at, ends, found in outcomes:
-        assert ends in ([0, 0], [3, 3]), f"at call {fail_at} the ranks ended with {ends}"  # together, and neither hung
+        # Together, and neither hung.
+        assert ends in ([0, 0], [3, 3]), f"at call {fail_at} the ranks ended with {ends}"
         assert found == 2 if ends == [0, 0] else found in (1, 2), fail_at
     assert sum(ends == [3, 3] and found == 1 for _, ends, found in outcomes) > least
 
 
 def _in_child(job: Callable[[], None]) -> int:
-    """Run ``job`` in a forked process: 0 when it returned, 3 for a CheckpointError, 4 for any other error."""
+    """Run ``job`` in a forked process: 0 when it returned, 3 for a CheckpointError, 4 for any other
+    error."""
     child = os.fork()
     if child == 0:
         code = 4
@@ -126,7 +135,8 @@ def _in_child(job: Callable[[], None]) -> int:
 
 def _save_with_a_small_file_limit(path: str) -> int:
     def job() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as in a shell with ulimit -f: writes fail with EFBIG
+        # As in a shell with ulimit -f: writes fail with EFBIG.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
         save(path, 2, alone())
 
@@ -158,7 +168,9 @@ def _check_readable(path: str) -> None:
 def test_a_read_only_directory(tmp_path: Path) -> None:
     for parent in (tmp_path, *tmp_path.parents):  # the other user must be able to get there
         if parent.owner() == "root" or os.geteuid() == parent.stat().st_uid:
-            parent.chmod(parent.stat().st_mode | 0o111) if parent.stat().st_uid == os.geteuid() else None
+            parent.chmod(
+                parent.stat().st_mode | 0o111
+            ) if parent.stat().st_uid == os.geteuid() else None
     folder = tmp_path / "run"
     save(str(folder / "a.ckpt"), 1, alone())
     folder.chmod(0o555)
@@ -173,7 +185,8 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
 
 
 def _jobs(folder: str, seconds: float) -> tuple[list[int], list[int]]:
-    """Run three jobs that save under one name and one of their own each, and a fourth that reads; return ends and versions."""
+    """Run three jobs that save under one name and one of their own each, and a fourth that reads;
+    return ends and versions."""
     path, until, over = f"{folder}/a.ckpt", time.monotonic() + seconds, Path(f"{folder}.over")
 
     def saver(version: int) -> Callable[[], None]:
@@ -219,11 +232,20 @@ def test_jobs_on_one_directory(tmp_path: Path) -> None:
 
 
 def _train_beside_another(folder: str, job: int) -> None:
-    """Train with a learning rate that tells the jobs apart, and write down the content of what should be saved."""
+    """Train with a learning rate that tells the jobs apart, and write down the content of what
+    should be saved."""
     options: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "save_last": True}
     keep = ModelCheckpoint(f"{folder}/run", "{step}", every_n_train_steps=1, **options)
-    fit = trainer(MegatronStrategy(), max_steps=12, callbacks=[keep, _Contents(folder)], enable_checkpointing=True)
-    fit.fit(ToyModule(lr=0.01 * (1 + job), num_layers=1), datamodule=ToyData(batch_size=4, num_samples=64))
+    fit = trainer(
+        MegatronStrategy(),
+        max_steps=12,
+        callbacks=[keep, _Contents(folder)],
+        enable_checkpointing=True,
+    )
+    fit.fit(
+        ToyModule(lr=0.01 * (1 + job), num_layers=1),
+        datamodule=ToyData(batch_size=4, num_samples=64),
+    )
 
 
 class _Contents(pl.Callback):
@@ -252,12 +274,18 @@ def _train_at_once(folder: str) -> list[int]:
 
 @pytest.mark.slow
 def test_training_jobs_in_one_directory(tmp_path: Path) -> None:
-    """Two runs under the same names, each of which deletes its own: every checkpoint is whole, and of one run."""
+    """Two runs under the same names, each of which deletes its own: every checkpoint is whole, and
+    of one run."""
     assert run_ranks(1, _train_at_once, str(tmp_path), timeout_s=200) == [[0, 0]]
     found = sorted((tmp_path / "run").glob("*.ckpt"))
     assert "last.ckpt" in [path.name for path in found]
     assert len(found) == len(os.listdir(tmp_path / "run"))
     for path in found:
         whole = read_full(path)
-        expected = torch.load(tmp_path / f"{whole['hyper_parameters']['lr']}-{whole['global_step']}.pt", weights_only=True)
-        assert all(torch.equal(whole["state_dict"][name], tensor) for name, tensor in expected.items()), path
+        expected = torch.load(
+            tmp_path / f"{whole['hyper_parameters']['lr']}-{whole['global_step']}.pt",
+            weights_only=True,
+        )
+        assert all(
+            torch.equal(whole["state_dict"][name], tensor) for name, tensor in expected.items()
+        ), path

@@ -1,4 +1,5 @@
-"""A job that has trained to its end ends with exit code 0, and no thread of a process group outlives its main thread."""
+"""A job that has trained to its end ends with exit code 0, and no thread of a process group
+outlives its main thread."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         pytest.param("fork", "zero1", marks=pytest.mark.slow),
     ],
 )
-def test_no_thread_of_a_group_meets_the_interpreter_s_end(launcher: str, data_parallel: str) -> None:
+def test_no_thread_of_a_group_meets_the_interpreter_s_end(
+    launcher: str, data_parallel: str
+) -> None:
     start_method = launcher if launcher in ("spawn", "fork") else "popen"
     first = [*TORCHRUN, "-m"] if launcher == "torchrun" else ["-m"]
     code, output, _ = run_to_the_end([*first, "tests.faults.ending", start_method, data_parallel])

@@ -1,4 +1,5 @@
-"""Files made to do harm, with right checksums: whatever a load could meet is refused with a clear error, and nothing runs."""
+"""Files made to do harm, with right checksums: whatever a load could meet is refused with a clear
+error, and nothing runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ import pytest
 import torch
 
 from megatron_lightning.callbacks import LocalCopyCheckpoint
-from megatron_lightning.checkpoint import TensorShards, consolidate, is_committed, load_sharded, open_checkpoint, read_full
+from megatron_lightning.checkpoint import (
+    TensorShards,
+    consolidate,
+    is_committed,
+    load_sharded,
+    open_checkpoint,
+    read_full,
+)
 from megatron_lightning.checkpoint.local import Pointer
 from megatron_lightning.checkpoint.naming import OWN, name_optimizer_state
 from megatron_lightning.checkpoint.pruning import find_prunable
@@ -52,12 +60,22 @@ def _makes(folder: Path) -> _Harm:
 def _save(path: Path, state: dict[str, Any] | None = None) -> None:
     weight = torch.arange(48.0).reshape(8, 6)
     halves = [Shard((0, 0), weight[:4]), Shard((4, 0), weight[4:])]
-    save_sharded(path, [TensorShards(NAME, (8, 6), weight.dtype, halves)], {"epoch": 1} if state is None else state)
+    save_sharded(
+        path,
+        [TensorShards(NAME, (8, 6), weight.dtype, halves)],
+        {"epoch": 1} if state is None else state,
+    )
 
 
 def _load(path: Path) -> None:
     source = open_checkpoint(path)
-    load_sharded(source, [TensorShards.full(n, torch.zeros(t.shape, dtype=t.dtype)) for n, t in source.tensors().items()])
+    load_sharded(
+        source,
+        [
+            TensorShards.full(n, torch.zeros(t.shape, dtype=t.dtype))
+            for n, t in source.tensors().items()
+        ],
+    )
     source.state()
 
 
@@ -79,7 +97,10 @@ def _text(body: dict[str, Any]) -> str:
 def _forge_state(path: Path, content: bytes) -> None:
     body = _body(path)
     (path / body["state"]["file"]).write_bytes(content)
-    body["files"][body["state"]["file"]], body["state"]["checksum"] = len(content), zlib.crc32(content)
+    body["files"][body["state"]["file"]], body["state"]["checksum"] = (
+        len(content),
+        zlib.crc32(content),
+    )
     _write_manifest(path, _text(body))
 
 
@@ -111,7 +132,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "ends-early": (lambda b: b["files"].update({"a\0b": 4}), "leads out"),
     "state-elsewhere": (lambda b: b["state"].update(file="/etc/passwd"), "not among the files"),
     "state-no-name": (lambda b: b["state"].update(file=["a"]), "malformed"),
-    "huge-file": (lambda b: b["files"].update({b["state"]["file"]: 1 << 62}), "and the manifest says"),
+    "huge-file": (
+        lambda b: b["files"].update({b["state"]["file"]: 1 << 62}),
+        "and the manifest says",
+    ),
     "negative-size": (lambda b: b["files"].update({b["state"]["file"]: -1}), "malformed"),
     "fraction": (lambda b: b["files"].update({b["state"]["file"]: 4.5}), "malformed"),
     "truth": (lambda b: b["files"].update({b["state"]["file"]: True}), "malformed"),
@@ -125,9 +149,20 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "one-dim-less": (lambda b: _shard(b, 3, [4]), "not inside shape"),
     "overlap-and-gap": (lambda b: _shard(b, 2, [2, 0], number=1), "exactly once"),
     "twice-the-same": (lambda b: _shard(b, 2, [0, 0], number=1), "exactly once"),
-    "bytes-of-another": (lambda b: _shard(b, 1, b["tensors"][NAME]["shards"][0][1] + 4, number=1), "two tensors"),
-    "shape-huge": (lambda b: b["tensors"].update(x={"shape": [1 << 40, 1 << 40, 0], "dtype": "int8", "shards": []}), "larger"),
-    "many-dims": (lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}), "60 dims"),
+    "bytes-of-another": (
+        lambda b: _shard(b, 1, b["tensors"][NAME]["shards"][0][1] + 4, number=1),
+        "two tensors",
+    ),
+    "shape-huge": (
+        lambda b: b["tensors"].update(
+            x={"shape": [1 << 40, 1 << 40, 0], "dtype": "int8", "shards": []}
+        ),
+        "larger",
+    ),
+    "many-dims": (
+        lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}),
+        "60 dims",
+    ),
     "crumbs": (_crumble, "8192 shards, split in 12 dims, are too many"),
     "shape-is-text": (lambda b: b["tensors"][NAME].update(shape="86"), "malformed"),
     "dtype-is-code": (lambda b: b["tensors"][NAME].update(dtype="load"), "unknown dtype"),
@@ -157,10 +192,18 @@ def _twice(text: str, place: str, entry: str) -> str:
 
 TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
     "tensor-twice": (lambda t: _twice(t, '"tensors":{', f'"{NAME}":5'), "in one object twice"),
-    "file-twice": (lambda t: _twice(t, '"files":{', t[t.index('"tensors.') :].split(",")[0]), "in one object twice"),
+    "file-twice": (
+        lambda t: _twice(t, '"files":{', t[t.index('"tensors.') :].split(",")[0]),
+        "in one object twice",
+    ),
     "tensors-twice": (lambda t: _twice(t, "{", '"tensors":{}'), "in one object twice"),
     "deep": (lambda t: f'{t[:-1]},"x":{"[" * 200_000}{"]" * 200_000}}}', "damaged"),
-    "deep-info": (lambda t: t.replace('"info":{', '"info":{"x":' + '{"x":' * 50_000 + "1" + "}" * 50_000 + ",", 1), "damaged"),
+    "deep-info": (
+        lambda t: t.replace(
+            '"info":{', '"info":{"x":' + '{"x":' * 50_000 + "1" + "}" * 50_000 + ",", 1
+        ),
+        "damaged",
+    ),
     "long-number": (lambda t: t.replace('"version":1', '"version":1' + "0" * 10_000), "damaged"),
     "a-list": (lambda t: f"[{t}]", "damaged|not a megatron_lightning"),
     "nothing": (lambda t: "{}", "damaged"),
@@ -174,7 +217,9 @@ def test_json_that_means_two_things_or_too_much_is_refused(name: str, tmp_path: 
     _save(tmp_path / "a")
     body = change(_text(_body(tmp_path / "a")))
     content = body.encode(errors="surrogateescape")
-    (tmp_path / "a" / "manifest.json").write_bytes(content[:-1] + b',"checksum":%d}' % zlib.crc32(content))
+    (tmp_path / "a" / "manifest.json").write_bytes(
+        content[:-1] + b',"checksum":%d}' % zlib.crc32(content)
+    )
     with pytest.raises(CheckpointError, match=message):
         _load(tmp_path / "a")
     with pytest.raises(CheckpointError, match=message):
@@ -191,7 +236,9 @@ def test_a_manifest_too_large_to_be_one_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["manifest", "state", "tensors"])
 @pytest.mark.parametrize("make", ["link", "pipe"])
-def test_links_and_pipes_in_place_of_files_are_refused(kind: str, make: str, tmp_path: Path) -> None:
+def test_links_and_pipes_in_place_of_files_are_refused(
+    kind: str, make: str, tmp_path: Path
+) -> None:
     """A link could lead out of the directory; opening a pipe would hang."""
     _save(tmp_path / "a")
     file = next((tmp_path / "a").glob(f"{kind}.*"))
@@ -215,8 +262,12 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "callbacks": lambda harm: {"callbacks": {"ModelCheckpoint": {"best_k_models": harm}}},
     "loops": lambda harm: {"loops": {"fit_loop": harm}},
     "schedulers": lambda harm: {"lr_schedulers": [harm]},
-    "parameter groups": lambda harm: {"optimizer_states": [{"state": {}, "param_groups": [{"params": [], "lr": harm}]}]},
-    "optimizer state": lambda harm: {"optimizer_states": [{"state": {"w": {"step": harm}}, "param_groups": []}]},
+    "parameter groups": lambda harm: {
+        "optimizer_states": [{"state": {}, "param_groups": [{"params": [], "lr": harm}]}]
+    },
+    "optimizer state": lambda harm: {
+        "optimizer_states": [{"state": {"w": {"step": harm}}, "param_groups": []}]
+    },
     "weights": lambda harm: {"state_dict": {"weight": harm}},
 }
 
@@ -224,7 +275,12 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_nothing_in_a_state_or_a_plain_file_runs(place: str, tmp_path: Path) -> None:
     _save(tmp_path / "a")
-    harms = [_makes(tmp_path), _Harm(builtins.eval, "1"), _Harm(torch.load, "x"), _Harm(builtins.getattr, "x", "upper")]
+    harms = [
+        _makes(tmp_path),
+        _Harm(builtins.eval, "1"),
+        _Harm(torch.load, "x"),
+        _Harm(builtins.getattr, "x", "upper"),
+    ]
     for harm in harms:
         for content in (_saved(PLACES[place](harm)), pickle.dumps(PLACES[place](harm), protocol=2)):
             _forge_state(tmp_path / "a", content)
@@ -240,9 +296,13 @@ def test_nothing_in_a_state_or_a_plain_file_runs(place: str, tmp_path: Path) -> 
 
 
 def _inflated(content: bytes) -> bytes:
-    """Return the archive with its entries compressed, and one of zeros that is much larger than the file."""
+    """Return the archive with its entries compressed, and one of zeros that is much larger than the
+    file."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as old,
+        zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
         new.writestr(f"{old.namelist()[0].partition('/')[0]}/data/99", bytes(1 << 26))
@@ -267,11 +327,23 @@ FORMS: dict[str, tuple[Any, str]] = {
     "loops": ({"loops": 5}, r"\['loops'\] should be a Mapping and is a int"),
     "optimizers": ({"optimizer_states": {"state": {}}}, r"\['optimizer_states'\] should be a list"),
     "optimizer": ({"optimizer_states": [5]}, r"optimizer_states\[0\] should be a Mapping"),
-    "groups": ({"optimizer_states": [{"state": {}}]}, r"\['param_groups'\] should be a list and is missing"),
-    "group": ({"optimizer_states": [{"state": {}, "param_groups": [{}]}]}, r"\['params'\] should be a list and is missing"),
-    "state": ({"optimizer_states": [{"state": {"w": 1}, "param_groups": []}]}, r"\['state'\]\['w'\] should be a Mapping"),
+    "groups": (
+        {"optimizer_states": [{"state": {}}]},
+        r"\['param_groups'\] should be a list and is missing",
+    ),
+    "group": (
+        {"optimizer_states": [{"state": {}, "param_groups": [{}]}]},
+        r"\['params'\] should be a list and is missing",
+    ),
+    "state": (
+        {"optimizer_states": [{"state": {"w": 1}, "param_groups": []}]},
+        r"\['state'\]\['w'\] should be a Mapping",
+    ),
     "own": ({OWN: 5}, "should be a Mapping and is a int"),
-    "own-samples": ({OWN: {"consumed_samples": "5"}}, r"\['consumed_samples'\] should be a int and is a str"),
+    "own-samples": (
+        {OWN: {"consumed_samples": "5"}},
+        r"\['consumed_samples'\] should be a int and is a str",
+    ),
     "hparams": ({"hyper_parameters": [1]}, r"\['hyper_parameters'\] should be a Mapping"),
 }
 
@@ -288,7 +360,9 @@ def test_a_state_of_another_form_is_refused(form: str, tmp_path: Path) -> None:
 
 
 def test_progress_that_is_missing_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"\['consumed_samples'\] should be a int and is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"\['consumed_samples'\] should be a int and is missing"
+    ):
         check_progress({})
 
 
@@ -311,7 +385,9 @@ def _resume_from(layout: Layout, folder: str) -> list[str]:
             except CheckpointError as error:
                 errors.append(str(error))
     try:
-        trainer(plugins=[ShardedCheckpointIO()]).fit(ToyModule(), datamodule=ToyData(), ckpt_path=f"{folder}/plain.ckpt")
+        trainer(plugins=[ShardedCheckpointIO()]).fit(
+            ToyModule(), datamodule=ToyData(), ckpt_path=f"{folder}/plain.ckpt"
+        )
     except pickle.UnpicklingError as error:
         errors.append(str(error))
     return errors
@@ -331,17 +407,35 @@ def test_a_trainer_runs_nothing_of_its_ckpt_path(tmp_path: Path) -> None:
 def test_plain_files_from_anywhere_are_read_as_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning itself trusts files from the web."""
     asked: list[Any] = []
-    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda path, **options: asked.append(options) or {})
+    monkeypatch.setattr(
+        "lightning.fabric.plugins.io.torch_io.pl_load",
+        lambda path, **options: asked.append(options) or {},
+    )
     plugin = ShardedCheckpointIO()
-    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io.get_filesystem", lambda path: pytest.MonkeyPatch)
+    monkeypatch.setattr(
+        "lightning.fabric.plugins.io.torch_io.get_filesystem", lambda path: pytest.MonkeyPatch
+    )
     monkeypatch.setattr(pytest.MonkeyPatch, "exists", lambda path: True, raising=False)
     for chosen in (None, True, False):
         plugin.load_checkpoint("https://example.org/x.ckpt", weights_only=chosen)
     assert [options["weights_only"] for options in asked] == [True, True, False]
 
 
-POINTER: dict[str, Any] = {"folder": "x", "ranks_per_node": 1, "num_ranks": 1, "step": 1, "layout": {}, "copies": []}
-POINTERS = [{}, {**POINTER, "folder": 5}, {**POINTER, "more": 1}, {**POINTER, "copies": ["../x"]}, {**POINTER, "copies": [1]}]
+POINTER: dict[str, Any] = {
+    "folder": "x",
+    "ranks_per_node": 1,
+    "num_ranks": 1,
+    "step": 1,
+    "layout": {},
+    "copies": [],
+}
+POINTERS = [
+    {},
+    {**POINTER, "folder": 5},
+    {**POINTER, "more": 1},
+    {**POINTER, "copies": ["../x"]},
+    {**POINTER, "copies": [1]},
+]
 
 
 @pytest.mark.parametrize("content", POINTERS)
@@ -375,7 +469,10 @@ def test_a_local_copy_that_lies_is_refused(tmp_path: Path) -> None:
 
 def test_pruning_deletes_nothing_that_a_hostile_state_names(tmp_path: Path) -> None:
     for step in (1, 2):
-        _save(tmp_path / "run" / f"{step}.ckpt", {"callbacks": {"x": {"best_model_path": 5, "best_k_models": {"../../y": 1}}}})
+        _save(
+            tmp_path / "run" / f"{step}.ckpt",
+            {"callbacks": {"x": {"best_model_path": 5, "best_k_models": {"../../y": 1}}}},
+        )
     _save(tmp_path / "y")
     found = find_prunable(tmp_path / "run", keep_last=1, min_age_s=0)
     assert [Path(entry.path).name for entry in found] == ["1.ckpt"] and is_committed(tmp_path / "y")

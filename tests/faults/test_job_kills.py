@@ -1,8 +1,9 @@
-"""kill -9 in a whole training job: at any change of the disk while checkpoints are written, replaced and deleted.
+"""kill -9 in a whole training job: at any change of the disk while checkpoints are written,
+replaced and deleted.
 
-The job keeps two checkpoints and ``last``, so that a step writes two and deletes one. Afterwards nothing hangs, every
-checkpoint there is complete, and ``ckpt_path="last"`` resumes bit-equal: the losses and the last checkpoint are those of a job
-that was never killed.
+The job keeps two checkpoints and ``last``, so that a step writes two and deletes one. Afterwards
+nothing hangs, every checkpoint there is complete, and ``ckpt_path="last"`` resumes bit-equal: the
+losses and the last checkpoint are those of a job that was never killed.
 """
 
 from __future__ import annotations
@@ -75,8 +76,11 @@ def _sound_steps(run: Path) -> dict[str, int]:
     return found
 
 
-def _kill_and_resume(folder: Path, job: Job, saving: str, points: Points, reference: Path) -> tuple[int, bool]:
-    """Kill a job and start it again; return the step that it went on from, and whether it was killed at all."""
+def _kill_and_resume(
+    folder: Path, job: Job, saving: str, points: Points, reference: Path
+) -> tuple[int, bool]:
+    """Kill a job and start it again; return the step that it went on from, and whether it was
+    killed at all."""
     folder.mkdir()
     ends = job(folder, saving, points)
     begun = (folder / "begun").stat().st_size
@@ -107,10 +111,21 @@ def _random_points(changes: list[list[str]], seed: int) -> Iterator[Points]:
 
 
 def _named_points(changes: list[list[str]]) -> Iterator[Points]:
-    """Yield points of which one wants to be sure: between the new checkpoint and the deletion of the old one, and so on."""
-    deletions = [i for i, change in enumerate(changes[0]) if re.match(r"rename step=\d\.ckpt step=\d\.ckpt\.tmp-", change)]
-    files = [i for i, change in enumerate(changes[0]) if change.startswith("unlink") and i > deletions[0]]
-    new_last = [i for i, change in enumerate(changes[0]) if change.startswith("replace manifest") and i > deletions[0]]
+    """Yield points of which one wants to be sure: between the new checkpoint and the deletion of
+    the old one, and so on."""
+    deletions = [
+        i
+        for i, change in enumerate(changes[0])
+        if re.match(r"rename step=\d\.ckpt step=\d\.ckpt\.tmp-", change)
+    ]
+    files = [
+        i for i, change in enumerate(changes[0]) if change.startswith("unlink") and i > deletions[0]
+    ]
+    new_last = [
+        i
+        for i, change in enumerate(changes[0])
+        if change.startswith("replace manifest") and i > deletions[0]
+    ]
     yield {0: files[1] + 1}  # in the middle of a deletion
     yield {0: deletions[0] + 1}  # the new checkpoint is there, the old one not deleted
     yield {0: deletions[0] + 2}  # it has just disappeared from view
@@ -129,7 +144,8 @@ def _kill_forked(folder: str, saving: str, kind: str, num_points: int) -> list[i
         _kill_and_resume(Path(folder, str(number)), _forked, saving, points, reference)
         for number, points in zip(range(num_points), chosen, strict=False)
     ]
-    assert sum(killed for _, killed in outcomes) >= 0.9 * num_points  # one that aims at the very end may miss
+    # One that aims at the very end may miss.
+    assert sum(killed for _, killed in outcomes) >= 0.9 * num_points
     return [first for first, _ in outcomes]
 
 
@@ -166,5 +182,9 @@ def test_killed_programs_resume(launcher: str, part: int, tmp_path: Path) -> Non
     assert job(reference, "async", {}) == [0]
     changes = [_ended(reference, rank)[1] for rank in range(2)]
     points = [*_named_points(changes), *islice(_random_points(changes, 31), 5)][part::5]
-    outcomes = [_kill_and_resume(tmp_path / str(i), job, "async", point, reference) for i, point in enumerate(points)]
-    assert outcomes[0][1] and len(outcomes) == 2  # the named point is hit; one that aims at the very end may miss
+    outcomes = [
+        _kill_and_resume(tmp_path / str(i), job, "async", point, reference)
+        for i, point in enumerate(points)
+    ]
+    # The named point is hit; one that aims at the very end may miss.
+    assert outcomes[0][1] and len(outcomes) == 2

@@ -1,4 +1,5 @@
-"""kill -9 at random points in and around a save of two ranks: the last commit is there, complete, and saving continues."""
+"""kill -9 at random points in and around a save of two ranks: the last commit is there, complete,
+and saving continues."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ import pytest
 
 from megatron_lightning.checkpoint import is_committed, remove_checkpoint
 from megatron_lightning.parallel.context import AxisGroup
-from tests.faults.saving import Fuse, Save, alone, die, run_two, save, save_in_background, sound_version_of, wait_all
+from tests.faults.saving import (
+    Fuse,
+    Save,
+    alone,
+    die,
+    run_two,
+    save,
+    save_in_background,
+    sound_version_of,
+    wait_all,
+)
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(400)
@@ -45,8 +56,11 @@ def _events(folder: str, place: Place, method: Save, overwrite: bool) -> list[in
     return [int(Path(folder, f"events-{rank}").read_text()) for rank in range(2)]
 
 
-def _kill_once(path: str, folder: Path, method: Save, overwrite: bool, points: dict[int, int]) -> Outcome:
-    """Kill the ranks of ``points`` at these events of saving version 2; return the version found and how the ranks ended."""
+def _kill_once(
+    path: str, folder: Path, method: Save, overwrite: bool, points: dict[int, int]
+) -> Outcome:
+    """Kill the ranks of ``points`` at these events of saving version 2; return the version found
+    and how the ranks ended."""
     if overwrite:
         save(path, 1, alone())
 
@@ -60,21 +74,29 @@ def _kill_once(path: str, folder: Path, method: Save, overwrite: bool, points: d
     assert sound_version_of(path) == 3
     assert os.listdir(folder) == ["a.ckpt"], "the next save cleans up"
     remove_checkpoint(path)
-    assert not folder.joinpath("a.ckpt").exists() or os.listdir(folder / "a.ckpt") == []  # what the kill left in a store
+    # What the kill left in a store.
+    assert not folder.joinpath("a.ckpt").exists() or os.listdir(folder / "a.ckpt") == []
     return found, ends
 
 
-def _kill_at_random(folder: str, place: Place, method: Save, overwrite: bool, num_points: int, seed: int) -> list[Outcome]:
-    save(f"{folder}/warm.ckpt", 1, alone())  # what is imported lazily is imported before events are counted
+def _kill_at_random(
+    folder: str, place: Place, method: Save, overwrite: bool, num_points: int, seed: int
+) -> list[Outcome]:
+    # What is imported lazily is imported before events are counted.
+    save(f"{folder}/warm.ckpt", 1, alone())
     events = _events(folder, place, method, overwrite)
     chance = random.Random(seed)
     outcomes: list[Outcome] = []
-    for number in range(2 * num_points):  # a late point may lie beyond the end: threads make the number of events vary
+    # A late point may lie beyond the end: threads make the number of events vary.
+    for number in range(2 * num_points):
         if _num_killed(outcomes) == num_points:
             break
         victims = chance.choice([(0,), (1,), (0, 1)])
-        first = (0.0, 0.8, 0.95)[number % 3]  # the commit and what follows it are the last few of thousands of events
-        points = {rank: chance.randint(1 + int(first * events[rank]), events[rank]) for rank in victims}
+        # The commit and what follows it are the last few of thousands of events.
+        first = (0.0, 0.8, 0.95)[number % 3]
+        points = {
+            rank: chance.randint(1 + int(first * events[rank]), events[rank]) for rank in victims
+        }
         case = Path(folder, str(number))
         case.mkdir()
         outcomes.append(_kill_once(_path(place, str(case)), case, method, overwrite, points))
@@ -85,16 +107,25 @@ def _num_killed(outcomes: list[Outcome]) -> int:
     return sum(-signal.SIGKILL in ends for _, ends in outcomes)
 
 
-def _check(outcomes: list[Outcome], before: int | None, num_points: int, *, both_sides: bool = True) -> None:
+def _check(
+    outcomes: list[Outcome], before: int | None, num_points: int, *, both_sides: bool = True
+) -> None:
     assert _num_killed(outcomes) == num_points
     assert {found for found, _ in outcomes} <= {before, 2}
     for found, ends in outcomes:
         if ends[0] == 0:  # the first rank returned from the save: it was promised to be there
             assert found == 2
-    assert not both_sides or len({found for found, _ in outcomes}) == 2, "the points should fall on both sides of the commit"
+    assert not both_sides or len({found for found, _ in outcomes}) == 2, (
+        "the points should fall on both sides of the commit"
+    )
 
 
-KINDS = [("disk", save), ("disk", save_in_background), ("store", save), ("store", save_in_background)]
+KINDS = [
+    ("disk", save),
+    ("disk", save_in_background),
+    ("store", save),
+    ("store", save_in_background),
+]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +137,35 @@ KINDS = [("disk", save), ("disk", save_in_background), ("store", save), ("store"
         pytest.param(*KINDS[1], True, marks=pytest.mark.slow),
     ],
 )
-def test_killed_at_random_points(tmp_path: Path, place: Place, method: Save, overwrite: bool) -> None:
-    (outcomes,) = run_ranks(1, _kill_at_random, str(tmp_path), place, method, overwrite, NUM_POINTS, FIRST_SEED, timeout_s=300)
+def test_killed_at_random_points(
+    tmp_path: Path, place: Place, method: Save, overwrite: bool
+) -> None:
+    (outcomes,) = run_ranks(
+        1,
+        _kill_at_random,
+        str(tmp_path),
+        place,
+        method,
+        overwrite,
+        NUM_POINTS,
+        FIRST_SEED,
+        timeout_s=300,
+    )
     _check(outcomes, 1 if overwrite else None, NUM_POINTS)
 
 
 def test_killed_at_some_points_of_a_save_to_an_object_store(tmp_path: Path) -> None:
-    (outcomes,) = run_ranks(1, _kill_at_random, str(tmp_path), "store", save_in_background, True, 10, FIRST_SEED, timeout_s=100)
+    (outcomes,) = run_ranks(
+        1,
+        _kill_at_random,
+        str(tmp_path),
+        "store",
+        save_in_background,
+        True,
+        10,
+        FIRST_SEED,
+        timeout_s=100,
+    )
     _check(outcomes, 1, 10, both_sides=False)
 
 
@@ -121,8 +174,20 @@ def test_killed_at_some_points_of_a_save_to_an_object_store(tmp_path: Path) -> N
 @pytest.mark.parametrize(("place", "method"), KINDS)
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("seed", LONG_SEEDS)
-def test_killed_at_many_random_points(tmp_path: Path, place: Place, method: Save, overwrite: bool, seed: int) -> None:
-    (outcomes,) = run_ranks(1, _kill_at_random, str(tmp_path), place, method, overwrite, NUM_LONG_POINTS, seed, timeout_s=850)
+def test_killed_at_many_random_points(
+    tmp_path: Path, place: Place, method: Save, overwrite: bool, seed: int
+) -> None:
+    (outcomes,) = run_ranks(
+        1,
+        _kill_at_random,
+        str(tmp_path),
+        place,
+        method,
+        overwrite,
+        NUM_LONG_POINTS,
+        seed,
+        timeout_s=850,
+    )
     _check(outcomes, 1 if overwrite else None, NUM_LONG_POINTS)
 
 

@@ -1,4 +1,5 @@
-"""Worker processes, as ``generate`` starts them: all end with one that fails, and with the process that started them."""
+"""Worker processes, as ``generate`` starts them: all end with one that fails, and with the process
+that started them."""
 
 from __future__ import annotations
 
@@ -43,20 +44,32 @@ def started(folder: str | Path) -> list[int]:
 
 @pytest.mark.slow  # the end of the process that started them is the harder case
 @pytest.mark.parametrize("fault", ["kill", "raise"])
-def test_workers_end_with_one_that_fails(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = {"kill": (ProcessExitedException, "SIGKILL"), "raise": (ProcessRaisedException, "the injected fault")}[fault]
+def test_workers_end_with_one_that_fails(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = {
+        "kill": (ProcessExitedException, "SIGKILL"),
+        "raise": (ProcessRaisedException, "the injected fault"),
+    }[fault]
     with pytest.raises(expected[0], match=expected[1]):
         run_workers(work, (str(tmp_path), fault), 2)
     end = {"kill": "was killed by SIGKILL", "raise": "ended with exit code 1"}[fault]
-    assert re.search(rf"rank 1 failed: its process \d+ {end}; ending the job\n", capsys.readouterr().err)
+    assert re.search(
+        rf"rank 1 failed: its process \d+ {end}; ending the job\n", capsys.readouterr().err
+    )
     assert not any(map(psutil.pid_exists, started(tmp_path)))
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    program = f"from tests.faults.test_workers import run_workers, work\nrun_workers(work, ({str(tmp_path)!r}, 'none'), 2)"
+    program = (
+        "from tests.faults.test_workers import run_workers, work\nrun_workers(work, "
+        f"({str(tmp_path)!r}, 'none'), 2)"
+    )
     starter = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     pids = started(tmp_path)
     starter.kill()
     starter.wait()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=15)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=15
+    )
     assert not alive

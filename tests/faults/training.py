@@ -1,7 +1,9 @@
-"""A training job of two ranks that saves after every step, and dies before any change of the disk that one chooses.
+"""A training job of two ranks that saves after every step, and dies before any change of the disk
+that one chooses.
 
-Run as a program: ``python -m tests.faults.training START_METHOD FOLDER SAVING POINTS``, also under torchrun; ``SAVING`` is sync
-or async, ``POINTS`` a JSON object of rank -> number of the change before which that rank dies.
+Run as a program: ``python -m tests.faults.training START_METHOD FOLDER SAVING POINTS``, also under
+torchrun; ``SAVING`` is sync or async, ``POINTS`` a JSON object of rank -> number of the change
+before which that rank dies.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Points = Mapping[int, int]
 
 
 class DiskWatch:
-    """Notes every change that this process makes to the disk, and kills the process before one of them.
+    """Notes every change that this process makes to the disk, and kills the process before one of
+    them.
 
     Args:
         fatal: Which one, counted from 1; None: none.
@@ -49,7 +52,9 @@ class DiskWatch:
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
-                self.changes.append(" ".join([name, *(Path(a).name for a in args if not isinstance(a, int))]))
+                self.changes.append(
+                    " ".join([name, *(Path(a).name for a in args if not isinstance(a, int))])
+                )
                 if len(self.changes) == self._fatal:
                     print(f"FAULT {time.time()} {os.getpid()}", flush=True)
                     die()
@@ -74,11 +79,15 @@ class _Progress(pl.Callback):
             with open(f"{self.folder}/begun", "ab", buffering=0) as file:
                 file.write(b".")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self.losses[trainer.global_step] = float(outputs["loss"])
 
 
-def train(folder: str, saving: str, points: Points, start_method: Any = "popen") -> tuple[dict[int, float], list[str]]:
+def train(
+    folder: str, saving: str, points: Points, start_method: Any = "popen"
+) -> tuple[dict[int, float], list[str]]:
     """Train from the last checkpoint in ``<folder>/run``, or from the beginning, to the end.
 
     Returns:
@@ -86,7 +95,13 @@ def train(folder: str, saving: str, points: Points, start_method: Any = "popen")
     """
     progress = _Progress(folder, points)
     keep = ModelCheckpoint(
-        f"{folder}/run", "{step}", monitor="step", mode="max", save_top_k=2, save_last=True, every_n_train_steps=1
+        f"{folder}/run",
+        "{step}",
+        monitor="step",
+        mode="max",
+        save_top_k=2,
+        save_last=True,
+        every_n_train_steps=1,
     )
     strategy = MegatronStrategy(
         pipeline_model_parallel_size=2,
@@ -96,7 +111,9 @@ def train(folder: str, saving: str, points: Points, start_method: Any = "popen")
     )
     is_new = not Path(folder, "run", "last.ckpt").exists()
     pl.seed_everything(7 if is_new else 8, verbose=False)  # a checkpoint must know better
-    fit = trainer(strategy, devices=2, max_steps=STEPS, callbacks=[progress, keep], enable_checkpointing=True)
+    fit = trainer(
+        strategy, devices=2, max_steps=STEPS, callbacks=[progress, keep], enable_checkpointing=True
+    )
     data = ToyData(batch_size=8, num_samples=8 * (STEPS + 1), shuffle=True)
     fit.fit(ToyModule(num_layers=2, mask=True), datamodule=data, ckpt_path="last")
     return progress.losses, progress.disk.changes

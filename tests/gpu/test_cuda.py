@@ -22,7 +22,10 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSp
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 CUDA = "cuda:0"
 NUM_STEPS = 5
@@ -44,11 +47,15 @@ class _Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self.losses.append(float(outputs["loss"]))
 
 
-def _losses(accelerator: str, precision: str = "32-true", *, num_microbatches: int = 1) -> list[float]:
+def _losses(
+    accelerator: str, precision: str = "32-true", *, num_microbatches: int = 1
+) -> list[float]:
     """Train from weights drawn on the CPU, whose generator differs from a GPU's."""
     module = GPTLightningModule(_config(), learning_rate=1e-3)
     module.configure_model()
@@ -75,8 +82,11 @@ def _losses(accelerator: str, precision: str = "32-true", *, num_microbatches: i
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_training_steps_equal_the_cpus(num_microbatches: int) -> None:
-    # fp32 without TF32 (torch's default); kernels add up in another order, and five Adam steps amplify it
-    assert _losses("gpu", num_microbatches=num_microbatches) == pytest.approx(_losses("cpu"), rel=1e-4)
+    # fp32 without TF32 (torch's default); kernels add up in another order, and five Adam steps
+    # amplify it
+    assert _losses("gpu", num_microbatches=num_microbatches) == pytest.approx(
+        _losses("cpu"), rel=1e-4
+    )
 
 
 def test_bf16_mixed_follows_fp32() -> None:
@@ -86,7 +96,9 @@ def test_bf16_mixed_follows_fp32() -> None:
 
 def test_bf16_parameters_with_fp32_masters_follow_fp32() -> None:
     # as above; the weights are rounded as well
-    assert _losses("gpu", "bf16-true", num_microbatches=2) == pytest.approx(_losses("cpu"), rel=2e-2)
+    assert _losses("gpu", "bf16-true", num_microbatches=2) == pytest.approx(
+        _losses("cpu"), rel=2e-2
+    )
 
 
 @pytest.fixture
@@ -137,7 +149,9 @@ def _reduced(device: str) -> tuple[Tensor, Tensor]:
     """Accumulate two bf16 gradients that bf16 cannot add, and step once."""
     weight = nn.Parameter(torch.arange(6, dtype=torch.bfloat16, device=device).view(2, 3))
     specs = {"weight": ShardSpec.replicated((2, 3))}
-    reducer = GradientReducer({"weight": weight}, specs, ParallelContext(ParallelLayout(), device=device), sharded=False)
+    reducer = GradientReducer(
+        {"weight": weight}, specs, ParallelContext(ParallelLayout(), device=device), sharded=False
+    )
     optimizer = torch.optim.SGD([weight], lr=0.5)
     DistributedOptimizer(optimizer, reducer)
     reducer.begin_step()
@@ -164,7 +178,9 @@ def test_cross_entropy_of_one_rank_equals_torchs() -> None:
     targets = torch.randint(0, 96, (5, 4), device=CUDA)
     group = ParallelContext(ParallelLayout(), device=CUDA).tp
     losses = vocab_parallel_cross_entropy(logits, targets, group)
-    expected = nn.functional.cross_entropy(plain.flatten(0, 1), targets.flatten(), reduction="none").view(5, 4)
+    expected = nn.functional.cross_entropy(
+        plain.flatten(0, 1), targets.flatten(), reduction="none"
+    ).view(5, 4)
     losses.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(losses, expected)
@@ -175,8 +191,12 @@ def test_cross_entropy_of_one_rank_equals_torchs() -> None:
     "options",
     [
         RecomputeOptions(offload_modules=["**.layers.*"], offload_min_bytes=0),
-        RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-        RecomputeOptions(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]),
+        RecomputeOptions(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        ),
+        RecomputeOptions(
+            recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
+        ),
         RecomputeOptions(
             recompute_granularity="full",
             recompute_method="uniform",
@@ -188,18 +208,29 @@ def test_cross_entropy_of_one_rank_equals_torchs() -> None:
     ids=["offload", "full", "selective", "both"],
 )
 def test_less_memory_and_the_same_step(options: RecomputeOptions) -> None:
-    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 96, "max_sequence_length": 256}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+        "max_sequence_length": 256,
+    }
     with torch.device(CUDA):
         model = GPTModel(TransformerConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.1))
         tokens = torch.arange(8 * 256).view(8, 256) % 96
-    (loss, gradients, plain), *others = [_step_and_memory(model, tokens, apply) for apply in (None, options)]
+    (loss, gradients, plain), *others = [
+        _step_and_memory(model, tokens, apply) for apply in (None, options)
+    ]
     again, same, less = others[0]
     assert torch.equal(loss, again)
-    torch.testing.assert_close(same, gradients)  # gradients of embeddings are summed in no fixed order
+    # Gradients of embeddings are summed in no fixed order.
+    torch.testing.assert_close(same, gradients)
     assert less < 0.8 * plain
 
 
-def _step_and_memory(model: GPTModel, tokens: Tensor, options: RecomputeOptions | None) -> tuple[Tensor, list[Tensor], int]:
+def _step_and_memory(
+    model: GPTModel, tokens: Tensor, options: RecomputeOptions | None
+) -> tuple[Tensor, list[Tensor], int]:
     """Return loss, gradients, and the bytes that the forward pass has kept."""
     if options is not None:
         apply_recompute(model, options)

@@ -26,17 +26,28 @@ def some_tensors() -> dict[str, Tensor]:
 
 
 def save_tensors(
-    path: Path, tensors: dict[str, Tensor] | None = None, state: dict[str, Any] | None = None, **options: Any
+    path: Path,
+    tensors: dict[str, Tensor] | None = None,
+    state: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Save whole tensors, :func:`some_tensors` if none are given."""
     tensors = some_tensors() if tensors is None else tensors
-    save_sharded(path, [TensorShards.full(name, t) for name, t in tensors.items()], state or {"epoch": 1}, **options)
+    save_sharded(
+        path,
+        [TensorShards.full(name, t) for name, t in tensors.items()],
+        state or {"epoch": 1},
+        **options,
+    )
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Load everything that a checkpoint holds."""
     source = open_checkpoint(path)
-    tensors = {name: torch.full(info.shape, 99, dtype=info.dtype) for name, info in source.tensors().items()}
+    tensors = {
+        name: torch.full(info.shape, 99, dtype=info.dtype)
+        for name, info in source.tensors().items()
+    }
     load_sharded(source, [TensorShards.full(name, t) for name, t in tensors.items()])
     return tensors
 

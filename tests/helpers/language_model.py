@@ -1,4 +1,5 @@
-"""Short trainings of the language model on random tokens: what recomputed and compiled layers are compared by."""
+"""Short trainings of the language model on random tokens: what recomputed and compiled layers are
+compared by."""
 
 from __future__ import annotations
 
@@ -17,16 +18,23 @@ from tests.helpers.trainers import Losses, trainer
 STEPS, BATCH, SEQUENCE, VOCABULARY = 2, 4, 8, 30
 RECOMPUTE: dict[str, RecomputeOptions | None] = {
     "none": None,
-    "uniform": RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-    "block": RecomputeOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "selective": RecomputeOptions(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]),
+    "uniform": RecomputeOptions(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
+    "block": RecomputeOptions(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+    ),
+    "selective": RecomputeOptions(
+        recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
+    ),
 }
 
 
 def small_gpt(num_layers: int, dropout: float = 0.0, **options: Any) -> TransformerConfig:
     """Return a config whose gradients are large enough to tell two runs apart."""
     return TransformerConfig(
-        num_layers=num_layers, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        num_layers=num_layers, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
         init_method_std=0.1, hidden_dropout=dropout, attention_dropout=dropout, **options,
     )  # fmt: skip
 
@@ -34,8 +42,11 @@ def small_gpt(num_layers: int, dropout: float = 0.0, **options: Any) -> Transfor
 def losses_of(
     module: GPTLightningModule, strategy: MegatronStrategy | str, callbacks: Sequence[pl.Callback]
 ) -> tuple[list[float], list[float], float]:
-    """Train for ``STEPS`` steps with a validation after each; return losses, gradient norms and the last validation loss."""
-    text = torch.randint(0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    """Train for ``STEPS`` steps with a validation after each; return losses, gradient norms and the
+    last validation loss."""
+    text = torch.randint(
+        0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)
+    )
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
     record = Losses()
     fit = trainer(

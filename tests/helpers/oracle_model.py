@@ -1,4 +1,5 @@
-"""megatron-core's recorded runs (``tests/oracles/train_runs.json``): their model, with weights and data by formula."""
+"""megatron-core's recorded runs (``tests/oracles/train_runs.json``): their model, with weights and
+data by formula."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ CLIP_NORM = 1.0
 @lru_cache(maxsize=1)
 def runs() -> list[dict[str, Any]]:
     """Return the recorded runs: ``args``, ``world``, ``loss_gradnorm`` of each step, …"""
-    recorded: list[dict[str, Any]] = json.loads((ORACLES / "train_runs.json").read_text())["facts"]["runs"]
+    recorded: list[dict[str, Any]] = json.loads((ORACLES / "train_runs.json").read_text())["facts"][
+        "runs"
+    ]
     return recorded
 
 
@@ -44,7 +47,8 @@ def config_of(args: dict[str, Any]) -> TransformerConfig:
 
 
 def fill(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the whole initial value of the parameter with this global name: norms one, the rest by formula."""
+    """Return the whole initial value of the parameter with this global name: norms one, the rest by
+    formula."""
     if "layernorm" in name:
         return torch.ones(shape)
     h = int(hashlib.md5(name.encode()).hexdigest()[:8], 16) % 10007
@@ -69,10 +73,15 @@ def build(args: dict[str, Any]) -> GPTModel:
     return model
 
 
-def data(args: dict[str, Any], step: int, micro_batch: int, *, dp_rank: int = 0, dp_size: int = 1) -> tuple[Tensor, Tensor]:
+def data(
+    args: dict[str, Any], step: int, micro_batch: int, *, dp_rank: int = 0, dp_size: int = 1
+) -> tuple[Tensor, Tensor]:
     """Return tokens and labels [mbs, s] of one micro-batch of one data-parallel rank."""
     first = step * args["gbs"] + (micro_batch * dp_size + dp_rank) * args["mbs"]
     i = torch.arange(args["seq"] + 1)
-    samples = [(i * i * 7 + s * 31 + i * (s % 5 + 1)) % args["vocab"] for s in range(first, first + args["mbs"])]
+    samples = [
+        (i * i * 7 + s * 31 + i * (s % 5 + 1)) % args["vocab"]
+        for s in range(first, first + args["mbs"])
+    ]
     batch = torch.stack(samples)
     return batch[:, :-1], batch[:, 1:]

@@ -1,4 +1,5 @@
-"""A pipeline of small stages for tests of the executor: tensors of three dtypes cross every boundary."""
+"""A pipeline of small stages for tests of the executor: tensors of three dtypes cross every
+boundary."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ WIDTH = 6
 
 
 class Stage(nn.Module):
-    """One layer between boundaries of three tensors: hidden, auxiliary (its own dtype), integer positions."""
+    """One layer between boundaries of three tensors: hidden, auxiliary (its own dtype), integer
+    positions."""
 
     def __init__(self, stage: int, skip_gradient: bool = False) -> None:
         super().__init__()
@@ -24,7 +26,9 @@ class Stage(nn.Module):
         self.auxiliary = nn.Linear(WIDTH, 1).double()
         self.skip_gradient = skip_gradient
 
-    def forward(self, hidden: Tensor, total: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, total: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         hidden = hidden + self.linear(hidden) + positions.unsqueeze(-1)
         if self.skip_gradient:
             hidden = hidden.detach()
@@ -39,13 +43,19 @@ def executor_of_two() -> tuple[PipelineExecutor, int]:
 
 def batch_of(step: int, microbatch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + microbatch)
-    return torch.randn(2, length, WIDTH, generator=generator), torch.zeros((), dtype=torch.float64), torch.arange(length)
+    return (
+        torch.randn(2, length, WIDTH, generator=generator),
+        torch.zeros((), dtype=torch.float64),
+        torch.arange(length),
+    )
 
 
 class Program:
     """Runs the stages of one rank; ``lengths[step][microbatch]`` is both shape and signature."""
 
-    def __init__(self, stages: dict[int, nn.Module], num_stages: int, lengths: list[int], step: int = 0) -> None:
+    def __init__(
+        self, stages: dict[int, nn.Module], num_stages: int, lengths: list[int], step: int = 0
+    ) -> None:
         self.stages, self.num_stages, self.lengths, self.step = stages, num_stages, lengths, step
         self.losses: list[float] = []
         self.events: list[str] = []
@@ -53,7 +63,11 @@ class Program:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None) -> Any:
         assert (received is None) == (stage == 0)
         self.events.append(f"{stage}F{microbatch}")
-        inputs = batch_of(self.step, microbatch, self.lengths[microbatch]) if received is None else received
+        inputs = (
+            batch_of(self.step, microbatch, self.lengths[microbatch])
+            if received is None
+            else received
+        )
         outputs = self.stages[stage](*inputs)
         if stage < self.num_stages - 1:
             return outputs

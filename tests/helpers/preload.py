@@ -1,4 +1,5 @@
-"""Imported once by the fork server, so that every rank starts with the package and what tests use of Lightning loaded."""
+"""Imported once by the fork server, so that every rank starts with the package and what tests use
+of Lightning loaded."""
 
 import gc
 

@@ -1,4 +1,5 @@
-"""Run a test body on several ranks, in processes of a fork server that has torch loaded (0.2 s a test; spawn costs 10 s)."""
+"""Run a test body on several ranks, in processes of a fork server that has torch loaded (0.2 s a
+test; spawn costs 10 s)."""
 
 from __future__ import annotations
 
@@ -36,19 +37,36 @@ def _fork_server() -> Any:
 
 
 def _rank_main(
-    body: Callable[..., Any], rank: int, size: int, folder: str, pipe: Connection, args: tuple[Any, ...], timeout_s: float
+    body: Callable[..., Any],
+    rank: int,
+    size: int,
+    folder: str,
+    pipe: Connection,
+    args: tuple[Any, ...],
+    timeout_s: float,
 ) -> None:
-    faulthandler.register(signal.SIGUSR1, file=os.open(_stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT))
+    faulthandler.register(
+        signal.SIGUSR1, file=os.open(_stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT)
+    )
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size)
+    )
     try:
         if size > 1:
             file_store = dist.FileStore(f"{folder}/store", size)
-            dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-            dist.barrier()  # a body without collectives would end while a peer still connects to this rank
+            dist.init_process_group(
+                "gloo",
+                store=file_store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            # A body without collectives would end while a peer still connects to this rank.
+            dist.barrier()
         result = body(*args)
         pipe.send((True, result))
         if dist.is_initialized():
@@ -63,7 +81,8 @@ def _stacks_file(folder: str, rank: int) -> str:
 
 
 def _stacks(process: BaseProcess, folder: str, rank: int) -> str:
-    """Return where every thread of a rank stands; the rank writes it from a signal handler, in whatever call it hangs."""
+    """Return where every thread of a rank stands; the rank writes it from a signal handler, in
+    whatever call it hangs."""
     stacks = Path(_stacks_file(folder, rank))
     if process.pid is None or not process.is_alive() or not stacks.exists():
         return ""
@@ -75,7 +94,9 @@ def _stacks(process: BaseProcess, folder: str, rank: int) -> str:
     return stacks.read_text()
 
 
-def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(
+    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
     """Run ``body(*args)`` on ``size`` ranks with a default gloo process group (none for one rank).
 
     Args:
@@ -88,14 +109,17 @@ def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout_s: float 
         The results by rank.
 
     Raises:
-        AssertionError: With the traceback of every rank that failed, and the stacks of every rank that gave no result.
+        AssertionError: With the traceback of every rank that failed, and the stacks of every rank
+            that gave no result.
     """
     context = _fork_server()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(body, rank, size, folder, sender, args, timeout_s))
+            process = context.Process(
+                target=_rank_main, args=(body, rank, size, folder, sender, args, timeout_s)
+            )
             process.start()
             sender.close()
             ranks.append((process, receiver))
@@ -103,7 +127,10 @@ def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout_s: float 
         try:
             for rank, (process, receiver) in enumerate(ranks):
                 if not receiver.poll(max(0.0, deadline - time.monotonic())):
-                    errors.append(f"rank {rank}: no result after {timeout_s} s\n{_stacks(process, folder, rank)}")
+                    errors.append(
+                        f"rank {rank}: no result after {timeout_s} "
+                        f"s\n{_stacks(process, folder, rank)}"
+                    )
                     continue
                 try:
                     succeeded, value = receiver.recv()

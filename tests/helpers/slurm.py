@@ -1,11 +1,13 @@
-"""Slurm's environment variables for two nodes on this machine, one rank on each, which nobody started or watches."""
+"""Slurm's environment variables for two nodes on this machine, one rank on each, which nobody
+started or watches."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-_PORTS = range(20000, 32768)  # below those that systems give to connections, one of which could take it before it is used
+# Below those that systems give to connections, one of which could take it before it is used.
+_PORTS = range(20000, 32768)
 
 
 def free_port() -> str:
@@ -29,4 +31,7 @@ def two_tasks() -> list[dict[str, str]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
     }
-    return [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)} for rank in (0, 1)]
+    return [
+        {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)}
+        for rank in (0, 1)
+    ]

@@ -1,4 +1,5 @@
-"""An ordinary LightningModule of a user's own; the only pipeline-specific parts are ``pipeline_units`` and absent units."""
+"""An ordinary LightningModule of a user's own; the only pipeline-specific parts are
+``pipeline_units`` and absent units."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.helpers.toy_decoder import SEQUENCE, VOCABULARY, ToyDecoder
 
 
 class ToyModule(pl.LightningModule):
-    def __init__(self, lr: float = 1e-2, num_layers: int = 4, plateau: bool = False, mask: bool = False) -> None:
+    def __init__(
+        self, lr: float = 1e-2, num_layers: int = 4, plateau: bool = False, mask: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model: ToyDecoder | None = None
@@ -40,7 +43,14 @@ class ToyModule(pl.LightningModule):
         self.train_mean(loss)
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True, sync_dist=True)
         self.log("train_mean", self.train_mean, on_step=False, on_epoch=True)
-        self.log("tokens", float(batch["ids"].numel()), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        self.log(
+            "tokens",
+            float(batch["ids"].numel()),
+            reduce_fx="sum",
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+        )
         return {"loss": loss, "ppl": loss.detach().exp()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -61,9 +71,15 @@ class ToyModule(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         if self.hparams.plateau:
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+            }
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def samples(num: int, seed: int) -> list[dict[str, Tensor]]:
@@ -73,7 +89,13 @@ def samples(num: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 class ToyData(pl.LightningDataModule):
-    def __init__(self, batch_size: int = 8, num_samples: int = 64, shuffle: bool = False, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        batch_size: int = 8,
+        num_samples: int = 64,
+        shuffle: bool = False,
+        num_workers: int = 0,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -82,7 +104,8 @@ class ToyData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         options = {"shuffle": self.hparams.shuffle, "num_workers": self.hparams.num_workers}
-        if self.hparams.num_workers:  # a rank of the fork server would start workers through a fork server of its own
+        # A rank of the fork server would start workers through a fork server of its own.
+        if self.hparams.num_workers:
             options["multiprocessing_context"] = "fork"
         return self._loader(self.hparams.num_samples, 1, **options)
 

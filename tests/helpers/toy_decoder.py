@@ -13,7 +13,9 @@ class ToyDecoder(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleDict(
             {
-                str(i): nn.TransformerEncoderLayer(HIDDEN, 2, 32, dropout=dropout, batch_first=True, norm_first=True)
+                str(i): nn.TransformerEncoderLayer(
+                    HIDDEN, 2, 32, dropout=dropout, batch_first=True, norm_first=True
+                )
                 for i in range(num_layers)
             }
         )
@@ -25,7 +27,9 @@ class ToyDecoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x) if self.embed is not None else x
-        mask = nn.Transformer.generate_square_subsequent_mask(h.shape[1], device=h.device, dtype=h.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            h.shape[1], device=h.device, dtype=h.dtype
+        )
         for layer in self.layers.values():
             h = layer(h, src_mask=mask, is_causal=True)
         h = self.norm(h) if self.norm is not None else h

@@ -19,7 +19,9 @@ def trainer(strategy: MegatronStrategy | str = "auto", **options: Any) -> pl.Tra
     """Return a quiet CPU Trainer over all ranks of this test."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1:  # as under torchrun: the processes exist
-        os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        os.environ.update(
+            TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+        )
     warnings.filterwarnings("ignore")
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -34,7 +36,8 @@ def trainer(strategy: MegatronStrategy | str = "auto", **options: Any) -> pl.Tra
 
 
 def precision_options(precision: str, growth_interval: int = 1000) -> dict[str, Any]:
-    """Return the Trainer's options for a precision; on the CPU the string 16-mixed would mean bf16."""
+    """Return the Trainer's options for a precision; on the CPU the string 16-mixed would mean
+    bf16."""
     if precision != "16-mixed":
         return {"precision": precision}
     scale = LossScaleOptions(initial_scale=2.0**10, growth_interval=growth_interval)
@@ -48,7 +51,9 @@ class Losses(pl.Callback):
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
     def on_before_optimizer_step(

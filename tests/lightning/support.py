@@ -1,7 +1,9 @@
-"""Layouts that every behaviour is tried under, and the comparison with plain single-device Lightning.
+"""Layouts that every behaviour is tried under, and the comparison with plain single-device
+Lightning.
 
-A *body* is a module-level function ``body(layout, folder, *args)`` that trains and returns plain data. It runs on one rank with
-Lightning's own strategy (``SINGLE``), then on the ranks of a layout with MegatronStrategy; nothing else differs.
+A *body* is a module-level function ``body(layout, folder, *args)`` that trains and returns plain
+data. It runs on one rank with Lightning's own strategy (``SINGLE``), then on the ranks of a layout
+with MegatronStrategy; nothing else differs.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from tests.helpers.toy import ToyData
 from tests.helpers.trainers import trainer
 
 GLOBAL_BATCH = 8
-# fp32 on other partial sums; AdamW divides by the square root of the second moment, which amplifies the last bits of small
-# gradients in the first steps.
+# fp32 on other partial sums; AdamW divides by the square root of the second moment, which amplifies
+# the last bits of small gradients in the first steps.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and how MegatronStrategy uses them; ``options`` None represents Lightning's own strategy."""
+    """How many ranks, and how MegatronStrategy uses them; ``options`` None represents Lightning's
+    own strategy."""
 
     name: str
     ranks: int
@@ -43,7 +46,9 @@ class Layout:
     options: tuple[tuple[str, Any], ...] | None
 
     def strategy(self, **more: Any) -> MegatronStrategy | str:
-        return "auto" if self.options is None else MegatronStrategy(**{**dict(self.options), **more})
+        return (
+            "auto" if self.options is None else MegatronStrategy(**{**dict(self.options), **more})
+        )
 
     def trainer(self, folder: str, **options: Any) -> pl.Trainer:
         return trainer(self.strategy(), default_root_dir=folder, **options)
@@ -74,7 +79,9 @@ PP2 = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=
 PP2_WHOLE = make_layout("pp2-whole", 2, 1, pipeline_model_parallel_size=2)
 TP2 = make_layout("tp2", 2, 1, tensor_model_parallel_size=2)
 TP2_DP2 = make_layout("tp2-dp2", 4, 2, tensor_model_parallel_size=2)
-TP2_TOY = make_layout("tp2-toy", 2, 1, tensor_model_parallel_size=2, sequence_parallel=False, sharding_plan=TOY_TABLE)
+TP2_TOY = make_layout(
+    "tp2-toy", 2, 1, tensor_model_parallel_size=2, sequence_parallel=False, sharding_plan=TOY_TABLE
+)
 DP2 = make_layout("dp2", 2, 2)
 DP4 = make_layout("dp4", 4, 4)
 DDP2 = make_layout("ddp2", 2, 2, data_parallel="ddp")
@@ -89,7 +96,9 @@ TP2_PP2 = make_layout(
     sequence_parallel=False,
     sharding_plan=TOY_TABLE,
 )
-PP2_DDP2 = make_layout("pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp")
+PP2_DDP2 = make_layout(
+    "pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp"
+)
 
 
 def layouts(*usual: Layout, slow: Sequence[Layout] = ()) -> Any:
@@ -104,9 +113,17 @@ def _body_main(body: Callable[..., Any], *args: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().numpy(), body(*args))
 
 
-def run(layout: Layout, body: Callable[..., Any], folder: Path | str, *args: Any, timeout_s: float = 110.0) -> list[Any]:
+def run(
+    layout: Layout,
+    body: Callable[..., Any],
+    folder: Path | str,
+    *args: Any,
+    timeout_s: float = 110.0,
+) -> list[Any]:
     """Return what ``body`` gives on every rank of ``layout``."""
-    ranks = run_ranks(layout.ranks, _body_main, body, layout, str(folder), *args, timeout_s=timeout_s)
+    ranks = run_ranks(
+        layout.ranks, _body_main, body, layout, str(folder), *args, timeout_s=timeout_s
+    )
     return tree_map_only(np.ndarray, torch.from_numpy, ranks)
 
 
@@ -128,7 +145,9 @@ def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE, where
         for index, item in enumerate(expected):
             assert_close(actual[index], item, tolerance, f"{where}[{index}]")
     elif isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}"
+        )
     elif isinstance(expected, float) and not isinstance(actual, str):
         assert actual == pytest.approx(expected, rel=tolerance, abs=1e-7), where
     else:
@@ -170,13 +189,16 @@ class Lines(pl.loggers.Logger):
 
 
 class History(pl.Callback):
-    """The three kinds of metrics that a Trainer offers, as they stand after each batch and epoch."""
+    """The three kinds of metrics that a Trainer offers, as they stand after each batch and
+    epoch."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, dict[str, float]]] = []
 
     def _note(self, trainer: pl.Trainer, *_: Any) -> None:
         kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        self.seen.append({kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds})
+        self.seen.append(
+            {kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds}
+        )
 
     on_train_batch_end = on_validation_end = on_train_epoch_end = _note

@@ -1,4 +1,5 @@
-"""Callbacks that copy, average or search: EMA, SWA, learning-rate finder, prediction writer, exceptions, monitors."""
+"""Callbacks that copy, average or search: EMA, SWA, learning-rate finder, prediction writer,
+exceptions, monitors."""
 
 from __future__ import annotations
 
@@ -42,9 +43,13 @@ from tests.lightning.support import (
 
 
 def _weights(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    """Return the parameters but the attention's bias: a constant added to all keys changes nothing, so its gradient is
-    rounding noise, which AdamW scales up."""
-    return {name: p.detach() for name, p in module.named_parameters() if not name.endswith("in_proj_bias")}
+    """Return the parameters but the attention's bias: a constant added to all keys changes nothing,
+    so its gradient is rounding noise, which AdamW scales up."""
+    return {
+        name: p.detach()
+        for name, p in module.named_parameters()
+        if not name.endswith("in_proj_bias")
+    }
 
 
 def _averaging(kind: str) -> pl.Callback:
@@ -54,7 +59,8 @@ def _averaging(kind: str) -> pl.Callback:
 
 
 def _averaged(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
-    """Train with averaged weights, save in the middle, resume from there with everything created again."""
+    """Train with averaged weights, save in the middle, resume from there with everything created
+    again."""
     data = layout.data_module()
     options: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
     whole_module = ToyModule()
@@ -95,7 +101,9 @@ def _averaged_anew(layout: Layout, folder: str) -> dict[str, Any]:
 
 
 @layouts(PP2)
-def test_averaging_of_a_model_that_is_built_anew_by_every_call(layout: Layout, tmp_path: Path) -> None:
+def test_averaging_of_a_model_that_is_built_anew_by_every_call(
+    layout: Layout, tmp_path: Path
+) -> None:
     expected = single(_averaged_anew)
     ranks = run(layout, _averaged_anew, tmp_path)
     assert {name for rank in ranks for name in rank["state"]} == expected["state"].keys()
@@ -128,7 +136,10 @@ def _swa(layout: Layout, folder: str) -> dict[str, Any]:
     swa = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
     trainer = layout.trainer(folder, max_epochs=3, callbacks=[swa])
     trainer.fit(module, datamodule=layout.data_module())
-    return {"state": _weights(module), "after": trainer.validate(module, datamodule=layout.data_module(), verbose=False)}
+    return {
+        "state": _weights(module),
+        "after": trainer.validate(module, datamodule=layout.data_module(), verbose=False),
+    }
 
 
 @layouts(PP2, slow=[DP2, PP2_DP2, MICRO])
@@ -141,17 +152,33 @@ def test_stochastic_weight_averaging(layout: Layout, tmp_path: Path) -> None:
 
 
 def _pruned(layout: Layout, folder: str, lottery: bool) -> dict[str, Any]:
-    """Pruning gives parameters other names; half of the head's smallest weights are zero after the first epoch."""
+    """Pruning gives parameters other names; half of the head's smallest weights are zero after the
+    first epoch."""
     module = ToyModule()
     module.configure_model()
     head = [(module.model.head, "weight")]
-    options: dict[str, Any] = {"use_global_unstructured": False, "use_lottery_ticket_hypothesis": lottery}
-    prune = ModelPruning("l1_unstructured", head, amount=lambda epoch: 0.5 * (epoch == 0), **options)
-    trainer = layout.trainer(folder, max_epochs=3, callbacks=[prune, ModelCheckpoint(folder)], enable_checkpointing=True)
+    options: dict[str, Any] = {
+        "use_global_unstructured": False,
+        "use_lottery_ticket_hypothesis": lottery,
+    }
+    prune = ModelPruning(
+        "l1_unstructured", head, amount=lambda epoch: 0.5 * (epoch == 0), **options
+    )
+    trainer = layout.trainer(
+        folder, max_epochs=3, callbacks=[prune, ModelCheckpoint(folder)], enable_checkpointing=True
+    )
     trainer.fit(module, datamodule=layout.data_module())
-    saved = read_full(trainer.checkpoint_callback.best_model_path) if layout.options is not None else None
+    saved = (
+        read_full(trainer.checkpoint_callback.best_model_path)
+        if layout.options is not None
+        else None
+    )
     kept = module.state_dict() if saved is None else saved["state_dict"]
-    return {"metrics": metrics_of(trainer), "head": module.model.head.weight.detach(), "kept": kept["model.head.weight"]}
+    return {
+        "metrics": metrics_of(trainer),
+        "head": module.model.head.weight.detach(),
+        "kept": kept["model.head.weight"],
+    }
 
 
 @pytest.mark.parametrize("lottery", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -166,9 +193,15 @@ def test_pruning(lottery: bool, tmp_path: Path) -> None:
 def _finder(layout: Layout, folder: str) -> dict[str, Any]:
     trainer = layout.trainer(folder, max_epochs=1)
     module = ToyModule(lr=1e-3)
-    found = Tuner(trainer).lr_find(module, datamodule=layout.data_module(num_samples=64), num_training=16, attr_name="lr")
+    found = Tuner(trainer).lr_find(
+        module, datamodule=layout.data_module(num_samples=64), num_training=16, attr_name="lr"
+    )
     trainer.fit(module, datamodule=layout.data_module())
-    return {"losses": found.results["loss"], "lr": module.hparams.lr, "metrics": metrics_of(trainer)}
+    return {
+        "losses": found.results["loss"],
+        "lr": module.hparams.lr,
+        "metrics": metrics_of(trainer),
+    }
 
 
 @layouts(PP2, slow=[DP2, PP2_DP2, MICRO])
@@ -176,7 +209,8 @@ def test_learning_rate_finder(layout: Layout, tmp_path: Path) -> None:
     expected, ranks = single(_finder), run(layout, _finder, tmp_path)
     assert len({rank["lr"] for rank in ranks}) == 1, "ranks must train with one rate"
     if layout.data == 1:  # Lightning's search reads the loss of rank 0, of its share of the batch
-        # Late in the search the rate is high and the loss chaotic: the last bits grow. The choice comes from the early part.
+        # Late in the search the rate is high and the loss chaotic: the last bits grow. The choice
+        # comes from the early part.
         assert_close(ranks[0]["losses"][:8], expected["losses"][:8])
         assert ranks[0]["lr"] == pytest.approx(expected["lr"])
 
@@ -186,10 +220,14 @@ class _Writer(BasePredictionWriter):
         super().__init__("batch_and_epoch")
         self.folder, self.batches = folder, []
 
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, *_: Any) -> None:
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, *_: Any
+    ) -> None:
         self.batches.append((list(batch_indices), prediction))
 
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+    def write_on_epoch_end(
+        self, trainer: Any, module: Any, predictions: Any, batch_indices: Any
+    ) -> None:
         self.all = ([[list(b) for b in loader] for loader in batch_indices], len(predictions))
 
 
@@ -202,7 +240,8 @@ def _predict(layout: Layout, folder: str) -> dict[str, Any]:
 
 @layouts(PP2, PP2_DP2, slow=[DP2, MICRO])
 def test_predictions_and_their_indices(layout: Layout, tmp_path: Path) -> None:
-    """Every sample once, under its own index; each replica returns its share (as Lightning's DDP), all its stages the same."""
+    """Every sample once, under its own index; each replica returns its share (as Lightning's DDP),
+    all its stages the same."""
     expected = {}
     for indices, prediction in single(_predict)["batches"]:
         expected.update(zip(indices, prediction, strict=True))
@@ -221,9 +260,16 @@ def test_predictions_and_their_indices(layout: Layout, tmp_path: Path) -> None:
 def _train_monitor(layout: Layout, folder: str) -> dict[str, Any]:
     stop = EarlyStopping("train_loss_epoch", patience=0, min_delta=0.6)
     best = ModelCheckpoint(
-        folder, "{step}-{train_mean:.3f}", monitor="train_mean", save_top_k=1, every_n_epochs=1, save_on_train_epoch_end=True
+        folder,
+        "{step}-{train_mean:.3f}",
+        monitor="train_mean",
+        save_top_k=1,
+        every_n_epochs=1,
+        save_on_train_epoch_end=True,
     )
-    trainer = layout.trainer(folder, max_epochs=6, callbacks=[stop, best], enable_checkpointing=True, limit_val_batches=0)
+    trainer = layout.trainer(
+        folder, max_epochs=6, callbacks=[stop, best], enable_checkpointing=True, limit_val_batches=0
+    )
     trainer.fit(ToyModule(), datamodule=layout.data_module())
     return {
         "stopped": stop.stopped_epoch,
@@ -242,7 +288,8 @@ def test_monitors_of_training_metrics(layout: Layout, tmp_path: Path) -> None:
 
 def _best_and_last(layout: Layout, folder: str) -> dict[str, Any]:
     """``ckpt_path`` "best" and "last" find what ModelCheckpoint wrote."""
-    keep = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", mode="max", save_last=True)  # "max": the first epoch is best
+    # "max": the first epoch is best.
+    keep = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", mode="max", save_last=True)
     trainer = layout.trainer(folder, max_epochs=3, callbacks=[keep], enable_checkpointing=True)
     module, data = ToyModule(), layout.data_module()
     trainer.fit(module, datamodule=data)
@@ -253,10 +300,19 @@ def _best_and_last(layout: Layout, folder: str) -> dict[str, Any]:
     predicted = trainer.predict(datamodule=data, ckpt_path="best") if layout.data == 1 else None
     record = Losses()
     more = layout.trainer(
-        folder, max_epochs=4, callbacks=[record, ModelCheckpoint(folder, save_last=True)], enable_checkpointing=True
+        folder,
+        max_epochs=4,
+        callbacks=[record, ModelCheckpoint(folder, save_last=True)],
+        enable_checkpointing=True,
     )
     more.fit(ToyModule(), datamodule=layout.data_module(), ckpt_path="last")
-    results = {"now": now, "best": best, "tested": tested, "last": last, "file": os.path.basename(keep.best_model_path)}
+    results = {
+        "now": now,
+        "best": best,
+        "tested": tested,
+        "last": last,
+        "file": os.path.basename(keep.best_model_path),
+    }
     return {**results, "predicted": predicted, "more": record.norms, "epochs": more.current_epoch}
 
 
@@ -271,7 +327,9 @@ def test_checkpoint_path_best_and_last(layout: Layout, tmp_path: Path) -> None:
 
 
 class _Boom(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 2:
             raise ValueError("boom")
 
@@ -280,7 +338,9 @@ def _interrupted(layout: Layout, folder: str) -> list[str]:
     seen: list[str] = []
     note = LambdaCallback(on_exception=lambda trainer, module, error: seen.append(repr(error)))
     rescue = OnExceptionCheckpoint(folder, "rescue")
-    trainer = layout.trainer(folder, max_epochs=1, callbacks=[_Boom(), note, rescue], enable_checkpointing=True)
+    trainer = layout.trainer(
+        folder, max_epochs=1, callbacks=[_Boom(), note, rescue], enable_checkpointing=True
+    )
     with pytest.raises(ValueError, match="boom"):
         trainer.fit(ToyModule(), datamodule=layout.data_module())
     return seen
@@ -296,7 +356,8 @@ def _rescued(layout: Layout, folder: str) -> tuple[list[float], int]:
 
 @layouts(PP2, slow=[DP2, MICRO])
 def test_exception_on_every_rank_leaves_a_checkpoint(layout: Layout, tmp_path: Path) -> None:
-    """An error that all ranks meet at the same place: the callback saves, and training resumes from there."""
+    """An error that all ranks meet at the same place: the callback saves, and training resumes from
+    there."""
     assert run(layout, _interrupted, tmp_path) == [["ValueError('boom')"]] * layout.ranks
     norms, steps = single(_rescued)  # never interrupted
     for rank in run(layout, _rescued, tmp_path):

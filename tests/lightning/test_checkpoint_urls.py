@@ -1,4 +1,5 @@
-"""Tools and ``ckpt_path="last"`` where checkpoints are in an object store: the same results and the same care as on a disk."""
+"""Tools and ``ckpt_path="last"`` where checkpoints are in an object store: the same results and the
+same care as on a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.callbacks import RescueCheckpoint
-from megatron_lightning.checkpoint import TensorShards, consolidate, consolidation, open_checkpoint, save_sharded
+from megatron_lightning.checkpoint import (
+    TensorShards,
+    consolidate,
+    consolidation,
+    open_checkpoint,
+    save_sharded,
+)
 from megatron_lightning.checkpoint.pruning import find_prunable, list_checkpoints, prune
 from megatron_lightning.cli import main
 from megatron_lightning.errors import ConfigError
@@ -39,7 +46,10 @@ def _save(name: str, step: int, **state: Any) -> torch.Tensor:
     weight = torch.full((6, 4), float(step))
     url = f"{RUN}/{name}"
     save_sharded(
-        url, [TensorShards.full("state_dict.weight", weight)], {"global_step": step, **state}, info={"global_step": step}
+        url,
+        [TensorShards.full("state_dict.weight", weight)],
+        {"global_step": step, **state},
+        info={"global_step": step},
     )
     return weight
 
@@ -73,7 +83,10 @@ def test_every_tool_reads_and_writes_urls(store: Any, capsys: pytest.CaptureFixt
     assert all(title in page.err for title in ("resharding", "averaging", "consolidating"))
     main(["checkpoint", "prune", RUN, "--keep-last", "1", "--keep", "mean*", "--delete"])
     assert "deleting" in capsys.readouterr().err
-    assert [os.path.basename(found.path) for found in list_checkpoints(RUN)] == ["mean.ckpt", "b.ckpt"]
+    assert [os.path.basename(found.path) for found in list_checkpoints(RUN)] == [
+        "mean.ckpt",
+        "b.ckpt",
+    ]
 
 
 def test_a_damaged_object_is_named(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,18 +97,27 @@ def test_a_damaged_object_is_named(store: Any, capsys: pytest.CaptureFixture[str
     store.pipe_file(path, bytes(data))
     with pytest.raises(SystemExit):
         main(["checkpoint", "verify", f"{RUN}/a.ckpt"])
-    assert f"{os.path.basename(path)}: bytes {len(data) - 96} to {len(data)} do not match" in capsys.readouterr().err
+    assert (
+        f"{os.path.basename(path)}: bytes {len(data) - 96} to {len(data)} do not match"
+        in capsys.readouterr().err
+    )
 
 
-def test_an_interrupted_consolidation_leaves_no_object(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_consolidation_leaves_no_object(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save("a.ckpt", 2)
-    monkeypatch.setattr(consolidation, "_bytes", lambda *_: (_ for _ in ()).throw(OSError("the network is down")))
+    monkeypatch.setattr(
+        consolidation, "_bytes", lambda *_: (_ for _ in ()).throw(OSError("the network is down"))
+    )
     with pytest.raises(OSError, match="network"):
         consolidate(f"{RUN}/a.ckpt", f"{RUN}/a.safetensors", format="safetensors")
     assert not store.exists("/tools-run/a.safetensors")
 
 
-def test_leftovers_of_killed_saves_are_found_when_they_are_old(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_killed_saves_are_found_when_they_are_old(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {"ModelCheckpoint{}": {"best_model_path": f"{RUN}/step=2.ckpt", "best_k_models": {}}}
     for step in (2, 4, 6):
         _save(f"step={step}.ckpt", step, callbacks=kept)
@@ -121,13 +143,17 @@ def test_leftovers_of_killed_saves_are_found_when_they_are_old(store: Any, monke
 
 
 def test_last_is_the_newest_committed_of_all_callbacks(store: Any, tmp_path: Path) -> None:
-    fit = trainer(callbacks=[ModelCheckpoint(RUN), RescueCheckpoint(RUN)], enable_checkpointing=True)
+    fit = trainer(
+        callbacks=[ModelCheckpoint(RUN), RescueCheckpoint(RUN)], enable_checkpointing=True
+    )
     arguments: tuple[Any, ...] = ("module", None, None, None, "last", None)
     # Nothing yet: Lightning says so and starts from the beginning.
     assert with_last_checkpoint(fit, arguments, {}) == (arguments, {})
     _save("last.ckpt", 2)
     _save("rescue.ckpt", 4)
-    store.pipe_file("/tools-run/last-v1.ckpt/tensors.0123456789ab.00000.000.safetensors", b"never committed")
+    store.pipe_file(
+        "/tools-run/last-v1.ckpt/tensors.0123456789ab.00000.000.safetensors", b"never committed"
+    )
     assert with_last_checkpoint(fit, arguments, {})[0][4] == f"{RUN}/rescue.ckpt"
     assert with_last_checkpoint(fit, (), {"ckpt_path": "last", "model": "a"})[1] == {
         "ckpt_path": f"{RUN}/rescue.ckpt",
@@ -137,6 +163,12 @@ def test_last_is_the_newest_committed_of_all_callbacks(store: Any, tmp_path: Pat
     assert with_last_checkpoint(fit, arguments, {})[0][4] == f"{RUN}/last.ckpt"
     local = trainer(callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True)
     assert with_last_checkpoint(local, arguments, {}) == (arguments, {})
-    root = pl.Trainer(default_root_dir=RUN, callbacks=[ModelCheckpoint()], logger=False, accelerator="cpu", devices=1)
+    root = pl.Trainer(
+        default_root_dir=RUN,
+        callbacks=[ModelCheckpoint()],
+        logger=False,
+        accelerator="cpu",
+        devices=1,
+    )
     _save("checkpoints/last.ckpt", 8)
     assert with_last_checkpoint(root, arguments, {})[0][4] == f"{RUN}/checkpoints/last.ckpt"

@@ -1,4 +1,5 @@
-"""The command line: every command is found, values reach the objects, and a wrong value is one line and exit code 2."""
+"""The command line: every command is found, values reach the objects, and a wrong value is one line
+and exit code 2."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ data:
 class BuiltToy(ToyModule):
     """Built at once, as the command line's ``optimizer:`` section needs it."""
 
-    def __init__(self, lr: float = 1e-2, num_layers: int = 4, plateau: bool = False, mask: bool = False) -> None:
+    def __init__(
+        self, lr: float = 1e-2, num_layers: int = 4, plateau: bool = False, mask: bool = False
+    ) -> None:
         super().__init__(lr, num_layers, plateau, mask)
         self.configure_model()
 
@@ -65,7 +68,11 @@ def _fails(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a wrong command; return the one line it prints."""
     with pytest.raises(SystemExit) as exit_:
         main(args)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron-lightning: error:")]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("megatron-lightning: error:")
+    ]
     assert exit_.value.code == 2 and len(lines) == 1
     return lines[0]
 
@@ -75,13 +82,28 @@ def _made(args: list[str]) -> LightningCLI:
 
 
 def _slow(*cases: tuple[str, ...]) -> list[Any]:
-    """Return further cases of the same kind; each parses the options of a whole job, which takes seconds."""
+    """Return further cases of the same kind; each parses the options of a whole job, which takes
+    seconds."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def test_help_lists_the_commands() -> None:
-    result = subprocess.run([sys.executable, "-m", "megatron_lightning", "--help"], capture_output=True, text=True, check=True)
-    for command in ("fit", "validate", "test", "predict", "preprocess", "generate", "checkpoint", "schedule"):
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_lightning", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for command in (
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "preprocess",
+        "generate",
+        "checkpoint",
+        "schedule",
+    ):
         assert f"\n  {command} " in result.stdout
 
 
@@ -105,42 +127,63 @@ def test_a_value_of_the_strategy_is_set_over_the_file(config: str) -> None:
 def test_a_pipeline_is_described_in_the_file(config: str, tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(
-        "trainer: {devices: 2, strategy: {class_path: megatron_lightning.strategies.MegatronStrategy, init_args: {\n"
+        "trainer: {devices: 2, strategy: {class_path: "
+        "megatron_lightning.strategies.MegatronStrategy, init_args: {\n"
         "  pipeline_model_parallel_size: 2,\n"
         "  pipeline_schedule: [1F0 1B0, 0F0 0B0],\n"
         "  pipeline_options: {pipeline_model_parallel_layout: 'Ett*1|(t)*2,L'}}}}\n" + TOY
     )
     strategy = _made(["--config", str(path)]).trainer.strategy
-    assert isinstance(strategy, MegatronStrategy) and str(strategy.options.schedule.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0"
+    assert (
+        isinstance(strategy, MegatronStrategy)
+        and str(strategy.options.schedule.table(1)) == "0: 1F0 1B0\n1: 0F0 0B0"
+    )
     assert strategy.options.pipeline.pipeline_model_parallel_layout == "Ett*1|(t)*2,L"
     option = "--trainer.strategy.pipeline_options.num_layers_in_first_pipeline_stage=1"
     strategy = _made(["--config", config, option]).trainer.strategy
-    assert isinstance(strategy, MegatronStrategy) and strategy.options.pipeline.num_layers_in_first_pipeline_stage == 1
+    assert (
+        isinstance(strategy, MegatronStrategy)
+        and strategy.options.pipeline.num_layers_in_first_pipeline_stage == 1
+    )
 
 
 def test_recomputation_is_yaml(tmp_path: Path, config: str) -> None:
     path = tmp_path / "recompute.yaml"
     options = "recompute: {recompute_granularity: selective, recompute_modules: [core_attn, mlp]}"
-    path.write_text(Path(config).read_text().replace("micro_batch_size: 2", f"micro_batch_size: 2\n      {options}"))
-    strategy = _made(["--config", str(path), "--trainer.strategy.recompute.offload_modules=[mlp]"]).trainer.strategy
+    path.write_text(
+        Path(config)
+        .read_text()
+        .replace("micro_batch_size: 2", f"micro_batch_size: 2\n      {options}")
+    )
+    strategy = _made(
+        ["--config", str(path), "--trainer.strategy.recompute.offload_modules=[mlp]"]
+    ).trainer.strategy
     assert isinstance(strategy, MegatronStrategy)
     assert list(strategy.options.recompute.recompute_modules) == ["core_attn", "mlp"]
     assert list(strategy.options.recompute.offload_modules) == ["mlp"]
 
 
 def test_the_strategy_is_known_by_name(config: str) -> None:
-    assert isinstance(_made(["--config", config, "--trainer.strategy", "megatron"]).trainer.strategy, MegatronStrategy)
+    assert isinstance(
+        _made(["--config", config, "--trainer.strategy", "megatron"]).trainer.strategy,
+        MegatronStrategy,
+    )
 
 
 def test_our_model_and_data_need_no_class_path(tmp_path: Path, config: str) -> None:
     path = tmp_path / "gpt.yaml"
-    sizes = "{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32, max_sequence_length: 8}"
+    sizes = (
+        "{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32, "
+        "max_sequence_length: 8}"
+    )
     path.write_text(
         f"{CONFIG}model: {{init_args: {{config: {sizes}}}}}\n"
         "data: {init_args: {data_prefix: nowhere, sequence_length: 8, batch_size: 2}}\n"
     )
     cli = _made(["--config", str(path), "--model.config.num_layers=3"])
-    assert isinstance(cli.model, GPTLightningModule) and isinstance(cli.datamodule, PretrainDataModule)
+    assert isinstance(cli.model, GPTLightningModule) and isinstance(
+        cli.datamodule, PretrainDataModule
+    )
     assert cli.model.config.num_layers == 3 and cli.model.config.hidden_size == 16
 
 
@@ -150,10 +193,13 @@ def test_schedule_and_parameter_groups_are_yaml(tmp_path: Path, config: str) -> 
         f"""{CONFIG}
 model:
   init_args:
-    config: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32, max_sequence_length: 8}}
+    config:
+      {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32,
+        max_sequence_length: 8}}
     lr_schedule: {{lr_decay_style: WSD, lr_decay_steps: 100, wsd_decay_steps: 10, unit: samples}}
     param_groups:
-      - {{name: embeddings, params: ["**word_embeddings.weight"], lr: 1.0e-4, options: {{betas: [0.8, 0.9]}}}}
+      - {{name: embeddings, params: ["**word_embeddings.weight"], lr: 1.0e-4,
+          options: {{betas: [0.8, 0.9]}}}}
       - {{name: no_decay, max_dims: 1, wd_mult: 0}}
 data:
   init_args:
@@ -168,12 +214,18 @@ data:
     assert isinstance(model, GPTLightningModule)
     model.configure_model()
     configured: Any = model.configure_optimizers()
-    assert [group["name"] for group in configured["optimizer"].param_groups] == ["default", "embeddings", "no_decay"]
+    assert [group["name"] for group in configured["optimizer"].param_groups] == [
+        "default",
+        "embeddings",
+        "no_decay",
+    ]
     assert configured["optimizer"].param_groups[1]["betas"] == [0.8, 0.9]
     assert configured["lr_scheduler"]["scheduler"].schedule.min_lr == 1e-5
 
 
-def test_a_schedule_of_the_command_line_is_stepped_with_the_optimizer(tmp_path: Path, config: str) -> None:
+def test_a_schedule_of_the_command_line_is_stepped_with_the_optimizer(
+    tmp_path: Path, config: str
+) -> None:
     path = tmp_path / "scheduled.yaml"
     path.write_text(
         Path(config).read_text().replace("tests.helpers.toy.ToyModule", f"{__name__}.BuiltToy")
@@ -184,49 +236,84 @@ lr_scheduler:
   init_args: {schedule: {lr_decay_style: linear, lr_decay_steps: 4}}
 """
     )
-    cli = _made(["--config", str(path), "--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"])
+    cli = _made(
+        ["--config", str(path), "--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
+    )
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.25]
 
 
 def test_fit_runs(config: str, recwarn: pytest.WarningsRecorder) -> None:
     main(["fit", "--config", config, "--trainer.max_steps=1", "--trainer.num_sanity_val_steps=0"])
-    assert not [warning for warning in recwarn if "LeafSpec" in str(warning.message)]  # Lightning's, on every rank
+    # Lightning's, on every rank.
+    assert not [warning for warning in recwarn if "LeafSpec" in str(warning.message)]
 
 
 def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["fit", "--config", config, "--trainer.strategy.tensor_model_parallel_size=2", "--print_config"])
+        main(
+            [
+                "fit",
+                "--config",
+                config,
+                "--trainer.strategy.tensor_model_parallel_size=2",
+                "--print_config",
+            ]
+        )
     assert exit_.value.code == 0 and "tensor_model_parallel_size: 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--trainer.strategy.pipeline_model_parallel_size=3", "cannot be divided into model replicas of 3"),
+        (
+            "--trainer.strategy.pipeline_model_parallel_size=3",
+            "cannot be divided into model replicas of 3",
+        ),
         ("--trainer.strategy.tensor_paralel=2", "tensor_paralel"),
         ("--trainer.num_nodes=0", "`num_nodes` must be a positive integer, but got 0."),
-        ("--trainer.callbacks+=EarlyStopping", "EarlyStopping': the following arguments are required: monitor"),
+        (
+            "--trainer.callbacks+=EarlyStopping",
+            "EarlyStopping': the following arguments are required: monitor",
+        ),
         *_slow(
             ("--trainer.strategy.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
             ("--trainer.max_steps=many", "many"),
             ("--trainer.accelerator=tpu", "torch_xla"),
             ("--trainer.precision=transformer-engine", "transformer_engine"),
             ("--trainer.max_time=soon", "soon"),
-            ("--trainer.devices=-1", "`devices` selected with `CPUAccelerator` should be an int > 0."),
-            ("--trainer.val_check_interval=5000", "`val_check_interval` (5000) must be less than or equal to the number of"),
-            ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches is 0; it must be a positive"),
-            ("--trainer.callbacks=NoSuch", 'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch'),
+            (
+                "--trainer.devices=-1",
+                "`devices` selected with `CPUAccelerator` should be an int > 0.",
+            ),
+            (
+                "--trainer.val_check_interval=5000",
+                "`val_check_interval` (5000) must be less than or equal to the number of",
+            ),
+            (
+                "--trainer.accumulate_grad_batches=0",
+                "accumulate_grad_batches is 0; it must be a positive",
+            ),
+            (
+                "--trainer.callbacks=NoSuch",
+                'error: Parser key "trainer.callbacks": Expected a dot import path string: NoSuch',
+            ),
         ),
     ],
 )
-def test_a_wrong_value_is_one_line(config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_one_line(
+    config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in _fails(["fit", "--config", config, option], capsys)
 
 
-def test_options_of_a_strategy_go_with_its_class(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_strategy_go_with_its_class(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--trainer.strategy=megatron", "--trainer.strategy.tensor_model_parallel_size=2"]
-    assert "as in --trainer.strategy=MegatronStrategy." in _fails(["fit", "--config", config, *options], capsys)
+    assert "as in --trainer.strategy=MegatronStrategy." in _fails(
+        ["fit", "--config", config, *options], capsys
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,13 +321,22 @@ def test_options_of_a_strategy_go_with_its_class(config: str, capsys: pytest.Cap
     [
         (["--ckpt_path=/no/such.ckpt"], "Checkpoint file not found: /no/such.ckpt"),
         (
-            ["--data=PretrainDataModule", "--data.data_prefix=/no/such", "--data.sequence_length=8", "--data.batch_size=2"],
+            [
+                "--data=PretrainDataModule",
+                "--data.data_prefix=/no/such",
+                "--data.sequence_length=8",
+                "--data.batch_size=2",
+            ],
             "/no/such.idx: cannot be read",
         ),
     ],
 )
 def test_a_wrong_path_is_told_before_a_process_starts(
-    config: str, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def start(_: object) -> None:
         pytest.fail("processes are started")
@@ -252,13 +348,26 @@ def test_a_wrong_path_is_told_before_a_process_starts(
 def test_a_part_without_documents_is_told_before_a_process_starts(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.strategies.launch.script.ScriptLauncher._start", lambda _: pytest.fail("started"))
+    monkeypatch.setattr(
+        "megatron_lightning.strategies.launch.script.ScriptLauncher._start",
+        lambda _: pytest.fail("started"),
+    )
     with IndexedDatasetWriter("six", "uint16") as writer:
         for _ in range(6):
             writer.add_document(np.arange(1, 30))
-    data = ["--data=PretrainDataModule", "--data.data_prefix=six", "--data.sequence_length=8", "--data.batch_size=2"]
-    reason = _fails(["fit", "--config", config, "--trainer.devices=2", *data, "--data.split=95,5,0"], capsys)
-    assert "six: the valid part of split='95,5,0' gets 0 of 6 documents and no token; give it a larger weight" in reason
+    data = [
+        "--data=PretrainDataModule",
+        "--data.data_prefix=six",
+        "--data.sequence_length=8",
+        "--data.batch_size=2",
+    ]
+    reason = _fails(
+        ["fit", "--config", config, "--trainer.devices=2", *data, "--data.split=95,5,0"], capsys
+    )
+    assert (
+        "six: the valid part of split='95,5,0' gets 0 of 6 documents and no token; give it a "
+        "larger weight" in reason
+    )
 
 
 @pytest.mark.slow  # two processes import torch
@@ -269,12 +378,19 @@ def test_a_setting_that_ranks_find_wrong_is_one_line(config: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(megatron_lightning.__file__).parents[1])}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    said = [line for line in result.stderr.splitlines() if line.startswith("megatron-lightning: error:")]
-    assert len(said) == 1 and "`val_check_interval` (5000) must be less than or equal to the number of" in said[0]
+    said = [
+        line for line in result.stderr.splitlines() if line.startswith("megatron-lightning: error:")
+    ]
+    assert (
+        len(said) == 1
+        and "`val_check_interval` (5000) must be less than or equal to the number of" in said[0]
+    )
 
 
 @pytest.mark.parametrize("error", [TypeError, pytest.param(ValueError, marks=pytest.mark.slow)])
-def test_an_error_in_a_step_keeps_its_traceback(config: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_step_keeps_its_traceback(
+    config: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise error("in a step")
 
@@ -287,19 +403,43 @@ def test_an_error_in_a_step_keeps_its_traceback(config: str, error: type[Excepti
     ("args", "message"),
     [
         (["train"], "there is no command 'train'"),
-        (["checkpoint", "consolidate", "/no/such/checkpoint", "/tmp/x.ckpt"], "/no/such/checkpoint"),
-        (["preprocess", "--output-prefix", "x", "--input", "/no/such/file.jsonl", "--vocab-size", "64"], "/no/such/file.jsonl"),
+        (
+            ["checkpoint", "consolidate", "/no/such/checkpoint", "/tmp/x.ckpt"],
+            "/no/such/checkpoint",
+        ),
+        (
+            [
+                "preprocess",
+                "--output-prefix",
+                "x",
+                "--input",
+                "/no/such/file.jsonl",
+                "--vocab-size",
+                "64",
+            ],
+            "/no/such/file.jsonl",
+        ),
         (["preprocess", "--output-prefix", "x", "--workers", "few"], "few"),
         (["preprocess", "--input", "x"], "output_prefix"),
-        (["checkpoint"], "checkpoint needs a tool: inspect, verify, reshard, consolidate, average, prune."),
-        (["checkpoint", "prune", "x", "--keep-last", "two"], '"keep_last": expected int or null; got two'),
+        (
+            ["checkpoint"],
+            "checkpoint needs a tool: inspect, verify, reshard, consolidate, average, prune.",
+        ),
+        (
+            ["checkpoint", "prune", "x", "--keep-last", "two"],
+            '"keep_last": expected int or null; got two',
+        ),
     ],
 )
-def test_a_wrong_command_is_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_one_line(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in _fails(args, capsys)
 
 
-def test_an_interrupt_needs_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_needs_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -326,7 +466,9 @@ def test_help_names_the_command(command: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: megatron-lightning {command} [")
 
 
-def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_rank_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
         main(["train"])
@@ -384,7 +526,9 @@ FIRST_STAGE = "num_layers_in_first_pipeline_stage"
         ),
     ],
 )
-def test_a_wrong_option_names_the_nearest(config: str, wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_names_the_nearest(
+    config: str, wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--config", config, "--trainer.callbacks+=EarlyStopping", wrong]
     assert _fails(["fit", *options], capsys).endswith(f"Did you mean {nearest!r}?")
 
@@ -392,7 +536,11 @@ def test_a_wrong_option_names_the_nearest(config: str, wrong: str, nearest: str,
 @pytest.mark.parametrize(
     ("valid", "wrong", "nearest"),
     [
-        ("micro_batch_size: 2", "pipline_options: {variable_seq_lengths: true}", "pipeline_options.variable_seq_lengths"),
+        (
+            "micro_batch_size: 2",
+            "pipline_options: {variable_seq_lengths: true}",
+            "pipeline_options.variable_seq_lengths",
+        ),
         *_slow(
             ("micro_batch_size", "micro_bach_size", "micro_batch_size"),
             ("enable_checkpointing", "enabel_checkpointing", "trainer.enable_checkpointing"),
@@ -419,9 +567,15 @@ def test_a_wrong_key_of_a_file_names_the_nearest(
         (["generate", "--tokeniser-model=x"], "tokenizer_model"),
     ],
 )
-def test_a_wrong_word_names_the_nearest(wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_word_names_the_nearest(
+    wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert f"Did you mean {nearest!r}?" in _fails(wrong, capsys)
 
 
-def test_nothing_is_near_an_option_of_another_world(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _fails(["fit", "--config", config, "--zzz=1"], capsys).endswith("unrecognized arguments: --zzz=1")
+def test_nothing_is_near_an_option_of_another_world(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _fails(["fit", "--config", config, "--zzz=1"], capsys).endswith(
+        "unrecognized arguments: --zzz=1"
+    )

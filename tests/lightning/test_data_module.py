@@ -54,13 +54,28 @@ class Recorder(pl.LightningModule):
 
 
 def trainer(**settings: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, num_sanity_val_steps=0, **quiet, **settings)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, num_sanity_val_steps=0, **quiet, **settings
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_fit_and_test(prefix: str, num_workers: int) -> None:
-    data = PretrainDataModule(prefix, 16, 4, split="80,10,10", num_train_samples=10, num_workers=num_workers, vocab_size=100)
+    data = PretrainDataModule(
+        prefix,
+        16,
+        4,
+        split="80,10,10",
+        num_train_samples=10,
+        num_workers=num_workers,
+        vocab_size=100,
+    )
     module, runner = Recorder(), trainer(limit_train_batches=5, limit_val_batches=2)
     runner.fit(module, datamodule=data)
     assert len(module.seen["train"]) == 5
@@ -71,19 +86,25 @@ def test_fit_and_test(prefix: str, num_workers: int) -> None:
         "loss_mask": ((4, 16), torch.float32),
     }
     dataset = data._datasets["train"]
-    assert torch.equal(batch["tokens"], torch.stack([dataset[i]["tokens"] for i in range(4, 8)]))  # front to back
+    # Front to back.
+    assert torch.equal(batch["tokens"], torch.stack([dataset[i]["tokens"] for i in range(4, 8)]))
     assert module.seen["val"]
     runner.test(module, datamodule=data)
     assert sum(len(batch["tokens"]) for batch in module.seen["test"]) == len(data._datasets["test"])
     assert set(data.sequence_dims) == set(batch)
     predictions = runner.predict(module, datamodule=data)  # of the test part
     assert len(predictions) == len(module.seen["test"])
-    assert all(torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(predictions, module.seen["test"], strict=True))
+    assert all(
+        torch.equal(tokens, batch["tokens"])
+        for tokens, batch in zip(predictions, module.seen["test"], strict=True)
+    )
 
 
 def test_parts_without_weight_have_no_loader(prefix: str) -> None:
     module = Recorder()
-    trainer(limit_train_batches=2).fit(module, datamodule=PretrainDataModule(prefix, 16, 2, split="1"))
+    trainer(limit_train_batches=2).fit(
+        module, datamodule=PretrainDataModule(prefix, 16, 2, split="1")
+    )
     assert len(module.seen["train"]) == 2
     assert not module.seen["val"]
 
@@ -100,7 +121,9 @@ def test_prepare_builds_what_setup_maps(prefix: str, tmp_path: Path) -> None:
 
 def test_tokenizer_gives_the_vocabulary(prefix: str, tmp_path: Path) -> None:
     train_sentencepiece(["some text to learn from"] * 10, 275, tmp_path / "t.model")
-    data = PretrainDataModule(prefix, 16, 2, tokenizer_model=str(tmp_path / "t.model"), eod_mask_loss=True)
+    data = PretrainDataModule(
+        prefix, 16, 2, tokenizer_model=str(tmp_path / "t.model"), eod_mask_loss=True
+    )
     assert (data.vocab_size, data.sequence_length) == (275, 16)
     assert pickle.loads(pickle.dumps(data)).vocab_size == 275
 
@@ -112,7 +135,10 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
         trainer().fit(Recorder(), datamodule=PretrainDataModule(str(tmp_path / "missing"), 16, 2))
     for num_workers in (0, 1):
         data = PretrainDataModule(prefix, 16, 2, split="1", vocab_size=50, num_workers=num_workers)
-        with pytest.raises(DataError, match=r"data\.bin: token \d+ of sequence \d+ is id \d+, but the vocabulary has 50 ids"):
+        with pytest.raises(
+            DataError,
+            match=r"data\.bin: token \d+ of sequence \d+ is id \d+, but the vocabulary has 50 ids",
+        ):
             trainer().fit(Recorder(), datamodule=data)
 
 
@@ -120,21 +146,30 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"split": "0,100,0"}, "the train part has no weight; set it above 0"),
-        ({"batch_size": 1000}, r"has \d+ samples of 16 tokens, and batch_size=1000: .* num_train_samples to read"),
+        (
+            {"batch_size": 1000},
+            r"has \d+ samples of 16 tokens, and batch_size=1000: .* num_train_samples to read",
+        ),
         ({"num_train_samples": 0}, "num_train_samples=0: must be a positive integer"),
         ({"num_val_samples": -1}, "num_val_samples=-1: must be a positive integer"),
         ({"num_workers": -1}, "num_workers=-1: set it to 0"),
         ({"seed": -1}, "seed=-1 is not a seed"),
     ],
 )
-def test_settings_that_nothing_can_be_trained_with(settings: dict[str, Any], message: str, prefix: str) -> None:
+def test_settings_that_nothing_can_be_trained_with(
+    settings: dict[str, Any], message: str, prefix: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        trainer().fit(Recorder(), datamodule=PretrainDataModule(prefix, 16, **{"batch_size": 2, **settings}))
+        trainer().fit(
+            Recorder(), datamodule=PretrainDataModule(prefix, 16, **{"batch_size": 2, **settings})
+        )
 
 
 def test_the_module_says_what_ids_it_knows(prefix: str) -> None:
     class Small(Recorder):
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=50)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=50
+        )
 
     with pytest.raises(DataError, match=r"is id \d+, but the vocabulary has 50 ids"):
         trainer().fit(Small(), datamodule=PretrainDataModule(prefix, 16, 2))
@@ -144,7 +179,12 @@ def test_command_line_schema(prefix: str) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PretrainDataModule, "data")
     found = parser.parse_args(
-        ["--data=PretrainDataModule", f"--data.data_prefix={prefix}", "--data.sequence_length=8", "--data.batch_size=2"]
+        [
+            "--data=PretrainDataModule",
+            f"--data.data_prefix={prefix}",
+            "--data.sequence_length=8",
+            "--data.batch_size=2",
+        ]
     )
     data = parser.instantiate(found).data
     assert isinstance(data, PretrainDataModule)

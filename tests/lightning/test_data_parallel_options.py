@@ -1,4 +1,5 @@
-"""The options of data parallelism through a Trainer: the same training, whatever travels when and lies where."""
+"""The options of data parallelism through a Trainer: the same training, whatever travels when and
+lies where."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,17 +37,21 @@ from tests.lightning.support import (
 )
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
-PP2_FSDP2 = make_layout("pp2-fsdp2", 4, 2, data_parallel="fsdp", pipeline_model_parallel_size=2, micro_batch_size=2)
+PP2_FSDP2 = make_layout(
+    "pp2-fsdp2", 4, 2, data_parallel="fsdp", pipeline_model_parallel_size=2, micro_batch_size=2
+)
 SINGLE_OURS = Layout("single-ours", 1, 1, ())
 OPTIONS = {
-    "overlap": DataParallelOptions(overlap_param_gather=True, bucket_size=1),  # a bucket for each parameter
+    # A bucket for each parameter.
+    "overlap": DataParallelOptions(overlap_param_gather=True, bucket_size=1),
     "offload": DataParallelOptions(optimizer_cpu_offload=True, bucket_size=500),
     "hybrid": DataParallelOptions(num_distributed_optimizer_instances=2),
 }
 
 
 class _Resting(pl.Callback):
-    """Counts the gathers under way when a batch ends, and looks at what a checkpoint in that place holds."""
+    """Counts the gathers under way when a batch ends, and looks at what a checkpoint in that place
+    holds."""
 
     def __init__(self, path: Path) -> None:
         self.under_way, self._path = 0, path
@@ -64,7 +73,9 @@ def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
     resting = _Resting(path)
     options = {} if layout is SINGLE else {"data_parallel_options": OPTIONS[name]}
     common: dict[str, Any] = {"gradient_clip_val": 0.5, "val_check_interval": 2, "max_epochs": 1}
-    fit = trainer(layout.strategy(**options), default_root_dir=folder, callbacks=[record, resting], **common)
+    fit = trainer(
+        layout.strategy(**options), default_root_dir=folder, callbacks=[record, resting], **common
+    )
     module = ToyModule()
     fit.fit(module, datamodule=layout.data_module(num_samples=48))
     ended = {n: _whole(p) for n, p in module.named_parameters() if not n.endswith("in_proj_bias")}
@@ -105,7 +116,9 @@ def test_training_and_resuming_are_the_same(layout: Layout, name: str, tmp_path:
         assert_close(rank["norms"], expected["norms"])
         assert_close(rank["metrics"], expected["metrics"])
         for parameter in rank["weights"]:
-            assert_close(rank["weights"][parameter], expected["weights"][parameter], where=parameter)
+            assert_close(
+                rank["weights"][parameter], expected["weights"][parameter], where=parameter
+            )
 
 
 class _Peeks(ToyModule):
@@ -127,14 +140,21 @@ def _peek(layout: Layout, folder: str) -> str:
 
 def test_a_use_that_nobody_announced_is_an_error(tmp_path: Path) -> None:
     for message in run(DP2, _peek, tmp_path):
-        assert "was used while its new value was still on its way" in message and "overlap_param_gather=False" in message
+        assert (
+            "was used while its new value was still on its way" in message
+            and "overlap_param_gather=False" in message
+        )
 
 
 def test_callbacks_that_read_weights_are_refused() -> None:
     options = DataParallelOptions(overlap_param_gather=True)
     strategy = MegatronStrategy(data_parallel_options=options)
-    with pytest.raises(ConfigError, match=r"EMAWeightAveraging reads the weights .* Set overlap_param_gather=False"):
-        trainer(strategy, devices=1, callbacks=[EMAWeightAveraging()], max_steps=1).fit(ToyModule(), DP2.data_module())
+    with pytest.raises(
+        ConfigError, match=r"EMAWeightAveraging reads the weights .* Set overlap_param_gather=False"
+    ):
+        trainer(strategy, devices=1, callbacks=[EMAWeightAveraging()], max_steps=1).fit(
+            ToyModule(), DP2.data_module()
+        )
 
 
 def test_options_are_checked_before_any_process() -> None:
@@ -169,7 +189,9 @@ def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
         (ToyModule(), [BackboneFinetuning()]),
     ):
         with pytest.raises(ConfigError) as caught:
-            trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1, callbacks=callbacks).fit(module, layout.data_module())
+            trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1, callbacks=callbacks).fit(
+                module, layout.data_module()
+            )
         messages.append(str(caught.value))
     module = ToyModule()
     trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=1).fit(module, layout.data_module())
@@ -182,9 +204,15 @@ def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
     expected = [
         r"\"fsdp\" shards the units .* _Uncut does not have exactly one submodule with that method",
         r"_ByHand optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
-        r"StochasticWeightAveraging copies full modules, and data_parallel=\"fsdp\" .* 2 parts. Set data_parallel=\"zero1\"",
+        (
+            r"StochasticWeightAveraging copies full modules, and data_parallel=\"fsdp\" .* 2 "
+            r"parts. Set data_parallel=\"zero1\""
+        ),
         r"BackboneFinetuning adds parameters .* 2 data-parallel ranks with data_parallel=\"fsdp\"",
-        r"ToyModule was sharded by an earlier Trainer with data_parallel=\"fsdp\" .* Create a new module",
+        (
+            r"ToyModule was sharded by an earlier Trainer with data_parallel=\"fsdp\" .* Create a "
+            r"new module"
+        ),
     ]
     for rank in run(DP2, _refused_fsdp, tmp_path):
         for message, pattern in zip(rank, expected, strict=True):

@@ -31,7 +31,9 @@ def test_counts_are_whole_numbers(value: object) -> None:
 
 
 def test_moments_have_two_dtypes() -> None:
-    with pytest.raises(ConfigError, match=r"moments_dtype is 'fp8', which is unknown. Set it to one of fp32, bf16"):
+    with pytest.raises(
+        ConfigError, match=r"moments_dtype is 'fp8', which is unknown. Set it to one of fp32, bf16"
+    ):
         DataParallelOptions(moments_dtype="fp8")  # type: ignore[arg-type]
 
 
@@ -47,7 +49,9 @@ def test_moments_have_two_dtypes() -> None:
     ],
     ids=["adamw", "adamax", "rmsprop", "centered", "adadelta", "adagrad"],
 )
-def test_moments_of_every_optimizer_are_rounded(cls: Any, options: dict[str, Any], rounded: set[str]) -> None:
+def test_moments_of_every_optimizer_are_rounded(
+    cls: Any, options: dict[str, Any], rounded: set[str]
+) -> None:
     """But for sums, and for the variance of the centered RMSprop."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([parameter], **options)
@@ -67,24 +71,44 @@ def test_averages_that_bf16_cannot_follow_are_warned_of() -> None:
 
 def test_instances_need_shards_and_divide_the_ranks() -> None:
     options = DataParallelOptions(num_distributed_optimizer_instances=2)
-    with pytest.raises(ConfigError, match=r"instances=2 divides .* is 'ddp', .* Set data_parallel=\"zero1\" or \"fsdp\""):
+    with pytest.raises(
+        ConfigError,
+        match=r"instances=2 divides .* is 'ddp', .* Set data_parallel=\"zero1\" or \"fsdp\"",
+    ):
         check_data_parallel(RankGrid(ParallelLayout(), 4), "ddp", options)
-    with pytest.raises(ConfigError, match=r"overlap_param_gather=True gathers .* data_parallel is 'ddp'"):
-        check_data_parallel(RankGrid(ParallelLayout(), 4), "ddp", DataParallelOptions(overlap_param_gather=True))
-    with pytest.raises(ConfigError, match=r"instances=2 does not divide the 3 data x context parallel ranks"):
-        check_data_parallel(RankGrid(ParallelLayout(tensor_model_parallel_size=2), 6), "zero1", options)
+    with pytest.raises(
+        ConfigError, match=r"overlap_param_gather=True gathers .* data_parallel is 'ddp'"
+    ):
+        check_data_parallel(
+            RankGrid(ParallelLayout(), 4), "ddp", DataParallelOptions(overlap_param_gather=True)
+        )
+    with pytest.raises(
+        ConfigError, match=r"instances=2 does not divide the 3 data x context parallel ranks"
+    ):
+        check_data_parallel(
+            RankGrid(ParallelLayout(tensor_model_parallel_size=2), 6), "zero1", options
+        )
     check_data_parallel(RankGrid(ParallelLayout(tensor_model_parallel_size=2), 8), "zero1", options)
 
 
 def test_options_of_fsdp_are_its_own() -> None:
     hybrid = DataParallelOptions(num_distributed_optimizer_instances=2)
     check_data_parallel(RankGrid(ParallelLayout(), 4), "fsdp", hybrid)
-    with pytest.raises(ConfigError, match=r"instances=2 divides the 2 .* shard nothing. Set data_parallel=\"ddp\""):
+    with pytest.raises(
+        ConfigError, match=r"instances=2 divides the 2 .* shard nothing. Set data_parallel=\"ddp\""
+    ):
         check_data_parallel(RankGrid(ParallelLayout(), 2), "fsdp", hybrid)
-    for options in (DataParallelOptions(reshard_after_forward=False), DataParallelOptions(reduce_every_microbatch=True)):
+    for options in (
+        DataParallelOptions(reshard_after_forward=False),
+        DataParallelOptions(reduce_every_microbatch=True),
+    ):
         check_data_parallel(RankGrid(ParallelLayout(), 2), "fsdp", options)
         with pytest.raises(
-            ConfigError, match=r'data_parallel is "zero1", which does not shard parameters. Set data_parallel="fsdp"'
+            ConfigError,
+            match=(
+                r'data_parallel is "zero1", which does not shard parameters. Set '
+                r'data_parallel="fsdp"'
+            ),
         ):
             check_data_parallel(RankGrid(ParallelLayout(), 2), "zero1", options)
 
@@ -99,10 +123,14 @@ def test_whole_layout_keeps_every_parameter_in_one_shard() -> None:
     offsets, size = assigned_layout(numels, numels, 3)
     shard = size // 3
     assert size % 128 == 0 and shard == 384
-    assert all(o % 64 == 0 and o // shard == (o + n - 1) // shard for o, n in zip(offsets, numels, strict=True))
+    assert all(
+        o % 64 == 0 and o // shard == (o + n - 1) // shard
+        for o, n in zip(offsets, numels, strict=True)
+    )
     used = sorted((o, o + n) for o, n in zip(offsets, numels, strict=True))
     assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
-    # assigned by other weights, as where the ranks of a tensor group hold unequal parts, the owners are the same
+    # assigned by other weights, as where the ranks of a tensor group hold unequal parts, the owners
+    # are the same
     uneven = assigned_layout([90, 310, 50, 200, 7], numels, 3)
     owners = [[o // (total // 3) for o in places] for places, total in ((offsets, size), uneven)]
     assert owners[0] == owners[1]
@@ -111,8 +139,14 @@ def test_whole_layout_keeps_every_parameter_in_one_shard() -> None:
 def test_options_come_from_yaml() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MegatronStrategy, "strategy")
-    given = {"overlap_param_gather": True, "moments_dtype": "bf16", "num_distributed_optimizer_instances": 2}
-    strategy = parser.instantiate_classes(parser.parse_object({"strategy": {"data_parallel_options": given}})).strategy
+    given = {
+        "overlap_param_gather": True,
+        "moments_dtype": "bf16",
+        "num_distributed_optimizer_instances": 2,
+    }
+    strategy = parser.instantiate_classes(
+        parser.parse_object({"strategy": {"data_parallel_options": given}})
+    ).strategy
     assert strategy.options.data == DataParallelOptions(**given)
     with pytest.raises(ArgumentError, match="overlap_gather"):
         parser.parse_object({"strategy": {"data_parallel_options": {"overlap_gather": True}}})
@@ -125,13 +159,19 @@ class _Model(pl.LightningModule):
 
 
 def test_fsdp_says_what_it_misses_in_a_model_without_units() -> None:
-    with pytest.raises(ConfigError, match=r'"fsdp" shards the units .*_Model does not have .* data_parallel="zero1"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'"fsdp" shards the units .*_Model does not have .* data_parallel="zero1"',
+    ):
         check_sharded_units(_Model(sparse=False))
 
 
 def test_sparse_gradients_are_refused() -> None:
     schedule = resolve("auto", num_ranks=1)
-    with pytest.raises(ConfigError, match=r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"):
+    with pytest.raises(
+        ConfigError,
+        match=r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False",
+    ):
         check_trained_layers(_Model(sparse=True), schedule, 2)
     check_trained_layers(_Model(sparse=True), schedule, 1)
     check_trained_layers(_Model(sparse=False), schedule, 2)

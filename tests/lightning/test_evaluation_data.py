@@ -1,4 +1,5 @@
-"""Data split among several replicas: every sample once, in the order of the user's sampler, however that draws it.
+"""Data split among several replicas: every sample once, in the order of the user's sampler, however
+that draws it.
 
 For training see ``test_resume.py``; here are the batch samplers that do not resume.
 """
@@ -13,7 +14,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from megatron_lightning.errors import ConfigError
 from tests.helpers.toy import ToyModule, samples
@@ -31,12 +39,18 @@ LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "sequential": lambda size: DataLoader(DATA, batch_size=size),
     "shuffled": lambda size: DataLoader(DATA, batch_size=size, shuffle=True),
     "weighted": lambda size: DataLoader(
-        DATA, batch_size=size, sampler=WeightedRandomSampler([1.0 + i for i in range(24)], 16, replacement=False)
+        DATA,
+        batch_size=size,
+        sampler=WeightedRandomSampler([1.0 + i for i in range(24)], 16, replacement=False),
     ),
     "generator": lambda size: DataLoader(
-        DATA, batch_size=size, sampler=RandomSampler(DATA, generator=torch.Generator().manual_seed(4))
+        DATA,
+        batch_size=size,
+        sampler=RandomSampler(DATA, generator=torch.Generator().manual_seed(4)),
     ),
-    "batch-sampler": lambda size: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), size, drop_last=False)),
+    "batch-sampler": lambda size: DataLoader(
+        DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), size, drop_last=False)
+    ),
 }
 
 
@@ -80,8 +94,12 @@ def test_every_sample_is_seen_once(layout: Layout, kind: str, tmp_path: Path) ->
 
 
 def _without_length(layout: Layout, folder: str, run_stage: str) -> None:
-    with pytest.raises(ConfigError, match="_Endless without __len__, which cannot be split among 2"):
-        getattr(layout.trainer(folder, max_steps=1), run_stage)(_Seeing(), DataLoader(DATA, batch_size=2, sampler=_Endless()))
+    with pytest.raises(
+        ConfigError, match="_Endless without __len__, which cannot be split among 2"
+    ):
+        getattr(layout.trainer(folder, max_steps=1), run_stage)(
+            _Seeing(), DataLoader(DATA, batch_size=2, sampler=_Endless())
+        )
 
 
 @pytest.mark.parametrize("run_stage", ["validate", "fit"])
@@ -109,14 +127,21 @@ class _Training(ToyModule):
 def _own_batches(layout: Layout, folder: str) -> list[list[int]]:
     module = _Training()
     shuffled = RandomSampler(DATA, generator=torch.Generator().manual_seed(4))
-    layout.trainer(folder, max_epochs=1).fit(module, DataLoader(DATA, batch_sampler=_LastFirst(shuffled, 4, drop_last=False)))
+    layout.trainer(folder, max_epochs=1).fit(
+        module, DataLoader(DATA, batch_sampler=_LastFirst(shuffled, 4, drop_last=False))
+    )
     with pytest.raises(TypeError, match=r"into your batch sampler.*use_distributed_sampler=False"):
-        layout.trainer(folder, max_epochs=1).fit(_Training(), DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]))
+        layout.trainer(folder, max_epochs=1).fit(
+            _Training(), DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]])
+        )
     return module.seen
 
 
 def test_training_batches_of_the_users_own_are_shared_out(tmp_path: Path) -> None:
-    """Or refused as Lightning refuses them; nobody trains on the same samples twice without knowing."""
+    """Or refused as Lightning refuses them; nobody trains on the same samples twice without
+    knowing."""
     ranks = run(DP2, _own_batches, tmp_path)
     assert [[len(batch) for batch in batches] for batches in ranks] == [[4, 4, 4]] * 2
-    assert sorted(sample for batches in ranks for batch in batches for sample in batch) == list(range(24))
+    assert sorted(sample for batches in ranks for batch in batches for sample in batch) == list(
+        range(24)
+    )

@@ -1,4 +1,5 @@
-"""Every hook of callbacks, module and data module fires as often and in the same order as on one device, on every rank."""
+"""Every hook of callbacks, module and data module fires as often and in the same order as on one
+device, on every rank."""
 
 from __future__ import annotations
 
@@ -56,14 +57,20 @@ def _recorded(kind: type, label: str, names: list[str], events: list[str]) -> ty
 
 
 def _hooks(kind: type, more: tuple[str, ...]) -> list[str]:
-    return sorted({*(name for name in dir(kind) if name.startswith("on_")), *more} - set(_STEPS) - {"on_gpu"})
+    return sorted(
+        {*(name for name in dir(kind) if name.startswith("on_")), *more} - set(_STEPS) - {"on_gpu"}
+    )
 
 
 def _events(layout: Layout, folder: str, accumulate: int) -> dict[str, list[str]]:
     events: list[str] = []
-    callback = _recorded(pl.Callback, "callback", _hooks(pl.Callback, ("setup", "teardown", "state_dict")), events)()
+    callback = _recorded(
+        pl.Callback, "callback", _hooks(pl.Callback, ("setup", "teardown", "state_dict")), events
+    )()
     module = _recorded(ToyModule, "module", _hooks(pl.LightningModule, _MODULE_HOOKS), events)()
-    data = _recorded(ToyData, "data", _hooks(pl.LightningDataModule, _DATA_HOOKS), events)(8 // layout.data, 32)
+    data = _recorded(ToyData, "data", _hooks(pl.LightningDataModule, _DATA_HOOKS), events)(
+        8 // layout.data, 32
+    )
     trainer = layout.trainer(
         folder,
         max_epochs=2,
@@ -86,7 +93,11 @@ def _events(layout: Layout, folder: str, accumulate: int) -> dict[str, list[str]
 def test_order_of_events(layout: Layout, accumulate: int, tmp_path: Path) -> None:
     expected = single(_events, accumulate)
     assert len(expected["fit"]) > 150
-    order = [event for event in expected["fit"] if "backward" in event or event.endswith(("zero_grad", "optimizer_step"))]
+    order = [
+        event
+        for event in expected["fit"]
+        if "backward" in event or event.endswith(("zero_grad", "optimizer_step"))
+    ]
     assert "module.on_after_backward" in order
     for rank, found in enumerate(run(layout, _events, tmp_path, accumulate)):
         for name in expected:

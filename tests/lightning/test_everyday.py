@@ -1,6 +1,8 @@
-"""An ordinary run with the callbacks and loggers that people use: all of it equals one device, on every rank.
+"""An ordinary run with the callbacks and loggers that people use: all of it equals one device, on
+every rank.
 
-One run for each layout (training, validation, early stopping, checkpoints, learning rates, loggers); each test looks at a part.
+One run for each layout (training, validation, early stopping, checkpoints, learning rates,
+loggers); each test looks at a part.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ from tests.lightning.support import (
     run,
 )
 
-LAYOUTS = [PP2, DP2, PP2_DP2, *(pytest.param(layout, marks=pytest.mark.slow) for layout in (MICRO, TP2_PP2))]
+LAYOUTS = [
+    PP2,
+    DP2,
+    PP2_DP2,
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in (MICRO, TP2_PP2)),
+]
 
 
 class _Module(ToyModule):
-    """Writes to the logger's own writer inside the step, as users do, and computes a metric at the epoch's end."""
+    """Writes to the logger's own writer inside the step, as users do, and computes a metric at the
+    epoch's end."""
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
+    def training_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int
+    ) -> dict[str, torch.Tensor]:
         output = super().training_step(batch, batch_idx)
         self.loggers[0].experiment.add_scalar("direct", output["loss"].item(), self.global_step)
         return output
@@ -64,7 +74,10 @@ def _everyday(layout: Layout, folder: str) -> dict[str, Any]:
         max_epochs=5,
         callbacks=[stop, best, record, rates],
         enable_checkpointing=True,
-        logger=[TensorBoardLogger(folder, name="tb", version=0), CSVLogger(folder, name="csv", version=0)],
+        logger=[
+            TensorBoardLogger(folder, name="tb", version=0),
+            CSVLogger(folder, name="csv", version=0),
+        ],
         log_every_n_steps=1,
     )
     trainer.fit(_Module(), datamodule=layout.data_module())
@@ -72,7 +85,12 @@ def _everyday(layout: Layout, folder: str) -> dict[str, Any]:
         "losses": record.losses,
         "norms": record.norms,
         "metrics": metrics_of(trainer),
-        "stopped": (stop.stopped_epoch, trainer.current_epoch, trainer.global_step, float(stop.best_score)),
+        "stopped": (
+            stop.stopped_epoch,
+            trainer.current_epoch,
+            trainer.global_step,
+            float(stop.best_score),
+        ),
         "best": (os.path.basename(best.best_model_path), float(best.best_model_score)),
         "last": os.path.basename(best.last_model_path),
         "top": {os.path.basename(path): float(score) for path, score in best.best_k_models.items()},
@@ -111,11 +129,15 @@ def test_losses_and_gradient_norms(plain: _Run, ours: _Run) -> None:
 
 
 def test_callback_metrics_on_every_rank(plain: _Run, ours: _Run) -> None:
-    """Among them torchmetrics (val_acc, train_mean) and a metric computed in on_validation_epoch_end."""
-    assert {"val_acc", "train_mean", "computed_acc", "tokens", "train_loss_epoch"} <= plain.ranks[0]["metrics"].keys()
+    """Among them torchmetrics (val_acc, train_mean) and a metric computed in
+    on_validation_epoch_end."""
+    assert {"val_acc", "train_mean", "computed_acc", "tokens", "train_loss_epoch"} <= plain.ranks[
+        0
+    ]["metrics"].keys()
     for rank in ours.ranks:
         actual, expected = dict(rank["metrics"]), dict(plain.ranks[0]["metrics"])
-        if ours.layout.data > 1:  # Lightning's DDP: a sum over the epoch is a sum over ranks as well
+        # Lightning's DDP: a sum over the epoch is a sum over ranks as well.
+        if ours.layout.data > 1:
             assert actual.keys() == expected.keys()
         assert_close(actual, expected)
 
@@ -129,7 +151,9 @@ def test_checkpoints(plain: _Run, ours: _Run) -> None:
     names = sorted(path.name for path in (plain.folder / "ckpt").iterdir())
     assert sorted(path.name for path in (ours.folder / "ckpt").iterdir()) == names
     assert (ours.folder / "ckpt" / "last.ckpt").is_symlink()
-    assert os.readlink(ours.folder / "ckpt" / "last.ckpt") == os.readlink(plain.folder / "ckpt" / "last.ckpt")
+    assert os.readlink(ours.folder / "ckpt" / "last.ckpt") == os.readlink(
+        plain.folder / "ckpt" / "last.ckpt"
+    )
     for rank in ours.ranks:
         for key in ("best", "last", "top"):
             assert_close(rank[key], plain.ranks[0][key])
@@ -142,7 +166,10 @@ def test_learning_rates(plain: _Run, ours: _Run) -> None:
 
 def _tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder / "tb" / "version_0")).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard(plain: _Run, ours: _Run) -> None:
@@ -155,8 +182,11 @@ def test_tensorboard(plain: _Run, ours: _Run) -> None:
     assert sorted({step for step, _ in direct}) == sorted({step for step, _ in expected_direct})
     if ours.layout.data == 1:
         num = len(direct) // len(expected_direct)
-        means = [sum(value for _, value in direct[i : i + num]) / num for i in range(0, len(direct), num)]
-        assert_close(means, [value for _, value in expected_direct], 1e-4)  # item() in the file is fp32 per micro-batch
+        means = [
+            sum(value for _, value in direct[i : i + num]) / num for i in range(0, len(direct), num)
+        ]
+        # Item() in the file is fp32 per micro-batch.
+        assert_close(means, [value for _, value in expected_direct], 1e-4)
 
 
 def test_csv(plain: _Run, ours: _Run) -> None:
@@ -199,7 +229,9 @@ class _RichBar(_Displayed, pl.callbacks.RichProgressBar):
 
 def _displayed(layout: Layout, folder: str, rich: bool) -> dict[str, Any]:
     bar = _RichBar() if rich else _Bar()
-    trainer = layout.trainer(folder, max_epochs=1, limit_train_batches=3, callbacks=[bar], enable_progress_bar=True)
+    trainer = layout.trainer(
+        folder, max_epochs=1, limit_train_batches=3, callbacks=[bar], enable_progress_bar=True
+    )
     trainer.fit(ToyModule(), datamodule=layout.data_module())
     return {"displayed": bar.displayed, "total": bar.total_train_batches, "enabled": bar.is_enabled}
 

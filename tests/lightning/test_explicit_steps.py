@@ -13,7 +13,17 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.strategies import MegatronStrategy, run_pipeline
 from tests.helpers.trainers import Losses, trainer
-from tests.lightning.support import MICRO, ONE, Layout, assert_close, layouts, make_layout, metrics_of, run, single
+from tests.lightning.support import (
+    MICRO,
+    ONE,
+    Layout,
+    assert_close,
+    layouts,
+    make_layout,
+    metrics_of,
+    run,
+    single,
+)
 from tests.lightning.vectors import VectorModule, loader, vectors
 
 
@@ -31,14 +41,18 @@ class _Explicit(VectorModule):
         return {"loss": loss, "size": out.square().mean()}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        shifted = [batch[0] + batch[0].mean(), batch[1]]  # a mean over the whole batch: no function of a micro-batch
+        # A mean over the whole batch: no function of a micro-batch.
+        shifted = [batch[0] + batch[0].mean(), batch[1]]
         outputs = run_pipeline(self, self._losses, shifted)
         self.sizes.append(len(batch[0]))
         self.log("outer", outputs["loss"] + outputs["size"], sync_dist=True)
         return outputs
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        before, after = run_pipeline(self, self._losses, batch), run_pipeline(self, self._losses, [-batch[0], batch[1]])
+        before, after = (
+            run_pipeline(self, self._losses, batch),
+            run_pipeline(self, self._losses, [-batch[0], batch[1]]),
+        )
         self.log("flipped", after["loss"] - before["loss"], sync_dist=True)
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -46,10 +60,18 @@ class _Explicit(VectorModule):
 
 
 EXPLICIT = PipelineOptions(explicit_steps=True)
-PP2_EXPLICIT = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_options=EXPLICIT)
+PP2_EXPLICIT = make_layout(
+    "pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_options=EXPLICIT
+)
 MICRO_EXPLICIT = make_layout("micro", 1, 1, micro_batch_size=2, pipeline_options=EXPLICIT)
 ZB_EXPLICIT = make_layout(
-    "zb", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule="zb-h1", pipeline_options=EXPLICIT
+    "zb",
+    2,
+    1,
+    pipeline_model_parallel_size=2,
+    micro_batch_size=2,
+    pipeline_schedule="zb-h1",
+    pipeline_options=EXPLICIT,
 )
 
 
@@ -60,7 +82,13 @@ def _explicit(layout: Layout, folder: str) -> dict[str, Any]:
     chosen.fit(module, loader(layout), loader(layout, vectors(16, 1)))
     metrics = metrics_of(chosen)
     predicted = chosen.predict(module, loader(layout, vectors(16, 2)))
-    return {"losses": record.losses, "norms": record.norms, "metrics": metrics, "predicted": predicted, "sizes": module.sizes}
+    return {
+        "losses": record.losses,
+        "norms": record.norms,
+        "metrics": metrics,
+        "predicted": predicted,
+        "sizes": module.sizes,
+    }
 
 
 @layouts(PP2_EXPLICIT, slow=[ONE, MICRO_EXPLICIT, ZB_EXPLICIT])
@@ -86,12 +114,24 @@ class _Penalised(_Explicit):
     ("module", "options", "error", "message"),
     [
         (_Twice, EXPLICIT, PipelineError, "training_step called run_pipeline twice"),
-        (_Penalised, EXPLICIT, PipelineError, "a graph of its own; backward runs inside run_pipeline"),
+        (
+            _Penalised,
+            EXPLICIT,
+            PipelineError,
+            "a graph of its own; backward runs inside run_pipeline",
+        ),
         (VectorModule, EXPLICIT, PipelineError, r"did not call run_pipeline\(self, fn, batch\)"),
-        (_Explicit, None, ConfigError, r"set pipeline_options=PipelineOptions\(explicit_steps=True\)"),
+        (
+            _Explicit,
+            None,
+            ConfigError,
+            r"set pipeline_options=PipelineOptions\(explicit_steps=True\)",
+        ),
     ],
 )
-def test_wrong_uses_of_run_pipeline(module: Any, options: PipelineOptions | None, error: Any, message: str) -> None:
+def test_wrong_uses_of_run_pipeline(
+    module: Any, options: PipelineOptions | None, error: Any, message: str
+) -> None:
     strategy = MegatronStrategy(micro_batch_size=4, pipeline_options=options)
     with pytest.raises(error, match=message):
         trainer(strategy, devices=1, max_epochs=1).fit(module(), loader(MICRO))

@@ -34,7 +34,8 @@ def _lost_connection() -> ValueError:
     """As gloo says it, and as code between it and the launcher may wrap it."""
     error = _error("the checkpoint was not written")
     error.__cause__ = RuntimeError(
-        "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16581."
+        "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:16581."
     )
     return error
 
@@ -43,53 +44,84 @@ def test_a_failure_names_rank_position_and_reason() -> None:
     error = _error("the reason\nsecond line")
     error.pipeline_position = "stage 1, action 1F0"  # type: ignore[attr-defined]
     failure = Failure.of(3, error)
-    assert failure.headline == f"rank 3 on {failure.host} failed at stage 1, action 1F0: ValueError: the reason"
+    assert (
+        failure.headline
+        == f"rank 3 on {failure.host} failed at stage 1, action 1F0: ValueError: the reason"
+    )
     assert "_error" in failure.details
-    for explained in (ConfigError("set it to 1"), DataError("no such file"), MissingCheckpointError("no checkpoint")):
+    for explained in (
+        ConfigError("set it to 1"),
+        DataError("no such file"),
+        MissingCheckpointError("no checkpoint"),
+    ):
         assert Failure.of(3, explained).details == ""  # the command line promises one line
 
 
-def test_what_lightning_says_of_a_setting_needs_no_traceback(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_lightning_says_of_a_setting_needs_no_traceback(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="num_nodes") as refused:
         pl.Trainer(num_nodes=0)
     for rank in (0, 1):
         assert not report_failure(FailureWatch(store, rank=rank), refused.value)
     printed = capsys.readouterr().err
-    assert printed.count("ValueError: `num_nodes` must be a positive integer, but got 0.") == 2 and "Traceback" not in printed
+    assert (
+        printed.count("ValueError: `num_nodes` must be a positive integer, but got 0.") == 2
+        and "Traceback" not in printed
+    )
 
 
 def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
     assert not first.report(_error("the cause"))
-    assert re.fullmatch(r"megatron_lightning: rank 1 on \S+ failed: ValueError: the cause\n", capsys.readouterr().err)
-    assert not second.report(_error("a consequence"))  # that is not certain: it has an error of its own to show
+    assert re.fullmatch(
+        r"megatron_lightning: rank 1 on \S+ failed: ValueError: the cause\n",
+        capsys.readouterr().err,
+    )
+    # That is not certain: it has an error of its own to show.
+    assert not second.report(_error("a consequence"))
     printed = capsys.readouterr().err
     assert "rank 1 on" in printed and "the cause" in printed and "a consequence" not in printed
     assert second.report(_lost_connection())
     assert capsys.readouterr().err == ""
 
 
-def test_an_interruption_is_called_by_its_name(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_is_called_by_its_name(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
     assert not first.report(KeyboardInterrupt()) and second.report(_lost_connection())
     printed = capsys.readouterr().err
-    assert re.search(r"rank 1 on \S+ was interrupted \(Ctrl-C or SIGINT\)\n", printed) and "Traceback" not in printed
+    assert (
+        re.search(r"rank 1 on \S+ was interrupted \(Ctrl-C or SIGINT\)\n", printed)
+        and "Traceback" not in printed
+    )
     assert re.search(r"was interrupted .*; rank 0 ends with it", printed)
 
 
-def test_what_all_ranks_agreed_on_is_no_failure(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_all_ranks_agreed_on_is_no_failure(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert not report_failure(FailureWatch(store, rank=0), AgreedStop())
     assert not FailureWatch(store, rank=1).report(_error("the cause"))
     assert "the cause" in capsys.readouterr().err
 
 
-def test_a_rank_that_fell_silent_is_named(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_fell_silent_is_named(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nobody reports anything: of four ranks, two answer."""
-    watches = [FailureWatch(store, rank=rank, world_size=4, poll_s=0.01, grace_s=30.0, liveness_s=0.5) for rank in range(4)]
+    watches = [
+        FailureWatch(store, rank=rank, world_size=4, poll_s=0.01, grace_s=30.0, liveness_s=0.5)
+        for rank in range(4)
+    ]
     for watch in watches[:2]:
         watch.start()
     assert watches[0].report(_lost_connection())
-    assert re.search(r"rank 2 on \S+ failed: it no longer answers, nor do ranks 3: its process was", capsys.readouterr().err)
+    assert re.search(
+        r"rank 2 on \S+ failed: it no longer answers, nor do ranks 3: its process was",
+        capsys.readouterr().err,
+    )
     for watch in watches:
         watch.stop()
 
@@ -97,11 +129,15 @@ def test_a_rank_that_fell_silent_is_named(store: dist.Store, capsys: pytest.Capt
 def test_a_connection_that_broke_between_ranks_that_are_there_is_the_failure(
     store: dist.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watches = [FailureWatch(store, rank=rank, world_size=2, poll_s=0.01, grace_s=30.0) for rank in range(2)]
+    watches = [
+        FailureWatch(store, rank=rank, world_size=2, poll_s=0.01, grace_s=30.0) for rank in range(2)
+    ]
     for watch in watches:
         watch.start()
     assert not watches[0].report(_lost_connection())
-    assert re.search(r"rank 0 on \S+ failed: ValueError: the checkpoint was not written", capsys.readouterr().err)
+    assert re.search(
+        r"rank 0 on \S+ failed: ValueError: the checkpoint was not written", capsys.readouterr().err
+    )
     for watch in watches:
         watch.stop()
 
@@ -112,7 +148,9 @@ def test_an_error_that_only_sounds_like_a_lost_connection_is_the_failure(
     """Of the other rank nothing is heard, and nobody asks."""
     watch = FailureWatch(store, rank=0, world_size=2, liveness_s=0.2)
     assert not watch.report(RuntimeError("DataLoader timed out after 5 seconds"))
-    assert re.search(r"rank 0 on \S+ failed: RuntimeError: DataLoader timed out", capsys.readouterr().err)
+    assert re.search(
+        r"rank 0 on \S+ failed: RuntimeError: DataLoader timed out", capsys.readouterr().err
+    )
 
 
 def test_a_failure_that_was_survived_does_not_end_the_next_run(store: dist.Store) -> None:
@@ -140,13 +178,21 @@ time.sleep(60)
 
 def test_another_ranks_report_ends_a_blocked_process(store: dist.Store, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "store")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     FailureWatch(store, rank=1).report(_error("the reason"))
     _, err = process.communicate(timeout=10)
     assert process.returncode == 1
-    assert "rank 1 on" in err and "ValueError: the reason" in err and "Traceback" in err and "rank 0 ends" in err
+    assert (
+        "rank 1 on" in err
+        and "ValueError: the reason" in err
+        and "Traceback" in err
+        and "rank 0 ends" in err
+    )
 
 
 LEFT_ALONE = """
@@ -154,7 +200,8 @@ import sys, time
 import torch
 import torch.distributed as dist
 from megatron_lightning import compat
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
 dist.barrier()
 if sys.argv[2] == "0":
     time.sleep(60)
@@ -167,7 +214,10 @@ print("left", flush=True)
 @pytest.mark.slow
 def test_a_process_ends_without_the_ranks_that_its_collectives_wait_for(tmp_path: Path) -> None:
     ranks = [
-        subprocess.Popen([sys.executable, "-c", LEFT_ALONE, str(tmp_path / "store"), str(rank)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", LEFT_ALONE, str(tmp_path / "store"), str(rank)],
+            stdout=subprocess.PIPE,
+        )
         for rank in (0, 1)
     ]
     try:
@@ -196,16 +246,21 @@ def test_a_child_that_fails_takes_the_others_along(capsys: pytest.CaptureFixture
     assert "rank 2 failed: its process" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("codes", "named"), [((1, -9), 2), ((-15, 1), 2), ((-15, 1, -9), 3), ((1, 1), 1), ((0, 7), 2)])
+@pytest.mark.parametrize(
+    ("codes", "named"), [((1, -9), 2), ((-15, 1), 2), ((-15, 1, -9), 3), ((1, 1), 1), ((0, 7), 2)]
+)
 def test_the_cause_is_named_among_several_ends(codes: tuple[int, ...], named: int) -> None:
-    """A kill is no consequence; an error may be that of a kill; SIGTERM comes from the starter of the processes."""
+    """A kill is no consequence; an error may be that of a kill; SIGTERM comes from the starter of
+    the processes."""
     children = [Child(rank, 0, lambda code=code: code) for rank, code in enumerate(codes, 1)]  # type: ignore[misc]
     failures: list[int] = []
     assert ChildWatch(lambda: children, lambda rank, how: failures.append(rank)).announce()
     assert failures == [named]
 
 
-def test_a_process_has_time_to_meet_the_error_that_ended_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_time_to_meet_the_error_that_ended_its_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An error of all ranks is found by one first, whose exit code and message become the job's."""
     children = [_child(1, "raise SystemExit(2)")]
     ends: list[str] = []
@@ -218,7 +273,9 @@ def test_a_process_has_time_to_meet_the_error_that_ended_its_child(monkeypatch: 
     assert not ends and not watch.is_alive()
 
     monkeypatch.setattr("megatron_lightning.resilience.processes.GRACE_S", 0.1)
-    ChildWatch(lambda: children, lambda rank, how: None, end=lambda: ends.append("in the end")).run()
+    ChildWatch(
+        lambda: children, lambda rank, how: None, end=lambda: ends.append("in the end")
+    ).run()
     assert ends == ["in the end"]
 
 

@@ -1,4 +1,5 @@
-"""``non_finite``: what is infinite or NaN is named with rank, parameter and micro-batch, or its optimizer step is left out."""
+"""``non_finite``: what is infinite or NaN is named with rank, parameter and micro-batch, or its
+optimizer step is left out."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class _NotANumber(torch.autograd.Function):
 
 
 class _Poisoned(ToyModule):
-    """One sample, marked with an impossible id, spoils the loss, the output of layer 1, or the gradients from layer 1 on."""
+    """One sample, marked with an impossible id, spoils the loss, the output of layer 1, or the
+    gradients from layer 1 on."""
 
     def __init__(self, where: str) -> None:
         super().__init__(lr=1e-3)
@@ -49,7 +51,13 @@ class _Poisoned(ToyModule):
     def _spoil(self, output: Tensor) -> Tensor:
         if not self.poisoned:
             return output
-        return _NotANumber.apply(output) if self.where == "gradient" else output / 0.0 if self.where == "output" else output
+        return (
+            _NotANumber.apply(output)
+            if self.where == "gradient"
+            else output / 0.0
+            if self.where == "output"
+            else output
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.calls = 0
@@ -73,12 +81,16 @@ class _Weights(pl.Callback):
         self.rates: list[float] = []
         self._before: list[Tensor] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
+    ) -> None:
         self._before = [_local(p).clone() for p in module.parameters()]
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         after = [_local(p) for p in module.parameters()]
-        self.moved.append(any(not torch.equal(a, b) for a, b in zip(self._before, after, strict=True)))
+        self.moved.append(
+            any(not torch.equal(a, b) for a, b in zip(self._before, after, strict=True))
+        )
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
@@ -86,13 +98,24 @@ def _local(parameter: Any) -> Tensor:
     return parameter.to_local().detach() if hasattr(parameter, "to_local") else parameter.detach()
 
 
-def _train(layout: Layout, folder: str, where: str, policy: str, more: dict[str, Any]) -> dict[str, Any]:
+def _train(
+    layout: Layout, folder: str, where: str, policy: str, more: dict[str, Any]
+) -> dict[str, Any]:
     ours = {key: value for key, value in more.items() if key != "plugins"}
-    strategy, weights, module = layout.strategy(non_finite=policy, **ours), _Weights(), _Poisoned(where)
+    strategy, weights, module = (
+        layout.strategy(non_finite=policy, **ours),
+        _Weights(),
+        _Poisoned(where),
+    )
     data = layout.data_module(num_samples=8 * STEPS)
     loader = data.train_dataloader()
     loader.dataset[8 * BAD_STEP + BAD_SAMPLE]["ids"] = torch.full_like(loader.dataset[0]["ids"], -1)
-    options = {"max_steps": STEPS, "callbacks": [weights], "limit_val_batches": 0, "gradient_clip_val": 1.0}
+    options = {
+        "max_steps": STEPS,
+        "callbacks": [weights],
+        "limit_val_batches": 0,
+        "gradient_clip_val": 1.0,
+    }
     options["plugins"] = more.get("plugins")
     message = ""
     try:
@@ -125,7 +148,8 @@ WHAT = {
 }
 FSDP = {"data_parallel": "fsdp"}
 ZB = {"pipeline_schedule": "zb-h1"}
-LOWEST = {"plugins": MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=1.0))}  # it cannot fall
+# It cannot fall.
+LOWEST = {"plugins": MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=1.0))}
 
 
 @pytest.mark.parametrize(
@@ -142,11 +166,16 @@ LOWEST = {"plugins": MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(
         pytest.param(PP2_DDP2, "gradient", ZB, id="pp2-ddp2-zb-gradient", marks=pytest.mark.slow),
     ],
 )
-def test_raise_names_rank_parameter_and_microbatch(layout: Layout, where: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_raise_names_rank_parameter_and_microbatch(
+    layout: Layout, where: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     ranks = run(layout, _train, tmp_path, where, "raise", more)
     key = "has_loss" if where == "loss" else "has_layer"
     ((guilty, microbatch),) = {rank["found"][0] for rank in ranks if rank["found"] and rank[key]}
-    pattern = rf"optimizer step {BAD_STEP}: ({WHAT[where]}) is infinite or NaN in micro-batch {microbatch} on rank {guilty} \("
+    pattern = (
+        rf"optimizer step {BAD_STEP}: ({WHAT[where]}) is infinite or NaN in micro-batch "
+        rf"{microbatch} on rank {guilty} \("
+    )
     for rank in ranks:
         assert re.search(pattern, rank["message"]), rank["message"]
         assert rank["moved"] == [True] * BAD_STEP
@@ -154,7 +183,9 @@ def test_raise_names_rank_parameter_and_microbatch(layout: Layout, where: str, m
 
 @layouts(PP2_DP2, slow=[MICRO, DP2, PP2_DDP2])
 @pytest.mark.parametrize("more", [{}, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["", "fsdp"])
-def test_skip_leaves_the_step_out_on_all_ranks(layout: Layout, more: dict[str, Any], tmp_path: Path) -> None:
+def test_skip_leaves_the_step_out_on_all_ranks(
+    layout: Layout, more: dict[str, Any], tmp_path: Path
+) -> None:
     for rank in run(layout, _train, tmp_path, "gradient", "skip", more):
         assert rank["moved"] == [step != BAD_STEP for step in range(STEPS)]
         assert rank["rates"] == pytest.approx([1e-3 * 0.98**steps for steps in (1, 2, 2, 3)])
@@ -162,5 +193,7 @@ def test_skip_leaves_the_step_out_on_all_ranks(layout: Layout, more: dict[str, A
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(ConfigError, match=r"non_finite is 'stop'. Set it to \"ignore\", \"raise\" or \"skip\""):
+    with pytest.raises(
+        ConfigError, match=r"non_finite is 'stop'. Set it to \"ignore\", \"raise\" or \"skip\""
+    ):
         MegatronStrategy(non_finite="stop")  # type: ignore[arg-type]

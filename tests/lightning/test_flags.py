@@ -1,4 +1,5 @@
-"""Flags of the Trainer mean under every layout what they mean on one device: same losses, metrics and steps."""
+"""Flags of the Trainer mean under every layout what they mean on one device: same losses, metrics
+and steps."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    Timer,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -37,7 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulate": {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
     "val-interval": {"max_epochs": 2, "val_check_interval": 2},
     "val-fraction": {"max_epochs": 1, "val_check_interval": 0.5},
-    "val-across-epochs": {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None},
+    "val-across-epochs": {
+        "max_epochs": 2,
+        "val_check_interval": 3,
+        "check_val_every_n_epoch": None,
+    },
     "limits": {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1},
     "limit-fractions": {"max_epochs": 1, "limit_train_batches": 0.5, "limit_val_batches": 0.25},
     "max-steps": {"max_epochs": -1, "max_steps": 5},
@@ -54,7 +64,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CALLBACKS: dict[str, Any] = {
     "accumulation-scheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 3}),
-    "early-stopping-train": lambda: EarlyStopping("train_loss", patience=0, min_delta=0.9, check_on_train_epoch_end=True),
+    "early-stopping-train": lambda: EarlyStopping(
+        "train_loss", patience=0, min_delta=0.9, check_on_train_epoch_end=True
+    ),
     "early-stopping-divergence": lambda: EarlyStopping("val_loss", divergence_threshold=0.1),
     "swa": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1),
     "timer": lambda: Timer(duration={"hours": 1}),
@@ -75,7 +87,12 @@ def _flags(layout: Layout, folder: str, case: str) -> dict[str, Any]:
         "norms": record.norms,
         "validations": validations.seen,
         "metrics": metrics_of(trainer),
-        "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches, trainer.should_stop),
+        "progress": (
+            trainer.global_step,
+            trainer.current_epoch,
+            trainer.num_training_batches,
+            trainer.should_stop,
+        ),
     }
 
 
@@ -99,7 +116,8 @@ class _Validations(pl.Callback):
         self._batches = 0
 
 
-# bf16: other micro-batches round other partial sums, one part in 256 each, averaged over the batch's tokens.
+# bf16: other micro-batches round other partial sums, one part in 256 each, averaged over the
+# batch's tokens.
 TOLERANCES = {"bf16": 2e-2}
 
 
@@ -110,7 +128,12 @@ def _check(case: str, layout: Layout, folder: Path) -> None:
     for rank in ranks:
         for key in ("norms", "validations", "metrics", "progress"):
             if not (key == "metrics" and case == "overfit-batches" and layout.data > 1):
-                assert_close(rank[key], expected[key], 10 * tolerance if key == "norms" and case == "bf16" else tolerance, key)
+                assert_close(
+                    rank[key],
+                    expected[key],
+                    10 * tolerance if key == "norms" and case == "bf16" else tolerance,
+                    key,
+                )
 
 
 SPREAD = [
@@ -139,19 +162,24 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), SPREAD, ids=[f"{case}-{layout.name}" for case, layout in SPREAD])
+@pytest.mark.parametrize(
+    ("case", "layout"), SPREAD, ids=[f"{case}-{layout.name}" for case, layout in SPREAD]
+)
 def test_flags(case: str, layout: Layout, tmp_path: Path) -> None:
     _check(case, layout, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "layout"), MATRIX, ids=[f"{case}-{layout.name}" for case, layout in MATRIX])
+@pytest.mark.parametrize(
+    ("case", "layout"), MATRIX, ids=[f"{case}-{layout.name}" for case, layout in MATRIX]
+)
 def test_flags_matrix(case: str, layout: Layout, tmp_path: Path) -> None:
     _check(case, layout, tmp_path)
 
 
 def _plateau(layout: Layout, folder: str) -> list[float]:
-    module = ToyModule(lr=0.5, plateau=True)  # too high on purpose: validation gets worse and the scheduler acts
+    # Too high on purpose: validation gets worse and the scheduler acts.
+    module = ToyModule(lr=0.5, plateau=True)
     rates: list[float] = []
 
     class Rates(pl.Callback):
@@ -175,10 +203,17 @@ def test_reduce_on_plateau(layout: Layout, tmp_path: Path) -> None:
 class _TwoLoaders(ToyModule):
     """Two validation loaders, metrics by name and with the loader's index appended."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def validation_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
         loss, _ = self._loss(batch)
         self.log("val_loss", loss, sync_dist=True)
-        self.log(f"own_{dataloader_idx}", loss.detach() + dataloader_idx, add_dataloader_idx=False, sync_dist=True)
+        self.log(
+            f"own_{dataloader_idx}",
+            loss.detach() + dataloader_idx,
+            add_dataloader_idx=False,
+            sync_dist=True,
+        )
         return loss
 
 
@@ -192,19 +227,26 @@ def _two_loaders(layout: Layout, folder: str) -> dict[str, Any]:
     trainer = layout.trainer(folder, max_epochs=1)
     module = _TwoLoaders()
     trainer.fit(module, datamodule=data)
-    return {"metrics": metrics_of(trainer), "validate": trainer.validate(module, datamodule=data, verbose=False)}
+    return {
+        "metrics": metrics_of(trainer),
+        "validate": trainer.validate(module, datamodule=data, verbose=False),
+    }
 
 
 @layouts(PP2, slow=[DP2, PP2_DP2])
 def test_two_validation_loaders(layout: Layout, tmp_path: Path) -> None:
     expected = single(_two_loaders)
-    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1", "own_1"} <= expected["metrics"].keys()
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1", "own_1"} <= expected[
+        "metrics"
+    ].keys()
     for rank in run(layout, _two_loaders, tmp_path):
         assert_close(rank, expected)
 
 
 def _max_time(layout: Layout, folder: str) -> int:
-    trainer = layout.trainer(folder, max_epochs=10_000, max_time={"seconds": 0.5}, limit_val_batches=0)
+    trainer = layout.trainer(
+        folder, max_epochs=10_000, max_time={"seconds": 0.5}, limit_val_batches=0
+    )
     trainer.fit(ToyModule(), datamodule=layout.data_module())
     return trainer.global_step
 
@@ -228,26 +270,33 @@ class _Ahead(pl.Callback):
 def _time_to_validate(layout: Layout, folder: str, rank: int) -> list[tuple[int, int, bool]]:
     validations = _Validations()
     interval = {"seconds": 500}
-    trainer = layout.trainer(folder, max_epochs=1, val_check_interval=interval, callbacks=[validations, _Ahead(rank)])
+    trainer = layout.trainer(
+        folder, max_epochs=1, val_check_interval=interval, callbacks=[validations, _Ahead(rank)]
+    )
     trainer.fit(ToyModule(), datamodule=layout.data_module())
     return validations.seen
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [(1, 4, False)]), (1, [])])
-def test_time_to_validate_is_rank_0s(rank: int, expected: list[tuple[int, int, bool]], tmp_path: Path) -> None:
+def test_time_to_validate_is_rank_0s(
+    rank: int, expected: list[tuple[int, int, bool]], tmp_path: Path
+) -> None:
     """One validation after the first step, which sets the clock again; or none."""
     assert run(PP2, _time_to_validate, tmp_path, rank) == [expected] * 2
 
 
 def _unequal_last_batch(layout: Layout, folder: str) -> dict[str, Any]:
-    """29 samples: the last batch of training and validation is short, and cut into unequal micro-batches."""
+    """29 samples: the last batch of training and validation is short, and cut into unequal
+    micro-batches."""
     record = Losses()
     trainer = layout.trainer(folder, max_epochs=2, callbacks=[record])
     data = layout.data_module(num_samples=29)
     data.val_dataloader = lambda: data._loader(29, 2)
     trainer.fit(ToyModule(), datamodule=data)
     metrics = metrics_of(trainer)
-    del metrics["train_mean"]  # updated once a micro-batch without weights: the mean of other numbers, by the module's own wish
+    # Updated once a micro-batch without weights: the mean of other numbers, by the module's own
+    # wish.
+    del metrics["train_mean"]
     return {"losses": record.losses, "norms": record.norms, "metrics": metrics}
 
 

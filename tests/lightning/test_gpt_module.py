@@ -28,12 +28,15 @@ def loader() -> DataLoader[Any]:
     rows = tokens(16, 9)
     mask = torch.ones(8)
     mask[0] = 0
-    return DataLoader([{"tokens": r[:-1], "labels": r[1:], "loss_mask": mask} for r in rows], batch_size=4)  # type: ignore[arg-type]
+    return DataLoader(
+        [{"tokens": r[:-1], "labels": r[1:], "loss_mask": mask} for r in rows], batch_size=4
+    )  # type: ignore[arg-type]
 
 
 def test_the_lightning_module_trains_and_loads(tmp_path: Path) -> None:
     trainer = pl.Trainer(
-        max_epochs=4, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=4, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
     gpt = module(warmup_steps=2, decay_steps=40)
@@ -58,7 +61,9 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
     batch = next(iter(loader()))
     out = gpt.training_step(batch, 0)
     assert out["num_items"] == 4 * 7
-    torch.testing.assert_close(out["loss"], gpt.model(batch["tokens"], labels=batch["labels"])[:, 1:].mean())  # type: ignore[misc]
+    torch.testing.assert_close(
+        out["loss"], gpt.model(batch["tokens"], labels=batch["labels"])[:, 1:].mean()
+    )  # type: ignore[misc]
     masked = batch["labels"].clone()
     masked[:, 0] = -100
     out_labels = gpt.training_step({"tokens": batch["tokens"], "labels": masked}, 0)
@@ -71,15 +76,24 @@ def test_the_schedule() -> None:
     assert rates == pytest.approx([0.0, 5e-3, 1e-2, 8.681981e-3, 5.5e-3, 2.318019e-3, 1e-3, 1e-3])
     assert _rates(module(warmup_steps=2), 4) == [0.0, 5e-3, 1e-2, 1e-2]
     assert _rates(module(), 2) == [1e-2, 1e-2]
-    samples = LRSchedule(lr_decay_style="linear", lr_decay_steps=40, unit="samples", samples_per_step=10)
-    assert _rates(module(lr_schedule=samples), 5) == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3, 0.0])
+    samples = LRSchedule(
+        lr_decay_style="linear", lr_decay_steps=40, unit="samples", samples_per_step=10
+    )
+    assert _rates(module(lr_schedule=samples), 5) == pytest.approx(
+        [1e-2, 7.5e-3, 5e-3, 2.5e-3, 0.0]
+    )
     with pytest.raises(ConfigError, match="lr_decay_steps=3 ends before lr_warmup_steps=5"):
         module(warmup_steps=5, decay_steps=3)
     with pytest.raises(ConfigError, match=r"min_learning_rate=1\.0"):
         module(min_learning_rate=1.0)
-    with pytest.raises(ConfigError, match=r"min_learning_rate=0\.0001 is where the decay ends, and decay_steps is not set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"min_learning_rate=0\.0001 is where the decay ends, and decay_steps is not set",
+    ):
         module(min_learning_rate=1e-4)
-    with pytest.raises(ConfigError, match=r"lr_schedule is given beside min_learning_rate=0\.0, warmup_steps=5"):
+    with pytest.raises(
+        ConfigError, match=r"lr_schedule is given beside min_learning_rate=0\.0, warmup_steps=5"
+    ):
         module(warmup_steps=5, lr_schedule=samples)
 
 

@@ -1,4 +1,5 @@
-"""Hooks that change gradients of which a rank holds a part are refused; those that clip by all ranks, or read, pass."""
+"""Hooks that change gradients of which a rank holds a part are refused; those that clip by all
+ranks, or read, pass."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class _ClipsByOptimizer(ToyModule):
 
 
 class _ClipsByCallback(pl.Callback):
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
         clip_grad_norm_(pl_module.parameters(), 0.5)
 
 
@@ -52,18 +55,30 @@ class _ClipsRightly(ToyModule):
         self.clip_gradients(optimizer, 0.5, "norm")
 
 
-def _refused(layout: Layout, folder: str, kind: type[pl.LightningModule] | type[pl.Callback], hook: str) -> str:
+def _refused(
+    layout: Layout, folder: str, kind: type[pl.LightningModule] | type[pl.Callback], hook: str
+) -> str:
     callbacks = [kind()] if issubclass(kind, pl.Callback) else []
     module = ToyModule() if callbacks else kind()
     with pytest.raises((ConfigError, PeerFailure)) as error:
-        layout.trainer(folder, max_steps=1, callbacks=callbacks).fit(module, datamodule=layout.data_module())
-    return f"{hook} changed the gradient of" if isinstance(error.value, PeerFailure) else str(error.value)
+        layout.trainer(folder, max_steps=1, callbacks=callbacks).fit(
+            module, datamodule=layout.data_module()
+        )
+    return (
+        f"{hook} changed the gradient of"
+        if isinstance(error.value, PeerFailure)
+        else str(error.value)
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "kind", "hook"),
     [
-        (TP2_TOY, _ClipsInHook, "on_before_optimizer_step or _ClipsInHook.configure_gradient_clipping"),
+        (
+            TP2_TOY,
+            _ClipsInHook,
+            "on_before_optimizer_step or _ClipsInHook.configure_gradient_clipping",
+        ),
         (PP2, _ClipsByCallback, "_ClipsByCallback.on_before_optimizer_step"),
         (DP2, _ClipsByOptimizer, "_ClipsByOptimizer.on_before_optimizer_step"),
         (DP2, _Replaces, "_Replaces.on_after_backward"),
@@ -71,17 +86,23 @@ def _refused(layout: Layout, folder: str, kind: type[pl.LightningModule] | type[
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_changes_of_partial_gradients_are_refused(layout: Layout, kind: Any, hook: str, tmp_path: Path) -> None:
+def test_changes_of_partial_gradients_are_refused(
+    layout: Layout, kind: Any, hook: str, tmp_path: Path
+) -> None:
     for text in run(layout, _refused, tmp_path, kind, hook):
         assert hook.split(" or ")[-1] in text and "changed the gradient of" in text, text
 
 
-def _steps(layout: Layout, folder: str, kind: type[pl.LightningModule], **options: Any) -> tuple[int, list[str]]:
+def _steps(
+    layout: Layout, folder: str, kind: type[pl.LightningModule], **options: Any
+) -> tuple[int, list[str]]:
     trainer = layout.trainer(folder, max_steps=2, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(kind(), datamodule=layout.data_module())
-    return trainer.global_step, [str(w.message) for w in caught if "did not call clip_gradients" in str(w.message)]
+    return trainer.global_step, [
+        str(w.message) for w in caught if "did not call clip_gradients" in str(w.message)
+    ]
 
 
 @layouts(DP2, PP2, slow=[TP2_TOY, FSDP2])
@@ -95,4 +116,6 @@ def test_whole_gradients_may_be_clipped_by_hand(tmp_path: Path) -> None:
 
 def test_clipping_where_no_parameter_has_a_gradient_is_warned_of_once(tmp_path: Path) -> None:
     (first, texts), (second, others) = run(DP2, _steps, tmp_path, _ClipsInHook)
-    assert first == second == 2 and len(texts) == 1 and "p.grad is None" in texts[0] and others == []
+    assert (
+        first == second == 2 and len(texts) == 1 and "p.grad is None" in texts[0] and others == []
+    )

@@ -1,4 +1,5 @@
-"""GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped steps, on every layout.
+"""GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped
+steps, on every layout.
 
 SpeedMonitor, which looks on: samples count once on every layout.
 """
@@ -18,13 +19,26 @@ from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.strategies import MegatronMixedPrecision
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import trainer
-from tests.lightning.support import DDP2, DP2, GLOBAL_BATCH, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, run, single
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    GLOBAL_BATCH,
+    MICRO,
+    PP2,
+    PP2_DP2,
+    Layout,
+    assert_close,
+    layouts,
+    run,
+    single,
+)
 
 STEPS = 3
 
 
 class _Groups(ToyModule):
-    """Two groups, of which a pipeline stage has one alone: the head's are named. Tokens from 10 on do not occur."""
+    """Two groups, of which a pipeline stage has one alone: the head's are named. Tokens from 10 on
+    do not occur."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         return super().training_step({**batch, "ids": batch["ids"] % 10}, batch_idx)
@@ -45,17 +59,28 @@ class _Record(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         logged = trainer.callback_metrics.items()
-        self.seen.append({key: float(value) for key, value in logged if "norm" in key or "skipped" in key})
+        self.seen.append(
+            {key: float(value) for key, value in logged if "norm" in key or "skipped" in key}
+        )
 
 
 def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
     record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
     strategy = layout.strategy(**more)
     callbacks = [monitor, SpeedMonitor(), record]
-    options = {"max_steps": STEPS, "callbacks": callbacks, "limit_val_batches": 0, "gradient_clip_val": 0.1}
+    options = {
+        "max_steps": STEPS,
+        "callbacks": callbacks,
+        "limit_val_batches": 0,
+        "gradient_clip_val": 0.1,
+    }
     fitted = trainer(strategy, default_root_dir=folder, **options)
     fitted.fit(_Groups(), datamodule=layout.data_module())
-    speed = {key: float(value) for key, value in fitted.callback_metrics.items() if key.startswith("throughput/")}
+    speed = {
+        key: float(value)
+        for key, value in fitted.callback_metrics.items()
+        if key.startswith("throughput/")
+    }
     batch = speed["throughput/samples_per_second"] * speed["throughput/seconds_per_batch"]
     assert batch == pytest.approx(GLOBAL_BATCH), speed  # of all ranks, each sample once
     if strategy.context.world_size > 1:  # else the Trainer's plugin clips
@@ -69,13 +94,17 @@ def test_norms_of_groups_and_zeros(layout: Layout, more: dict[str, Any], tmp_pat
     expected = single(_statistics_of_one_device)
     assert expected[0].keys() == {"grad_norm", "grad_norm/0", "grad_norm/head", "grad_norm_zeros"}
     for step in expected:
-        assert step["grad_norm"] ** 2 == pytest.approx(step["grad_norm/0"] ** 2 + step["grad_norm/head"] ** 2)
+        assert step["grad_norm"] ** 2 == pytest.approx(
+            step["grad_norm/0"] ** 2 + step["grad_norm/head"] ** 2
+        )
         assert step["grad_norm_zeros"] >= 7 * 16
     for rank in run(layout, _statistics, tmp_path, more):
         for actual, step in zip(rank, expected, strict=True):
             # The gradient of the 4 x 16 key biases is zero but for rounding.
             assert 7 * 16 <= actual.pop("grad_norm_zeros") <= 7 * 16 + 4 * 16
-            assert_close(actual, {key: value for key, value in step.items() if key != "grad_norm_zeros"})
+            assert_close(
+                actual, {key: value for key, value in step.items() if key != "grad_norm_zeros"}
+            )
 
 
 def _statistics_of_one_device(layout: Layout, folder: str) -> list[dict[str, float]]:
@@ -84,7 +113,12 @@ def _statistics_of_one_device(layout: Layout, folder: str) -> list[dict[str, flo
 
 def _plain(folder: str) -> list[dict[str, float]]:
     record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
-    options = {"max_steps": STEPS, "callbacks": [monitor, record], "limit_val_batches": 0, "gradient_clip_val": 0.1}
+    options = {
+        "max_steps": STEPS,
+        "callbacks": [monitor, record],
+        "limit_val_batches": 0,
+        "gradient_clip_val": 0.1,
+    }
     data = Layout("single", 1, 1, None).data_module()
     trainer("auto", default_root_dir=folder, **options).fit(_Groups(), datamodule=data)
     return record.seen
@@ -103,7 +137,11 @@ def _skips(layout: Layout, folder: str) -> list[float]:
     record = _Record()
     plugin = MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=64.0))
     fit = layout.trainer(
-        folder, max_steps=STEPS, callbacks=[GradientNormMonitor(), record], limit_val_batches=0, plugins=[plugin]
+        folder,
+        max_steps=STEPS,
+        callbacks=[GradientNormMonitor(), record],
+        limit_val_batches=0,
+        plugins=[plugin],
     )
     fit.fit(_Overflows(), datamodule=layout.data_module())
     return [step["skipped_steps"] for step in record.seen]

@@ -1,4 +1,5 @@
-"""Gradients where users meet them: in ``p.grad`` between the hooks, in ``strategy.gradients()``, weighted by ``num_items``."""
+"""Gradients where users meet them: in ``p.grad`` between the hooks, in ``strategy.gradients()``,
+weighted by ``num_items``."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ from tests.lightning.support import (
 
 
 class _Grads(pl.Callback):
-    """Gradients of every parameter on this rank, as hooks see them, at the hooks between backward and step."""
+    """Gradients of every parameter on this rank, as hooks see them, at the hooks between backward
+    and step."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, Tensor | None]] = {}
@@ -49,21 +51,34 @@ class _Grads(pl.Callback):
     def _note(self, hook: str, module: pl.LightningModule) -> None:
         if module.trainer.fit_loop._should_accumulate():
             return
-        self.seen[hook] = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+        self.seen[hook] = {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in module.named_parameters()
+        }
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._note("on_after_backward", module)
         strategy = trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            self.seen["strategy"] = {name: gradient.clone() for name, gradient in strategy.gradients().items()}
+            self.seen["strategy"] = {
+                name: gradient.clone() for name, gradient in strategy.gradients().items()
+            }
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any
+    ) -> None:
         self._note("on_before_optimizer_step", module)
 
 
 def _visible(layout: Layout, folder: str, accumulate: int) -> dict[str, Any]:
     grads = _Grads()
-    trainer = layout.trainer(folder, max_steps=2, accumulate_grad_batches=accumulate, callbacks=[grads], limit_val_batches=0)
+    trainer = layout.trainer(
+        folder,
+        max_steps=2,
+        accumulate_grad_batches=accumulate,
+        callbacks=[grads],
+        limit_val_batches=0,
+    )
     trainer.fit(ToyModule(lr=1e-3), datamodule=layout.data_module(num_samples=64))
     return grads.seen
 
@@ -78,7 +93,9 @@ def test_p_grad_is_the_full_gradient(layout: Layout, accumulate: int, tmp_path: 
             seen_names |= rank[hook].keys()
             for name, gradient in rank[hook].items():
                 assert_close(gradient, expected[hook][name], where=name)
-                assert_close(rank["strategy"][name], expected["on_after_backward"][name], where=name)
+                assert_close(
+                    rank["strategy"][name], expected["on_after_backward"][name], where=name
+                )
     assert seen_names == expected["on_after_backward"].keys()
 
 
@@ -132,18 +149,29 @@ def _weighted(layout: Layout, folder: str, flushes: int) -> dict[str, Any]:
     """Train on the same 16 samples a step, in ``flushes`` parts (one device: in one part)."""
     flushes = flushes if layout.options is not None else 1
     record = Losses()
-    trainer = layout.trainer(folder, max_epochs=2, accumulate_grad_batches=flushes, callbacks=[record], limit_val_batches=0)
+    trainer = layout.trainer(
+        folder,
+        max_epochs=2,
+        accumulate_grad_batches=flushes,
+        callbacks=[record],
+        limit_val_batches=0,
+    )
     loader = DataLoader(_ragged_samples(), batch_size=16 // layout.data // flushes)
     module = _Weighted()
     trainer.fit(module, loader)
     logged = float(trainer.callback_metrics["loss"])
-    return {"norms": record.norms, "logged": logged, "state": {name: p.detach() for name, p in module.named_parameters()}}
+    return {
+        "norms": record.norms,
+        "logged": logged,
+        "state": {name: p.detach() for name, p in module.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("flushes", [1, 2])
 @layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2, PP2_DDP2])
 def test_num_items_is_exact(layout: Layout, flushes: int, tmp_path: Path) -> None:
-    """However the tokens are spread over micro-batches, ranks and flushes: gradients of the mean over all valid tokens."""
+    """However the tokens are spread over micro-batches, ranks and flushes: gradients of the mean
+    over all valid tokens."""
     expected = single(_weighted, 1)
     for rank in run(layout, _weighted, tmp_path, flushes):
         assert rank["logged"] == pytest.approx(expected["logged"], rel=1e-5)
@@ -153,7 +181,8 @@ def test_num_items_is_exact(layout: Layout, flushes: int, tmp_path: Path) -> Non
 
 
 class _Outside(ToyModule):
-    """Parameters outside the pipelined module, used before the call, after it, in both places, and never; one is frozen."""
+    """Parameters outside the pipelined module, used before the call, after it, in both places, and
+    never; one is frozen."""
 
     def __init__(self) -> None:
         super().__init__(lr=1e-3)
@@ -198,8 +227,16 @@ def _outside(layout: Layout, folder: str) -> dict[str, Any]:
         "losses": record.losses,
         "norms": record.norms,
         "metrics": metrics_of(trainer),
-        "grads": {name: g for name, g in grads.seen["on_after_backward"].items() if not name.startswith("model.")},
-        "state": {name: p.detach() for name, p in module.named_parameters() if not name.startswith("model.")},
+        "grads": {
+            name: g
+            for name, g in grads.seen["on_after_backward"].items()
+            if not name.startswith("model.")
+        },
+        "state": {
+            name: p.detach()
+            for name, p in module.named_parameters()
+            if not name.startswith("model.")
+        },
     }
 
 
@@ -238,7 +275,8 @@ def _frozen(layout: Layout, folder: str) -> dict[str, Any]:
 
 @layouts(PP2, slow=[MICRO, DP2, DDP2, PP2_DP2])
 def test_frozen_stages(layout: Layout, tmp_path: Path) -> None:
-    """A stage without anything to train: its backward passes gradients on, its optimizer has nothing to do."""
+    """A stage without anything to train: its backward passes gradients on, its optimizer has
+    nothing to do."""
     expected, ranks = single(_frozen), run(layout, _frozen, tmp_path)
     assert_close(mean_over_ranks([rank["losses"] for rank in ranks]), expected["losses"])
     for rank in ranks:
@@ -247,7 +285,8 @@ def test_frozen_stages(layout: Layout, tmp_path: Path) -> None:
 
 
 class _Skips(ToyModule):
-    """Returns None for some batches: Lightning skips their optimizer step (on several ranks it refuses that itself)."""
+    """Returns None for some batches: Lightning skips their optimizer step (on several ranks it
+    refuses that itself)."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -274,7 +313,9 @@ def _trained_without(style: str, sequence_parallel: bool) -> str | None:
         modules={f"model.{path}": kept for path, kept in whole.modules.items() if path != style},
         attributes={f"model.{path}": rewrite for path, rewrite in whole.attributes.items()},
     )
-    strategy = MegatronStrategy(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, sharding_plan=plan)
+    strategy = MegatronStrategy(
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, sharding_plan=plan
+    )
     try:
         losses_of(GPTLightningModule(config), strategy, [])
     except ShardingError as error:
@@ -285,12 +326,22 @@ def _trained_without(style: str, sequence_parallel: bool) -> str | None:
 @pytest.mark.parametrize(
     ("style", "sequence_parallel", "found"),
     [
-        ("decoder.final_layernorm", True, r"gradients of 1 parameter\(s\) differ .* model\.decoder\.final_layernorm\.weight\."),
-        ("decoder.layers.*.self_attention.q_layernorm", False, r"diverge: model\.decoder\.layers\.0\.\S+\.q_layernorm"),
+        (
+            "decoder.final_layernorm",
+            True,
+            r"gradients of 1 parameter\(s\) differ .* model\.decoder\.final_layernorm\.weight\.",
+        ),
+        (
+            "decoder.layers.*.self_attention.q_layernorm",
+            False,
+            r"diverge: model\.decoder\.layers\.0\.\S+\.q_layernorm",
+        ),
         ("none", True, None),
     ],
 )
-def test_a_row_that_the_table_lacks_is_found(style: str, sequence_parallel: bool, found: str | None) -> None:
+def test_a_row_that_the_table_lacks_is_found(
+    style: str, sequence_parallel: bool, found: str | None
+) -> None:
     """The ranks would step the same weight by different gradients, and nobody would notice."""
     for error in run_ranks(2, _trained_without, style, sequence_parallel):
         assert error is None if found is None else re.search(found, error or "")

@@ -1,4 +1,5 @@
-"""Every way in which the ranks of a job come to life: our own launchers, torchrun on two nodes, and Slurm."""
+"""Every way in which the ranks of a job come to life: our own launchers, torchrun on two nodes, and
+Slurm."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ def _run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> s
 
 def _trainer(strategy: MegatronStrategy, devices: int, **options: int) -> pl.Trainer:
     return pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False, **options
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        logger=False,
+        enable_checkpointing=False,
+        **options,
     )
 
 
@@ -74,7 +80,9 @@ def test_one_rank_needs_no_processes_and_works_in_a_notebook() -> None:
 
 def test_spawned_workers_can_be_sent_the_strategy() -> None:
     """With its launcher, by which Lightning's loops see that they run in a worker."""
-    strategy = pickle.loads(pickle.dumps(_trainer(MegatronStrategy(start_method="spawn"), 2).strategy))
+    strategy = pickle.loads(
+        pickle.dumps(_trainer(MegatronStrategy(start_method="spawn"), 2).strategy)
+    )
     assert isinstance(strategy, MegatronStrategy) and isinstance(strategy.launcher, WorkerLauncher)
 
 
@@ -84,7 +92,8 @@ def test_one_rank_of_spawn_stays_in_this_process() -> None:
 
 
 def test_workers_end_with_what_waits_for_them() -> None:
-    """Interrupt the wait, as a handler of SIGALRM does; else this process would wait for its workers at its own end."""
+    """Interrupt the wait, as a handler of SIGALRM does; else this process would wait for its
+    workers at its own end."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError
@@ -113,8 +122,19 @@ def test_popen_refuses_what_is_no_script(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow  # two agents and two ranks import torch
 def test_torchrun_with_two_agents_as_two_nodes() -> None:
-    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d", "--rdzv-id=job"]
-    command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
+    rendezvous = [
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=job",
+    ]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--local-addr=127.0.0.1",
+        *rendezvous,
+    ]
     output = _run_all([[*command, *JOB, "popen", "none", "0", "1", "2"]] * 2, [{}] * 2)
     assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
 
@@ -128,7 +148,8 @@ def test_slurm_variables() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_workers_train(start_method: str, tmp_path: Path) -> None:
-    """The process that started them continues with what they return; the Trainer's counters stay theirs, as in Lightning."""
+    """The process that started them continues with what they return; the Trainer's counters stay
+    theirs, as in Lightning."""
     output = _run_all([[*JOB, start_method, "none", "0", "2", "1", str(tmp_path)]], [{}])
     assert re.search("DONE 0 0", output), output
     assert open_checkpoint(tmp_path / "last.ckpt").state()["global_step"] == 16
@@ -137,8 +158,11 @@ def test_workers_train(start_method: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_workers_predict(start_method: Literal["spawn", "fork"]) -> None:
-    """As in Lightning, workers return no predictions, which may be large; a callback writes them."""
+    """As in Lightning, workers return no predictions, which may be large; a callback writes
+    them."""
     trainer = _trainer(MegatronStrategy(start_method=start_method), 2)
     assert trainer.predict(ToyModule(), datamodule=ToyData()) is None
-    with pytest.raises(ProcessRaisedException, match="`return_predictions` should be set to `False`"):
+    with pytest.raises(
+        ProcessRaisedException, match="`return_predictions` should be set to `False`"
+    ):
         trainer.predict(ToyModule(), datamodule=ToyData(), return_predictions=True)

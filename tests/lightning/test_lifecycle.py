@@ -1,4 +1,5 @@
-"""Trainers after one another, stages of one Trainer after one another, and what validate, test and predict return."""
+"""Trainers after one another, stages of one Trainer after one another, and what validate, test and
+predict return."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from tests.lightning.support import (
 
 
 def _in_turn(layout: Layout, folder: str) -> dict[str, Any]:
-    """fit, validate, fit, test, predict with one Trainer, then everything again with a second one and the same module."""
+    """fit, validate, fit, test, predict with one Trainer, then everything again with a second one
+    and the same module."""
     module, record = ToyModule(), Losses()
     first = layout.trainer(folder, max_epochs=1, callbacks=[record])
     results: dict[str, Any] = {}
@@ -44,9 +46,13 @@ def _in_turn(layout: Layout, folder: str) -> dict[str, Any]:
     first.fit(module, datamodule=layout.data_module())
     results["fit"] = metrics_of(first)
     results["test"] = first.test(module, datamodule=layout.data_module(), verbose=False)
-    results["predict"] = first.predict(module, datamodule=layout.data_module()) if layout.data == 1 else None
+    results["predict"] = (
+        first.predict(module, datamodule=layout.data_module()) if layout.data == 1 else None
+    )
     second = layout.trainer(folder, max_epochs=1, callbacks=[record], gradient_clip_val=0.1)
-    results["validate again"] = second.validate(module, datamodule=layout.data_module(), verbose=False)
+    results["validate again"] = second.validate(
+        module, datamodule=layout.data_module(), verbose=False
+    )
     second.fit(module, datamodule=layout.data_module())
     results["second"] = metrics_of(second)
     return {**results, "norms": record.norms}
@@ -64,7 +70,9 @@ def test_one_module_in_several_trainers(layout: Layout, tmp_path: Path) -> None:
 def _evaluate_only(layout: Layout, folder: str) -> dict[str, Any]:
     """Without any fit before: the module is cut for evaluation alone."""
     return {
-        name: getattr(layout.trainer(folder), name)(ToyModule(), datamodule=layout.data_module(), verbose=False)
+        name: getattr(layout.trainer(folder), name)(
+            ToyModule(), datamodule=layout.data_module(), verbose=False
+        )
         for name in ("validate", "test")
     }
 
@@ -99,8 +107,12 @@ def test_strategy_by_name(tmp_path: Path) -> None:
 
 def _another_layout(layout: Layout, folder: str) -> None:
     module = ToyModule()
-    layout.trainer(folder, max_epochs=1, limit_train_batches=1).fit(module, datamodule=layout.data_module())
-    with pytest.raises(ConfigError, match=r"sharded for tensor 1 x pipeline 2 .* Create a new module"):
+    layout.trainer(folder, max_epochs=1, limit_train_batches=1).fit(
+        module, datamodule=layout.data_module()
+    )
+    with pytest.raises(
+        ConfigError, match=r"sharded for tensor 1 x pipeline 2 .* Create a new module"
+    ):
         DP2.trainer(folder, max_epochs=1).fit(module, datamodule=DP2.data_module())
 
 
@@ -109,7 +121,8 @@ def test_a_module_cannot_change_its_layout(tmp_path: Path) -> None:
 
 
 def _another_strategy(layout: Layout, folder: str) -> dict[str, Any]:
-    """Two Trainers of different layouts after one another, and one of a single device, in the same processes."""
+    """Two Trainers of different layouts after one another, and one of a single device, in the same
+    processes."""
     layout.trainer(folder, max_epochs=1).fit(ToyModule(), datamodule=layout.data_module())
     module, record = ToyModule(), Losses()
     other = layout if layout.options is None else DP2
@@ -131,7 +144,9 @@ def test_another_layout_in_the_same_process(tmp_path: Path) -> None:
 
 def _other_world(layout: Layout, folder: str) -> None:
     layout.trainer(folder).test(ToyModule(), datamodule=layout.data_module(), verbose=False)
-    with pytest.raises(ConfigError, match=r"devices is 4, and this process is already one of 2 ranks.* Set devices"):
+    with pytest.raises(
+        ConfigError, match=r"devices is 4, and this process is already one of 2 ranks.* Set devices"
+    ):
         larger = trainer(MegatronStrategy(), devices=4, plugins=[LightningEnvironment()])
         larger.test(ToyModule(), datamodule=layout.data_module(), verbose=False)
 
@@ -141,7 +156,8 @@ def test_a_larger_world_in_the_same_process_is_refused(tmp_path: Path) -> None:
 
 
 class _Pruned(pl.Callback):
-    """Ends the first run with an exception on every rank, as a search for hyper-parameters ends trials."""
+    """Ends the first run with an exception on every rank, as a search for hyper-parameters ends
+    trials."""
 
     def __init__(self) -> None:
         self.armed = True
@@ -160,14 +176,17 @@ def _after_exceptions(layout: Layout, folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for _ in range(2):
         module, record = ToyModule(), Losses()
-        chosen = layout.trainer(folder, devices=layout.ranks, max_epochs=1, callbacks=[_Pruned(), record])
+        chosen = layout.trainer(
+            folder, devices=layout.ranks, max_epochs=1, callbacks=[_Pruned(), record]
+        )
         os.environ["MASTER_PORT"] = str(box[0])
         with pytest.raises(ValueError, match="pruned"):
             chosen.fit(module, datamodule=layout.data_module())
     chosen.fit(module, datamodule=layout.data_module())
     results |= {"same": record.losses, "metrics": metrics_of(chosen)}
     if layout.options is not None:
-        module.model.group = AxisGroup("tp", (0, 1), dist.get_rank(), world)  # as a tensor-parallel layer holds it
+        # As a tensor-parallel layer holds it.
+        module.model.group = AxisGroup("tp", (0, 1), dist.get_rank(), world)
         with pytest.raises(ConfigError, match=r"broken\. Create a new module"):
             chosen.test(module, datamodule=layout.data_module(), verbose=False)
     third = layout.trainer(folder, devices=layout.ranks)

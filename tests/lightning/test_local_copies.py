@@ -1,4 +1,5 @@
-"""Copies on the nodes' own disks: written beside training, agreed on by all ranks, read by layouts that find them whole."""
+"""Copies on the nodes' own disks: written beside training, agreed on by all ranks, read by layouts
+that find them whole."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def _lose(*paths: str) -> None:
 
 
 def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
-    """Train on two nodes of one rank each; resume after either's disk is lost, and after both copies of a part are."""
+    """Train on two nodes of one rank each; resume after either's disk is lost, and after both
+    copies of a part are."""
     os.environ["LOCAL_RANK"] = "0"
     nodes: dict[str, Any] = {"num_nodes": 2, "devices": 1}
     disk = f"{folder}/disk-{{node_rank}}"
@@ -57,7 +59,9 @@ def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
         return LocalCopyCheckpoint(disk, every_n_train_steps=1, dirpath=folder)
 
     whole, losses = _fit(layout, f"{folder}/whole", **nodes)
-    often = ModelCheckpoint(folder, "shared", every_n_train_steps=2, save_top_k=1, enable_version_counter=False)
+    often = ModelCheckpoint(
+        folder, "shared", every_n_train_steps=2, save_top_k=1, enable_version_counter=False
+    )
     _, first = _fit(layout, folder, copies(), often, max_steps=STOP, **nodes)
     kept = sorted(len(os.listdir(f"{folder}/disk-{node}")) for node in range(2))
     result: dict[str, Any] = {"first": first == losses[:STOP], "kept": kept}
@@ -66,26 +70,41 @@ def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
         end, rest = _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
         same = all(torch.equal(a, b) for a, b in zip(whole, end, strict=True))
         result[f"lost {lost}"] = (rest == losses[STOP:], same)
-    end, rest = _fit(layout, folder, copies(), ckpt_path="last", **nodes)  # the pointer is the newest
+    # The pointer is the newest.
+    end, rest = _fit(layout, folder, copies(), ckpt_path="last", **nodes)
     result["last"] = rest == losses[STOP:]
     _lose(f"{folder}/disk-0", f"{folder}/disk-1")
     _, rest = _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
     result["shared"] = rest == losses[STOP - 1 :]  # saved at step 2
     _lose(f"{folder}/shared.ckpt")
-    with pytest.raises(CheckpointError, match=r"local copies in .* none has the parts of all 2 ranks .* no other checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"local copies in .* none has the parts of all 2 ranks .* no other checkpoint",
+    ):
         _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
     return result
 
 
 @layouts(PP2, slow=[DP2])
 def test_local_copies_survive_the_loss_of_a_node(layout: Layout, tmp_path: Path) -> None:
-    expected = {"first": True, "kept": [2, 2], "lost 0": (True, True), "lost 1": (True, True), "last": True, "shared": True}
+    expected = {
+        "first": True,
+        "kept": [2, 2],
+        "lost 0": (True, True),
+        "lost 1": (True, True),
+        "last": True,
+        "shared": True,
+    }
     for rank in run(layout, _lost_nodes, tmp_path):
         assert rank == expected
 
 
 def test_copies_need_one_interval() -> None:
-    for intervals in ({}, {"every_n_train_steps": 1, "every_n_minutes": 1.0}, {"every_n_minutes": 0.0}):
+    for intervals in (
+        {},
+        {"every_n_train_steps": 1, "every_n_minutes": 1.0},
+        {"every_n_minutes": 0.0},
+    ):
         with pytest.raises(ConfigError, match="need one interval"):
             LocalCopyCheckpoint("folder", **intervals)
 
@@ -128,16 +147,27 @@ def _elsewhere(layout: Layout, folder: str) -> str:
     os.environ["LOCAL_RANK"] = "0"
     disk = f"{folder}/disk-{{node_rank}}"
     nodes: dict[str, Any] = {"num_nodes": 2, "devices": 1}
-    with mock.patch.object(local.LocalCopies, "_replicate"):  # as on three nodes, where no node has all parts
-        _fit(layout, folder, LocalCopyCheckpoint(disk, every_n_train_steps=1, dirpath=folder), max_steps=STOP, **nodes)
-    with pytest.raises(CheckpointError, match=r"are of another layout .* not every node has all parts") as caught:
+    # As on three nodes, where no node has all parts.
+    with mock.patch.object(local.LocalCopies, "_replicate"):
+        _fit(
+            layout,
+            folder,
+            LocalCopyCheckpoint(disk, every_n_train_steps=1, dirpath=folder),
+            max_steps=STOP,
+            **nodes,
+        )
+    with pytest.raises(
+        CheckpointError, match=r"are of another layout .* not every node has all parts"
+    ) as caught:
         _fit(DP2, folder, ckpt_path=f"{folder}/local.ckpt", **nodes)
     return str(caught.value)
 
 
 def test_copies_of_another_layout_in_pieces_are_not_mixed(tmp_path: Path) -> None:
     for text in run(PP2, _elsewhere, tmp_path):
-        assert "2 ranks of {'tensor_model_parallel_size': 1, 'pipeline_model_parallel_size': 2" in text
+        assert (
+            "2 ranks of {'tensor_model_parallel_size': 1, 'pipeline_model_parallel_size': 2" in text
+        )
 
 
 class _Slow(pl.Callback):
@@ -159,7 +189,12 @@ def _beside_training(layout: Layout, folder: str) -> int:
         original(snapshot)
 
     with mock.patch.object(local, "write_snapshot", slow):
-        _fit(layout, folder, LocalCopyCheckpoint(f"{folder}/disk", every_n_train_steps=2, dirpath=folder), watch)
+        _fit(
+            layout,
+            folder,
+            LocalCopyCheckpoint(f"{folder}/disk", every_n_train_steps=2, dirpath=folder),
+            watch,
+        )
     return watch.beside
 
 
@@ -168,7 +203,8 @@ def test_training_continues_during_the_save(tmp_path: Path) -> None:
 
 
 def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, Any]:
-    """The second node's disk is full when the second copy is written: its own part, or its neighbour's."""
+    """The second node's disk is full when the second copy is written: its own part, or its
+    neighbour's."""
     os.environ["LOCAL_RANK"] = "0"
     original, error = getattr(local, where), ""
     texts: list[str] = []
@@ -178,8 +214,14 @@ def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, 
             raise OSError(28, "No space left on device")
         return original(target, *arguments)
 
-    copies = LocalCopyCheckpoint(f"{folder}/disk-{{node_rank}}", every_n_train_steps=2, dirpath=folder)
-    options: dict[str, Any] = {"num_nodes": 2, "devices": 1, "checkpoint_options": CheckpointOptions(on_save_error=action)}
+    copies = LocalCopyCheckpoint(
+        f"{folder}/disk-{{node_rank}}", every_n_train_steps=2, dirpath=folder
+    )
+    options: dict[str, Any] = {
+        "num_nodes": 2,
+        "devices": 1,
+        "checkpoint_options": CheckpointOptions(on_save_error=action),
+    }
     with (
         mock.patch.object(local, where, full),
         mock.patch.object(Saver, "_warn", lambda _, text: texts.append(text)),
@@ -192,7 +234,9 @@ def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, 
     return {"error": error, "warning": "".join(texts), "step": pointer.step if pointer else None}
 
 
-@pytest.mark.parametrize("where", ["write_snapshot", pytest.param("write_file", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "where", ["write_snapshot", pytest.param("write_file", marks=pytest.mark.slow)]
+)
 def test_a_failure_on_one_rank_is_every_ranks(where: str, tmp_path: Path) -> None:
     for rank in run(DP2, _failing, tmp_path / "raise", where, "raise"):
         assert "No space left" in rank["error"] and "rank 1" in rank["error"] and rank["step"] == 2

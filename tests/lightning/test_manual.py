@@ -1,4 +1,5 @@
-"""Manual optimization on several ranks: two optimizers, toggling, accumulation by hand and clipping, as on one device."""
+"""Manual optimization on several ranks: two optimizers, toggling, accumulation by hand and
+clipping, as on one device."""
 
 from __future__ import annotations
 
@@ -42,17 +43,21 @@ Toggle = Literal["toggled", "unsynchronised", "never"]
 
 
 class _Game(pl.LightningModule):
-    """A model that predicts tokens and a judge of its predictions, trained against each other, each by its own optimizer.
+    """A model that predicts tokens and a judge of its predictions, trained against each other, each
+    by its own optimizer.
 
-    The model's gradients are accumulated over two batches; the judge is toggled off meanwhile, and learns in every batch.
-    "unsynchronised": the ranks exchange the model's gradients with those of the second batch only.
+    The model's gradients are accumulated over two batches; the judge is toggled off meanwhile, and
+    learns in every batch. "unsynchronised": the ranks exchange the model's gradients with those of
+    the second batch only.
     """
 
     def __init__(self, toggle: Toggle) -> None:
         super().__init__()
         self.automatic_optimization, self.toggle = False, toggle
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, VOCABULARY))
+        self.model = nn.Sequential(
+            nn.Embedding(VOCABULARY, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, VOCABULARY)
+        )
         self.judge = nn.Sequential(nn.Linear(VOCABULARY, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -63,12 +68,17 @@ class _Game(pl.LightningModule):
             loss = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten()) - 0.1 * judged
             self.manual_backward(loss / 2)
         if batch_idx % 2 == 1:
-            self.clip_gradients(model_optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                model_optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm"
+            )
             model_optimizer.step()
             model_optimizer.zero_grad()
         if self.toggle == "never":
             judge_optimizer.zero_grad()
-        judged = self.judge(logits.detach().softmax(-1)).mean() - self.judge(F.one_hot(batch["tgt"], VOCABULARY).float()).mean()
+        judged = (
+            self.judge(logits.detach().softmax(-1)).mean()
+            - self.judge(F.one_hot(batch["tgt"], VOCABULARY).float()).mean()
+        )
         self.manual_backward(judged)
         judge_optimizer.step()
         judge_optimizer.zero_grad()
@@ -83,7 +93,11 @@ class _Game(pl.LightningModule):
         self.lr_schedulers().step()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self.model(batch["ids"]).flatten(0, 1), batch["tgt"].flatten()), sync_dist=True)
+        self.log(
+            "val_loss",
+            F.cross_entropy(self.model(batch["ids"]).flatten(0, 1), batch["tgt"].flatten()),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> Any:
         model = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -110,7 +124,8 @@ def _play(layout: Layout, folder: str, toggle: Toggle) -> dict[str, Any]:
 @pytest.mark.parametrize("toggle", ["toggled", "unsynchronised", "never"])
 @layouts(DP2, DDP2)
 def test_two_optimizers(layout: Layout, toggle: Toggle, tmp_path: Path) -> None:
-    """With ZeRO the optimizers step shards, which toggling does not reach: no gradient may leak from one into the other."""
+    """With ZeRO the optimizers step shards, which toggling does not reach: no gradient may leak
+    from one into the other."""
     expected = single(_play, toggle)
     ranks = run(layout, _play, tmp_path, toggle)
     for rank in ranks:
@@ -119,7 +134,11 @@ def test_two_optimizers(layout: Layout, toggle: Toggle, tmp_path: Path) -> None:
     for key in ("metrics", "resumed"):
         for name in expected[key]:
             if not name.endswith("_step") and name != "loss" and name != "judged":
-                assert_close(mean_over_ranks([[rank[key][name]] for rank in ranks]), [expected[key][name]], where=name)
+                assert_close(
+                    mean_over_ranks([[rank[key][name]] for rank in ranks]),
+                    [expected[key][name]],
+                    where=name,
+                )
 
 
 class _OneBackward(pl.LightningModule):
@@ -135,7 +154,11 @@ class _OneBackward(pl.LightningModule):
         optimizers = self.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self.manual_backward((self.second(batch) + self.first(batch) * (self.factor if batch_idx == 1 else 1.0)).sum())
+        self.manual_backward(
+            (
+                self.second(batch) + self.first(batch) * (self.factor if batch_idx == 1 else 1.0)
+            ).sum()
+        )
         for optimizer in optimizers:
             optimizer.step()
 
@@ -154,7 +177,8 @@ def _one_backward(factor: float, **options: Any) -> list[float]:
 
 
 def test_no_optimizer_steps_what_is_not_finite() -> None:
-    """The verdict on one backward pass holds for every optimizer that steps afterwards, and not for the next pass."""
+    """The verdict on one backward pass holds for every optimizer that steps afterwards, and not for
+    the next pass."""
     moved = run_ranks(1, _not_finite)[0]
     assert moved == pytest.approx([0.02, 0.02])
 
@@ -164,7 +188,8 @@ def _not_finite() -> list[float]:
 
 
 def test_an_optimizer_unscales_by_what_its_losses_were_scaled_with() -> None:
-    """The first one overflows and halves the scale; the second one's gradients are still of the scale before."""
+    """The first one overflows and halves the scale; the second one's gradients are still of the
+    scale before."""
     moved = run_ranks(1, _overflowing)[0]
     assert moved == pytest.approx([0.02, 0.03])
 
@@ -181,7 +206,12 @@ class _Language(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         config = TransformerConfig(
-            num_layers=1, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=20, max_sequence_length=8
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            ffn_hidden_size=32,
+            vocab_size=20,
+            max_sequence_length=8,
         )
         self.model = GPTModel(config)
 
@@ -205,7 +235,9 @@ def _language(layout: Layout, folder: str) -> dict[str, float]:
     return metrics_of(fitted)
 
 
-DP2_OFFLOAD = make_layout("dp2-offload", 2, 2, data_parallel_options=DataParallelOptions(optimizer_cpu_offload=True))
+DP2_OFFLOAD = make_layout(
+    "dp2-offload", 2, 2, data_parallel_options=DataParallelOptions(optimizer_cpu_offload=True)
+)
 
 
 @layouts(TP2, DP2_OFFLOAD, slow=[TP2_DP2])
@@ -222,7 +254,9 @@ class _Matrices(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+        self.net = nn.Sequential(
+            nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()

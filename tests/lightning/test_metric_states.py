@@ -1,4 +1,5 @@
-"""States of torchmetrics: lists that only the last stage fills; persistent ones, which are saved with one replica only."""
+"""States of torchmetrics: lists that only the last stage fills; persistent ones, which are saved
+with one replica only."""
 
 from __future__ import annotations
 
@@ -59,14 +60,16 @@ def _fit(layout: Layout, folder: str) -> list[float]:
 
 
 def test_lists_that_only_the_last_stage_fills(tmp_path: Path) -> None:
-    """torchmetrics gathers them entry by entry, on every rank: stages that ask less often would wait forever."""
+    """torchmetrics gathers them entry by entry, on every rank: stages that ask less often would
+    wait forever."""
     expected = single(_fit)
     for values in run(STAGES, _fit, tmp_path):
         assert_close(values, expected, 1e-6)
 
 
 def _saved_and_loaded(layout: Layout, folder: str) -> None:
-    """Save with one replica; with two, both are refused, and a run that will save before it trains."""
+    """Save with one replica; with two, both are refused, and a run that will save before it
+    trains."""
     module, path = _Module(), f"{folder}/middle.ckpt"
     module.seen.persistent(True)
     data = layout.data_module(num_samples=32)
@@ -75,7 +78,10 @@ def _saved_and_loaded(layout: Layout, folder: str) -> None:
         trainer.fit(module, datamodule=data)
         trainer.save_checkpoint(path)
         return
-    message = r"seen is a _Listed with persistent states \(rows, sums\).*2 data-parallel ranks.*persistent\(False\)"
+    message = (
+        r"seen is a _Listed with persistent states \(rows, sums\).*2 data-parallel "
+        r"ranks.*persistent\(False\)"
+    )
     trainer = layout.trainer(folder, max_epochs=1)
     trainer.fit(module, datamodule=data)
     with pytest.raises(CheckpointError, match=message):

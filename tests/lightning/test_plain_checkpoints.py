@@ -1,4 +1,5 @@
-"""A plain Lightning checkpoint becomes a sharded one and a plain one again, and Lightning resumes from it."""
+"""A plain Lightning checkpoint becomes a sharded one and a plain one again, and Lightning resumes
+from it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.checkpoint import TensorShards, consolidate, load_sharded, open_checkpoint, save_sharded
+from megatron_lightning.checkpoint import (
+    TensorShards,
+    consolidate,
+    load_sharded,
+    open_checkpoint,
+    save_sharded,
+)
 from megatron_lightning.checkpoint.state import dump_state
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shard
@@ -29,7 +36,9 @@ class _Module(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         decay = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() == 1]
-        return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+        return torch.optim.AdamW(
+            [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=0.01
+        )
 
 
 def _trainer(folder: Path, steps: int) -> pl.Trainer:
@@ -61,26 +70,43 @@ def test_plain_to_sharded_to_plain_and_lightning_reads_it(tmp_path: Path) -> Non
 
     source = open_checkpoint(tmp_path / "plain.ckpt", optimizer_parameters=[names])
     infos = source.tensors()
-    assert "state_dict.net.0.weight" in infos and "optimizer_states.0.state.net.0.weight.exp_avg" in infos
+    assert (
+        "state_dict.net.0.weight" in infos
+        and "optimizer_states.0.state.net.0.weight.exp_avg" in infos
+    )
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
     load_sharded(source, [TensorShards.full(name, t) for name, t in tensors.items()])
     half = torch.zeros(3, 3)
-    load_sharded(source, [TensorShards("state_dict.net.0.weight", (6, 3), torch.float32, [Shard((3, 0), half)])], strict=False)
+    load_sharded(
+        source,
+        [TensorShards("state_dict.net.0.weight", (6, 3), torch.float32, [Shard((3, 0), half)])],
+        strict=False,
+    )
     assert torch.equal(half, module.net[0].weight[3:])
     with pytest.raises(CheckpointError, match="has 6 parameters, and this model's optimizer has 1"):
         open_checkpoint(tmp_path / "plain.ckpt", optimizer_parameters=[["a"]])
 
-    save_sharded(tmp_path / "dir.ckpt", [TensorShards.full(name, t) for name, t in tensors.items()], source.state())
+    save_sharded(
+        tmp_path / "dir.ckpt",
+        [TensorShards.full(name, t) for name, t in tensors.items()],
+        source.state(),
+    )
     consolidate(tmp_path / "dir.ckpt", tmp_path / "again.ckpt")
     original = torch.load(tmp_path / "plain.ckpt", weights_only=True)
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)
     assert again.keys() == original.keys()
-    torch.testing.assert_close(dict(again["state_dict"]), dict(original["state_dict"]), rtol=0, atol=0)
-    torch.testing.assert_close(again["optimizer_states"], original["optimizer_states"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(again["state_dict"]), dict(original["state_dict"]), rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        again["optimizer_states"], original["optimizer_states"], rtol=0, atol=0
+    )
     assert again["loops"] == original["loops"] and again["hyper_parameters"] == {"width": 6}
 
     restored = _Module.load_from_checkpoint(tmp_path / "again.ckpt")
-    assert restored.hparams["width"] == 6 and torch.equal(restored.net[2].weight, module.net[2].weight)
+    assert restored.hparams["width"] == 6 and torch.equal(
+        restored.net[2].weight, module.net[2].weight
+    )
     finals = []
     for file in ("plain.ckpt", "again.ckpt"):
         continued = _Module(width=6)
@@ -96,7 +122,15 @@ class _Configured(pl.LightningModule):
 
 
 def test_hyper_parameters_of_a_class_are_read_by_lightning(tmp_path: Path) -> None:
-    """As OmegaConf's are: Lightning notes their class, which could only be read back by importing it."""
-    state = {"hyper_parameters": {"width": 3}, "hparams_name": "conf", "hparams_type": OrderedDict, "state_dict": {}}
-    (tmp_path / "plain.ckpt").write_bytes(dump_state({**state, "pytorch-lightning_version": pl.__version__}))
+    """As OmegaConf's are: Lightning notes their class, which could only be read back by importing
+    it."""
+    state = {
+        "hyper_parameters": {"width": 3},
+        "hparams_name": "conf",
+        "hparams_type": OrderedDict,
+        "state_dict": {},
+    }
+    (tmp_path / "plain.ckpt").write_bytes(
+        dump_state({**state, "pytorch-lightning_version": pl.__version__})
+    )
     assert _Configured.load_from_checkpoint(tmp_path / "plain.ckpt", weights_only=True).width == 3

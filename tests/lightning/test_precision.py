@@ -1,4 +1,5 @@
-"""Precision: losses, the loss scale and its skipped steps, and what the batch becomes, on one device and on layouts."""
+"""Precision: losses, the loss scale and its skipped steps, and what the batch becomes, on one
+device and on layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from torch import Tensor
 
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies import MegatronHalfPrecision, MegatronMixedPrecision, MegatronStrategy, ShardedCheckpointIO
+from megatron_lightning.strategies import (
+    MegatronHalfPrecision,
+    MegatronMixedPrecision,
+    MegatronStrategy,
+    ShardedCheckpointIO,
+)
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import Losses
 from tests.helpers.trainers import trainer as make_trainer
@@ -40,7 +46,8 @@ SCALES = [1024, 1024, 1024, 1024, 512, 256, 256, 256, 512, 512, 512, 512]
 
 
 class _Overflowing(ToyModule):
-    """The loss of one sample is infinite in the steps that the script names; it lies on one data-parallel rank only."""
+    """The loss of one sample is infinite in the steps that the script names; it lies on one
+    data-parallel rank only."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         output = super().training_step(batch, batch_idx)
@@ -75,7 +82,9 @@ class _Scales(pl.Callback):
         self.moved: list[bool] = []
         self._before: list[Tensor] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
+    ) -> None:
         self._before = [parameter.detach().clone() for parameter in module.parameters()]
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
@@ -84,10 +93,17 @@ class _Scales(pl.Callback):
         assert isinstance(strategy, MegatronStrategy)
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         self.seen.append((plugin.scale, rate, strategy.consumed_samples, strategy.skipped_steps))
-        self.moved.append(any(not torch.equal(a, b) for a, b in zip(self._before, module.parameters(), strict=True)))
+        self.moved.append(
+            any(
+                not torch.equal(a, b)
+                for a, b in zip(self._before, module.parameters(), strict=True)
+            )
+        )
 
 
-def _scripted(layout: Layout, folder: str, stop: int | None = None, resume: bool = False) -> dict[str, Any]:
+def _scripted(
+    layout: Layout, folder: str, stop: int | None = None, resume: bool = False
+) -> dict[str, Any]:
     scales, record = _Scales(), Losses()
     callbacks: list[pl.Callback] = [scales, record]
     if stop is not None:
@@ -101,14 +117,23 @@ def _scripted(layout: Layout, folder: str, stop: int | None = None, resume: bool
         enable_checkpointing=stop is not None,
     )
     module = _Overflowing(lr=1e-3)
-    trainer.fit(module, datamodule=_Scripted(layout), ckpt_path=f"{folder}/at.ckpt" if resume else None)
+    trainer.fit(
+        module, datamodule=_Scripted(layout), ckpt_path=f"{folder}/at.ckpt" if resume else None
+    )
     state = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return {"seen": scales.seen, "moved": scales.moved, "losses": record.losses, "norms": record.norms, "state": state}
+    return {
+        "seen": scales.seen,
+        "moved": scales.moved,
+        "losses": record.losses,
+        "norms": record.norms,
+        "state": state,
+    }
 
 
 @layouts(MICRO, DP2, PP2_DP2, slow=[PP2, DDP2])
 def test_loss_scale_and_skipped_steps_on_every_rank(layout: Layout, tmp_path: Path) -> None:
-    """The scale moves by Megatron's rule, a skipped step moves neither weights nor schedule, and its samples count."""
+    """The scale moves by Megatron's rule, a skipped step moves neither weights nor schedule, and
+    its samples count."""
     rates, stepped, skipped = [], 0, 0
     for mark in SCRIPT:
         stepped, skipped = stepped + (mark == "."), skipped + (mark == "o")
@@ -130,25 +155,32 @@ def test_loss_scale_resumes_bit_equal(layout: Layout, tmp_path: Path) -> None:
     run(layout, _scripted, tmp_path, 4)
     for rank, rest in zip(whole, run(layout, _scripted, tmp_path, 4, True), strict=True):
         assert rest["seen"] == rank["seen"][4:]
-        assert str(rest["losses"]) == str(rank["losses"][4:])  # as text: a skipped step's infinity or NaN equals itself
+        # As text: a skipped step's infinity or NaN equals itself.
+        assert str(rest["losses"]) == str(rank["losses"][4:])
         for name, value in rest["state"].items():
             assert torch.equal(value, rank["state"][name]), name
 
 
 def _fp16(layout: Layout, folder: str, own: bool) -> dict[str, Any]:
-    """Train in fp16 with a scale that never overflows: ours, or torch's GradScaler under Lightning's own plugin."""
+    """Train in fp16 with a scale that never overflows: ours, or torch's GradScaler under
+    Lightning's own plugin."""
     if own:
-        plugin: MixedPrecision = MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=1024))
+        plugin: MixedPrecision = MegatronMixedPrecision(
+            "16-mixed", "cpu", LossScaleOptions(initial_scale=1024)
+        )
     else:
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))
     record = Losses()
-    trainer = layout.trainer(folder, max_epochs=2, gradient_clip_val=0.5, callbacks=[record], plugins=[plugin])
+    trainer = layout.trainer(
+        folder, max_epochs=2, gradient_clip_val=0.5, callbacks=[record], plugins=[plugin]
+    )
     trainer.fit(ToyModule(lr=1e-3), datamodule=layout.data_module())
     return {"losses": record.losses, "norms": record.norms}
 
 
 def test_fp16_equals_torchs_scaler_on_one_device() -> None:
-    """The same arithmetic as torch's GradScaler while nothing overflows: powers of two change no digit."""
+    """The same arithmetic as torch's GradScaler while nothing overflows: powers of two change no
+    digit."""
     assert single(_fp16, True) == single(_fp16, False)
 
 
@@ -163,25 +195,41 @@ def test_fp16_on_layouts(layout: Layout, tmp_path: Path) -> None:
 
 def _precision(layout: Layout, folder: str, precision: str) -> dict[str, Any]:
     record = Losses()
-    trainer = layout.trainer(folder, max_epochs=1, gradient_clip_val=0.5, callbacks=[record], precision=precision)
+    trainer = layout.trainer(
+        folder, max_epochs=1, gradient_clip_val=0.5, callbacks=[record], precision=precision
+    )
     module = ToyModule(lr=1e-3)
     trainer.fit(module, datamodule=layout.data_module())
-    return {"losses": record.losses, "norms": record.norms, "dtype": str(next(module.parameters()).dtype)}
+    return {
+        "losses": record.losses,
+        "norms": record.norms,
+        "dtype": str(next(module.parameters()).dtype),
+    }
 
 
-# bf16 has 8 bits: 2^-8 = 4e-3 for one rounding; sums are fp32. 64-true has fp64 sums, but the losses are recorded in fp32.
+# bf16 has 8 bits: 2^-8 = 4e-3 for one rounding; sums are fp32. 64-true has fp64 sums, but the
+# losses are recorded in fp32.
 TOLERANCES = {"32-true": 1e-5, "bf16-mixed": 2e-2, "bf16-true": 2e-2, "64-true": 1e-7}
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)]
+)
 @layouts(PP2_DP2, slow=[MICRO, PP2, DP2, DDP2])
 def test_precision_strings(layout: Layout, precision: str, tmp_path: Path) -> None:
-    """The string means what it means on one device; bf16-true is moreover close to fp32, as its masters are."""
+    """The string means what it means on one device; bf16-true is moreover close to fp32, as its
+    masters are."""
     expected = single(_precision, precision)
     ranks = run(layout, _precision, tmp_path, precision)
-    assert_close(mean_over_ranks([rank["losses"] for rank in ranks]), expected["losses"], TOLERANCES[precision])
+    assert_close(
+        mean_over_ranks([rank["losses"] for rank in ranks]),
+        expected["losses"],
+        TOLERANCES[precision],
+    )
     # Random initial weights are others in fp64, which has nothing to lose against fp32 anyway.
-    exact, tolerance = (expected, 1e-5) if precision == "64-true" else (single(_precision, "32-true"), 5e-2)
+    exact, tolerance = (
+        (expected, 1e-5) if precision == "64-true" else (single(_precision, "32-true"), 5e-2)
+    )
     for rank in ranks:
         assert rank["dtype"] == expected["dtype"]
         assert_close(rank["norms"], exact["norms"], tolerance)
@@ -189,10 +237,12 @@ def test_precision_strings(layout: Layout, precision: str, tmp_path: Path) -> No
 
 @layouts(PP2_DP2, slow=[MICRO, PP2, DP2, DDP2])
 def test_fp16_weights_on_layouts(layout: Layout, tmp_path: Path) -> None:
-    """With fp32 masters on every layout, one rank included; Lightning's own fp16 steps lose Adam's eps of 1e-8.
+    """With fp32 masters on every layout, one rank included; Lightning's own fp16 steps lose Adam's
+    eps of 1e-8.
 
-    fp16 has 11 bits: losses to an eighth of the tolerance of bf16. Norms to 2e-2 of fp32 ones, since Adam's first steps make
-    whole steps of what rounding leaves of gradients that are zero (the key's bias).
+    fp16 has 11 bits: losses to an eighth of the tolerance of bf16. Norms to 2e-2 of fp32 ones,
+    since Adam's first steps make whole steps of what rounding leaves of gradients that are zero
+    (the key's bias).
     """
     [expected] = run(ONE, _precision, tmp_path, "16-true")
     exact, ranks = single(_precision, "32-true"), run(layout, _precision, tmp_path, "16-true")
@@ -204,7 +254,12 @@ def test_fp16_weights_on_layouts(layout: Layout, tmp_path: Path) -> None:
 
 def _nested() -> dict[str, Any]:
     values = torch.tensor([257.0, 1e-3])
-    return {"pixels": values, "loss_mask": values, "extra": {"position_scales": values, "x": values}, "ids": torch.tensor([3])}
+    return {
+        "pixels": values,
+        "loss_mask": values,
+        "extra": {"position_scales": values, "x": values},
+        "ids": torch.tensor([3]),
+    }
 
 
 def _dtypes(data: Any) -> Iterator[tuple[str, torch.dtype]]:
@@ -232,25 +287,36 @@ def test_half_precision_leaves_masks_and_positions_alone() -> None:
 
 
 def test_strings_and_plugins_become_ours() -> None:
-    kinds = {"bf16-mixed": MegatronMixedPrecision, "bf16-true": MegatronHalfPrecision, "16-true": MegatronHalfPrecision}
+    kinds = {
+        "bf16-mixed": MegatronMixedPrecision,
+        "bf16-true": MegatronHalfPrecision,
+        "16-true": MegatronHalfPrecision,
+    }
     for string, kind in kinds.items():
         assert type(make_trainer(MegatronStrategy(), precision=string).precision_plugin) is kind
-    default = make_trainer(MegatronStrategy(), plugins=[MixedPrecision("16-mixed", "cpu")]).precision_plugin
+    default = make_trainer(
+        MegatronStrategy(), plugins=[MixedPrecision("16-mixed", "cpu")]
+    ).precision_plugin
     assert isinstance(default, MegatronMixedPrecision)
     assert default.scale == 2.0**32
     with pytest.raises(ConfigError, match="GradScaler of its own"):
-        make_trainer(MegatronStrategy(), plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 4.0))])
+        make_trainer(
+            MegatronStrategy(),
+            plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 4.0))],
+        )
 
 
 def test_layouts_without_ranks_scale_too(tmp_path: Path) -> None:
-    """One rank and one micro-batch: Lightning's own steps run, and skipped steps hold the schedule all the same."""
+    """One rank and one micro-batch: Lightning's own steps run, and skipped steps hold the schedule
+    all the same."""
     (rank,) = run(ONE, _scripted, tmp_path)
     assert [seen[0] for seen in rank["seen"]] == SCALES
     assert rank["moved"] == [mark == "." for mark in SCRIPT]
 
 
 def test_a_plain_trainers_loss_scale_is_taken_over(tmp_path: Path) -> None:
-    """Two steps in a plain Trainer with torch's GradScaler, the third with the strategy, which would begin at 2^10."""
+    """Two steps in a plain Trainer with torch's GradScaler, the third with the strategy, which
+    would begin at 2^10."""
     theirs = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
     make_trainer(
         "auto",
@@ -264,7 +330,11 @@ def test_a_plain_trainers_loss_scale_is_taken_over(tmp_path: Path) -> None:
     fit.fit(ToyModule(), datamodule=ToyData(), ckpt_path=str(tmp_path / "at.ckpt"))
     assert fit.global_step == 3 and ours.loss_scale is not None
     # Three clean steps in a row, two of them theirs, raise the scale.
-    assert ours.loss_scale.state_dict() == {"scale": 128.0, "growth_tracker": 0, "hysteresis_tracker": 2}
+    assert ours.loss_scale.state_dict() == {
+        "scale": 128.0,
+        "growth_tracker": 0,
+        "hysteresis_tracker": 2,
+    }
 
 
 def test_a_plain_trainer_takes_over_the_loss_scale(tmp_path: Path) -> None:
@@ -280,5 +350,6 @@ def test_a_plain_trainer_takes_over_the_loss_scale(tmp_path: Path) -> None:
     fit = make_trainer("auto", max_steps=3, plugins=[theirs, ShardedCheckpointIO()])
     fit.fit(ToyModule(), datamodule=ToyData(), ckpt_path=str(tmp_path / "at.ckpt"))
     assert fit.global_step == 3
-    scale = OPTIONS.initial_scale * OPTIONS.growth_factor  # three clean steps in a row, two of them ours, raise it
+    # Three clean steps in a row, two of them ours, raise it.
+    scale = OPTIONS.initial_scale * OPTIONS.growth_factor
     assert (theirs.scaler.get_scale(), theirs.scaler._get_growth_tracker()) == (scale, 0)

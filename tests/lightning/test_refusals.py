@@ -1,4 +1,5 @@
-"""Settings that cannot work are refused with the values found, why, and what to set; nobody hangs."""
+"""Settings that cannot work are refused with the values found, why, and what to set; nobody
+hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from megatron_lightning.config import DataParallelOptions, PipelineOptions, RecomputeOptions, TransformerConfig
+from megatron_lightning.config import (
+    DataParallelOptions,
+    PipelineOptions,
+    RecomputeOptions,
+    TransformerConfig,
+)
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import LRSchedule, ParamGroup
@@ -35,9 +41,18 @@ from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout,
     ("options", "message"),
     [
         ({"context_parallel_size": 2}, r"context_parallel_size=2 is not available .* Set it to 1"),
-        ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size=2 is not available .* Set it to 1"),
-        ({"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size=2 differs .* Leave it unset"),
-        ({"data_parallel": "zero9"}, r"'zero9', which is unknown. Set it to \"ddp\", \"zero1\" or \"fsdp\""),
+        (
+            {"expert_model_parallel_size": 2},
+            r"expert_model_parallel_size=2 is not available .* Set it to 1",
+        ),
+        (
+            {"expert_tensor_parallel_size": 2},
+            r"expert_tensor_parallel_size=2 differs .* Leave it unset",
+        ),
+        (
+            {"data_parallel": "zero9"},
+            r"'zero9', which is unknown. Set it to \"ddp\", \"zero1\" or \"fsdp\"",
+        ),
         ({"micro_batch_size": 0}, r"micro_batch_size is 0; it must be a positive integer"),
         ({"micro_batch_size": 1.5}, r"micro_batch_size is 1.5; it must be a positive"),
         ({"micro_batch_size": "4"}, r"micro_batch_size is '4'; it must be a positive"),
@@ -45,7 +60,10 @@ from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout,
         ({"timeout_s": "60"}, r"timeout_s is '60'; .* Set it above 0"),
         ({"start_method": "thread"}, r"'thread'. Set it to"),
         ({"pipeline_schedule": "zigzag"}, r"zigzag"),
-        ({"pipeline_schedule": "zbv", "pipeline_model_parallel_size": 2}, r"two model chunks.* there are 1"),
+        (
+            {"pipeline_schedule": "zbv", "pipeline_model_parallel_size": 2},
+            r"two model chunks.* there are 1",
+        ),
         (
             {"pipeline_schedule": ["0F0 0B0", "1B0 1F0"], "pipeline_model_parallel_size": 2},
             r"deadlocks: pp rank 0 waits at 1B0",
@@ -65,7 +83,10 @@ def test_data_with_more_ids_than_the_model() -> None:
         vocab_size = 17
 
     config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
-    with pytest.raises(ConfigError, match=r"vocab_size=17 .* above the model's 16, .* Set the model's vocab_size to 17"):
+    with pytest.raises(
+        ConfigError,
+        match=r"vocab_size=17 .* above the model's 16, .* Set the model's vocab_size to 17",
+    ):
         trainer(MegatronStrategy(), devices=1, max_steps=1).fit(GPTLightningModule(config), Wide())
     assert not dist.is_initialized()
 
@@ -74,14 +95,18 @@ def test_a_cut_that_does_not_fit_the_model() -> None:
     config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
     cut = PipelineOptions(pipeline_model_parallel_layout="Et|ttttL")
     strategy = MegatronStrategy(pipeline_model_parallel_size=2, pipeline_options=cut)
-    with pytest.raises(ConfigError, match=r"has 5 layers t \(decoder\), and pipeline_units\(\) lists 4. Write 4"):
+    with pytest.raises(
+        ConfigError, match=r"has 5 layers t \(decoder\), and pipeline_units\(\) lists 4. Write 4"
+    ):
         trainer(strategy, devices=2, max_steps=1).fit(GPTLightningModule(config), ToyData())
     assert not dist.is_initialized()
 
 
 def test_micro_batches_that_the_schedule_is_not_for() -> None:
     rows = ["1F0 1B0", "0F0 0B0"]
-    strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule=rows)
+    strategy = MegatronStrategy(
+        pipeline_model_parallel_size=2, micro_batch_size=2, pipeline_schedule=rows
+    )
     with pytest.raises(ConfigError, match=r"table for 1 micro-batches, and the run has 4"):
         trainer(strategy, devices=2, max_steps=1).fit(ToyModule(), ToyData(batch_size=8))
     assert not dist.is_initialized()
@@ -90,7 +115,10 @@ def test_micro_batches_that_the_schedule_is_not_for() -> None:
 def test_few_micro_batches_are_advised_against() -> None:
     choice = resolve("auto", num_ranks=4, num_chunks=2)
     advice = advice_on_few_microbatches(choice, 2) or ""
-    assert "2 micro-batches, fewer than the 4 pipeline ranks, which are idle 56%" in advice and "9% with 16" in advice
+    assert (
+        "2 micro-batches, fewer than the 4 pipeline ranks, which are idle 56%" in advice
+        and "9% with 16" in advice
+    )
     assert advice_on_few_microbatches(choice, 4) is None
 
 
@@ -105,13 +133,17 @@ class _Fp8(Precision):
 
 def test_a_precision_for_whole_models_on_several_ranks() -> None:
     with pytest.raises(
-        ConfigError, match=r"'transformer-engine' of _Fp8 is not supported on 2 ranks.* Set it to one of 32-true"
+        ConfigError,
+        match=r"'transformer-engine' of _Fp8 is not supported on 2 ranks.* Set it to one of 32-",
     ):
         trainer(MegatronStrategy(), devices=2, plugins=[_Fp8()])
 
 
 def test_a_backend_without_cpu_tensors() -> None:
-    with pytest.raises(ConfigError, match=r"'nccl' has no backend for CPU tensors.* Leave it unset.*cpu:gloo,cuda:nccl"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'nccl' has no backend for CPU tensors.* Leave it unset.*cpu:gloo,cuda:nccl",
+    ):
         MegatronStrategy(process_group_backend="nccl")
     for backend in ("gloo", "cpu:gloo,cuda:nccl"):
         MegatronStrategy(process_group_backend=backend)
@@ -257,28 +289,113 @@ RECOMPUTE = make_layout(
     recompute=_selective("self_atn"),
 )
 CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
-    "manual": (PP2, _Manual, ConfigError, r"_Manual optimizes manually.*pipeline 2.* Set automatic_optimization=True"),
-    "manual-micro": (MICRO, _Manual, ConfigError, r"_Manual optimizes manually.*micro_batch_size 2"),
-    "backward": (PP2, _Backward, ConfigError, r"_Backward overrides backward\(\).* Remove the override"),
+    "manual": (
+        PP2,
+        _Manual,
+        ConfigError,
+        r"_Manual optimizes manually.*pipeline 2.* Set automatic_optimization=True",
+    ),
+    "manual-micro": (
+        MICRO,
+        _Manual,
+        ConfigError,
+        r"_Manual optimizes manually.*micro_batch_size 2",
+    ),
+    "backward": (
+        PP2,
+        _Backward,
+        ConfigError,
+        r"_Backward overrides backward\(\).* Remove the override",
+    ),
     "backward-micro": (MICRO, _Backward, ConfigError, r"overrides backward\(\)"),
-    "twice": (PP2, _Twice, PipelineError, r"training_step called the pipelined module twice on stage .* micro-batch 0"),
-    "never": (PP2, _Never, PipelineError, r"without calling the pipelined module. Call it exactly once"),
-    "unequal": (PP2, _Unequal, PipelineError, r"validation_step called the pipelined module on stage 1 and not on the stage"),
+    "twice": (
+        PP2,
+        _Twice,
+        PipelineError,
+        r"training_step called the pipelined module twice on stage .* micro-batch 0",
+    ),
+    "never": (
+        PP2,
+        _Never,
+        PipelineError,
+        r"without calling the pipelined module. Call it exactly once",
+    ),
+    "unequal": (
+        PP2,
+        _Unequal,
+        PipelineError,
+        r"validation_step called the pipelined module on stage 1 and not on the stage",
+    ),
     "no-units": (PP2, _NoUnits, MegatronLightningError, r"pipeline_units"),
     "two-pipelines": (PP2, _TwoPipelines, MegatronLightningError, r"pipeline_units"),
     "too-few-units": (PP2, _TooFewUnits, MegatronLightningError, r"at least 2 layers.*lists 1"),
-    "not-a-tensor": (PP2, _NotATensor, PipelineError, r"returned \(dict\); only tensors travel between stages"),
-    "foreign-metric": (PP2, _ForeignMetric, ConfigError, r"MeanMetric that is not an attribute .* Assign it to self"),
-    "reduction": (MICRO, _OwnReduction, ConfigError, r"self.log\('own'\) has reduce_fx=<function .* Set it to mean, sum"),
-    "output": (PP2, _Unsendable, ConfigError, r"cannot be sent to the other pipeline stages .* Return and log tensors"),
-    "no-parameters": (PP2, _NothingToTrain, ConfigError, r"no parameters for an optimizer on pipeline rank 1 of 2"),
-    "recompute": (RECOMPUTE, ToyModule, ConfigError, r"'self_atn' of recompute_modules matches .* Did you mean 'self_attn'\?"),
-    "sparse": (PP2_DP2, _Sparse, ConfigError, r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False"),
-    "zero-redundancy": (DP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shards its state .*zero1"),
-    "zero-redundancy-ddp": (DDP2, _ZeroRedundancy, ConfigError, r"ZeroRedundancyOptimizer, which shards its state .*zero1"),
-    "lbfgs": (PP2, _Lbfgs, ConfigError, r"LBFGS, which runs the step several times .* Use a first-order"),
+    "not-a-tensor": (
+        PP2,
+        _NotATensor,
+        PipelineError,
+        r"returned \(dict\); only tensors travel between stages",
+    ),
+    "foreign-metric": (
+        PP2,
+        _ForeignMetric,
+        ConfigError,
+        r"MeanMetric that is not an attribute .* Assign it to self",
+    ),
+    "reduction": (
+        MICRO,
+        _OwnReduction,
+        ConfigError,
+        r"self.log\('own'\) has reduce_fx=<function .* Set it to mean, sum",
+    ),
+    "output": (
+        PP2,
+        _Unsendable,
+        ConfigError,
+        r"cannot be sent to the other pipeline stages .* Return and log tensors",
+    ),
+    "no-parameters": (
+        PP2,
+        _NothingToTrain,
+        ConfigError,
+        r"no parameters for an optimizer on pipeline rank 1 of 2",
+    ),
+    "recompute": (
+        RECOMPUTE,
+        ToyModule,
+        ConfigError,
+        r"'self_atn' of recompute_modules matches .* Did you mean 'self_attn'\?",
+    ),
+    "sparse": (
+        PP2_DP2,
+        _Sparse,
+        ConfigError,
+        r"embed has sparse=True, and .* 2 data-parallel ranks .* Set sparse=False",
+    ),
+    "zero-redundancy": (
+        DP2,
+        _ZeroRedundancy,
+        ConfigError,
+        r"ZeroRedundancyOptimizer, which shards its state .*zero1",
+    ),
+    "zero-redundancy-ddp": (
+        DDP2,
+        _ZeroRedundancy,
+        ConfigError,
+        r"ZeroRedundancyOptimizer, which shards its state .*zero1",
+    ),
+    "lbfgs": (
+        PP2,
+        _Lbfgs,
+        ConfigError,
+        r"LBFGS, which runs the step several times .* Use a first-order",
+    ),
     "lbfgs-data": (DP2, _Lbfgs, ConfigError, r"LBFGS"),
-    "lbfgs-masters": (ONE, _LowLbfgs, ConfigError, r"LBFGS, which .* tries weights .* precision=\"32-true\" or \"bf16-mixed\""),
+    "lbfgs-masters": (
+        ONE,
+        _LowLbfgs,
+        ConfigError,
+        r"LBFGS, which .* tries weights .* precision=\"32-true\" or \"bf16-mixed\"",
+    ),
 }
 
 
@@ -315,13 +432,17 @@ def test_modules(case: str, tmp_path: Path) -> None:
 
 def _language_model() -> GPTLightningModule:
     """Its layers follow from its configuration."""
-    return GPTLightningModule(TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16))
+    return GPTLightningModule(
+        TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    )
 
 
 def _with_groups(name: str, **settings: Any) -> Callable[[], pl.LightningModule]:
     """The same with a table of parameter groups."""
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
-    return lambda: GPTLightningModule(config, param_groups=[ParamGroup(name="own", params=[name])], **settings)
+    return lambda: GPTLightningModule(
+        config, param_groups=[ParamGroup(name="own", params=[name])], **settings
+    )
 
 
 class _Unlaunched(ToyModule):
@@ -342,14 +463,32 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
     [
         (_Manual, [], {"pipeline_model_parallel_size": 2}, "_Manual optimizes manually"),
         (_Backward, [], {"micro_batch_size": 2}, r"overrides backward\(\)"),
-        (_Unlaunched, [], {"pipeline_model_parallel_size": 2}, r"pipeline_units\(\), and _Unlaunched has 0"),
-        (_Orphan, [], {"pipeline_model_parallel_size": 2}, r"parameter 'scale' of ToyDecoder belongs to no pipeline unit"),
-        (_Orphan, [], {"tensor_model_parallel_size": 2}, r"no module of _Orphan declares how it is split"),
+        (
+            _Unlaunched,
+            [],
+            {"pipeline_model_parallel_size": 2},
+            r"pipeline_units\(\), and _Unlaunched has 0",
+        ),
+        (
+            _Orphan,
+            [],
+            {"pipeline_model_parallel_size": 2},
+            r"parameter 'scale' of ToyDecoder belongs to no pipeline unit",
+        ),
+        (
+            _Orphan,
+            [],
+            {"tensor_model_parallel_size": 2},
+            r"no module of _Orphan declares how it is split",
+        ),
         (
             _Compiled,
             [],
             {"data_parallel": "fsdp", "pipeline_schedule": ["0F0 0I0 0W0"], "micro_batch_size": 8},
-            r"model\.head is compiled, schedule table .* defers weight gradients.*Set data_parallel to \"zero1\"",
+            (
+                r"model\.head is compiled, schedule table .* defers weight gradients.*Set "
+                r"data_parallel to \"zero1\""
+            ),
         ),
         (
             _language_model,
@@ -361,21 +500,53 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             _with_groups("**.embeding.**"),
             [],
             {"pipeline_model_parallel_size": 2},
-            r"parameter group 'own' takes no parameter of .*embeding.* are called 'model.embedding.*remove the row",
+            (
+                r"parameter group 'own' takes no parameter of .*embeding.* are called "
+                r"'model.embedding.*remove the row"
+            ),
         ),
         (
-            _with_groups("**.linear_fc1.*", learning_rate=1e-4, lr_schedule=LRSchedule(lr_decay_steps=9, min_lr=1e-3)),
+            _with_groups(
+                "**.linear_fc1.*",
+                learning_rate=1e-4,
+                lr_schedule=LRSchedule(lr_decay_steps=9, min_lr=1e-3),
+            ),
             [],
             {},
             r"parameter group 0 has min_lr=0.001 above its learning rate 0.0001",
         ),
-        (ToyModule, [BackboneFinetuning()], {}, "BackboneFinetuning adds parameters to the optimizer"),
-        (ToyModule, [BackboneFinetuning()], {"pipeline_model_parallel_size": 2}, "the 2 pipeline ranks, which hold different"),
+        (
+            ToyModule,
+            [BackboneFinetuning()],
+            {},
+            "BackboneFinetuning adds parameters to the optimizer",
+        ),
+        (
+            ToyModule,
+            [BackboneFinetuning()],
+            {"pipeline_model_parallel_size": 2},
+            "the 2 pipeline ranks, which hold different",
+        ),
         (ToyModule, [_PRUNING], {}, 'ModelPruning chooses .* one rank sees.*data_parallel="zero1"'),
-        (ToyModule, [_PRUNING], {"pipeline_model_parallel_size": 2}, "ModelPruning chooses .* one rank sees.* pipeline 2"),
+        (
+            ToyModule,
+            [_PRUNING],
+            {"pipeline_model_parallel_size": 2},
+            "ModelPruning chooses .* one rank sees.* pipeline 2",
+        ),
     ],
     ids=[
-        *("manual", "backward", "units", "orphan", "table", "compiled", "recompute", "groups", "rates"),
+        *(
+            "manual",
+            "backward",
+            "units",
+            "orphan",
+            "table",
+            "compiled",
+            "recompute",
+            "groups",
+            "rates",
+        ),
         *("finetuning", "finetuning-stages", "pruning-shards", "pruning-stages"),
     ],
 )
@@ -394,15 +565,23 @@ def test_modules_are_refused_before_any_process_starts(
 
 
 @pytest.mark.parametrize("num_batches", [0, -1])
-def test_steps_of_no_batch_are_refused_before_any_process_starts(num_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_no_batch_are_refused_before_any_process_starts(
+    num_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ScriptLauncher, "_start", lambda self: pytest.fail("a process is started"))
     refused = trainer(MegatronStrategy(), devices=2, accumulate_grad_batches=num_batches)
-    with pytest.raises(ConfigError, match=rf"accumulate_grad_batches is {num_batches}; .* Set it to 1 or more"):
+    with pytest.raises(
+        ConfigError, match=rf"accumulate_grad_batches is {num_batches}; .* Set it to 1 or more"
+    ):
         refused.fit(ToyModule(), datamodule=ToyData())
 
 
 def test_shards_are_not_given_to_what_is_no_torch_optimizer() -> None:
-    """Lightning steps any object that has the methods; what it holds would be whole parameters without gradients."""
+    """Lightning steps any object that has the methods; what it holds would be whole parameters
+    without gradients."""
     check_optimizers([object()], None, 2, DataParallelOptions(), sharded=False)
-    with pytest.raises(ConfigError, match=r'a object, which is no torch.optim.Optimizer.*Derive it .* data_parallel="ddp"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'a object, which is no torch.optim.Optimizer.*Derive it .* data_parallel="ddp"',
+    ):
         check_optimizers([object()], None, 2, DataParallelOptions(), sharded=True)

@@ -31,11 +31,26 @@ from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DP2, ONE, PP2, PP2_DP2, SINGLE, Layout, layouts, make_layout, run
+from tests.lightning.support import (
+    DP2,
+    ONE,
+    PP2,
+    PP2_DP2,
+    SINGLE,
+    Layout,
+    layouts,
+    make_layout,
+    run,
+)
 
 STOP = 3
 PP2_ASYNC = make_layout(
-    "pp2-async", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2, checkpoint_options=CheckpointOptions(async_save=True)
+    "pp2-async",
+    2,
+    1,
+    pipeline_model_parallel_size=2,
+    micro_batch_size=2,
+    checkpoint_options=CheckpointOptions(async_save=True),
 )
 
 
@@ -66,23 +81,42 @@ def _fit(
 def _rescued(layout: Layout, folder: str, *callbacks: pl.Callback) -> dict[str, Any]:
     whole, losses = _fit(layout, f"{folder}/whole")
     handler = signal.getsignal(signal.SIGTERM)
-    end, first = _fit(layout, folder, *callbacks, RescueCheckpoint(folder), _Terminated(rank=layout.ranks - 1))
+    end, first = _fit(
+        layout, folder, *callbacks, RescueCheckpoint(folder), _Terminated(rank=layout.ranks - 1)
+    )
     restored = signal.getsignal(signal.SIGTERM) is handler
     going_on, rest = _fit(layout, folder, *callbacks, RescueCheckpoint(folder), ckpt_path="last")
     same = all(torch.equal(a, b) for a, b in zip(whole, going_on, strict=True))
-    return {"end": end, "restored": restored, "steps": (len(first), len(rest)), "losses": first + rest == losses, "same": same}
+    return {
+        "end": end,
+        "restored": restored,
+        "steps": (len(first), len(rest)),
+        "losses": first + rest == losses,
+        "same": same,
+    }
 
 
 @layouts(PP2, slow=[PP2_DP2])
-def test_sigterm_on_one_rank_saves_on_all_and_going_on_is_bit_equal(layout: Layout, tmp_path: Path) -> None:
+def test_sigterm_on_one_rank_saves_on_all_and_going_on_is_bit_equal(
+    layout: Layout, tmp_path: Path
+) -> None:
     for rank in run(layout, _rescued, tmp_path):
-        assert rank == {"end": "AgreedStop", "restored": True, "steps": (STOP, 8 - STOP), "losses": True, "same": True}
+        assert rank == {
+            "end": "AgreedStop",
+            "restored": True,
+            "steps": (STOP, 8 - STOP),
+            "losses": True,
+            "same": True,
+        }
     assert is_committed(tmp_path / "rescue.ckpt")
 
 
 def _rescued_from_the_background(layout: Layout, folder: str) -> dict[str, Any]:
-    """Every step begins a save in the background that takes as long as some steps; SIGTERM comes while one is written."""
-    keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=1)
+    """Every step begins a save in the background that takes as long as some steps; SIGTERM comes
+    while one is written."""
+    keep = ModelCheckpoint(
+        folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=1
+    )
     begin = commit.PendingSave.begin
 
     def slow(self: Any, state: bytes) -> None:
@@ -91,18 +125,29 @@ def _rescued_from_the_background(layout: Layout, folder: str) -> dict[str, Any]:
 
     with mock.patch.object(commit.PendingSave, "begin", slow):
         result = _rescued(layout, folder, keep)
-    return result | {"running": [thread.name for thread in threading.enumerate() if thread.name == "checkpoint-save"]}
+    return result | {
+        "running": [
+            thread.name for thread in threading.enumerate() if thread.name == "checkpoint-save"
+        ]
+    }
 
 
 def test_sigterm_while_a_save_is_written_in_the_background(tmp_path: Path) -> None:
     for rank in run(PP2_ASYNC, _rescued_from_the_background, tmp_path):
         assert rank.pop("running") == []
-        assert rank == {"end": "AgreedStop", "restored": True, "steps": (STOP, 8 - STOP), "losses": True, "same": True}
+        assert rank == {
+            "end": "AgreedStop",
+            "restored": True,
+            "steps": (STOP, 8 - STOP),
+            "losses": True,
+            "same": True,
+        }
     assert {path.name for path in tmp_path.glob("*.ckpt*")} == {"rescue.ckpt", "step=8.ckpt"}
 
 
 class _TerminatedInEvaluation(pl.Callback):
-    """Sends a signal to one rank in the second batch of an evaluation; notes the metrics of each validation."""
+    """Sends a signal to one rank in the second batch of an evaluation; notes the metrics of each
+    validation."""
 
     def __init__(self, rank: int, step: int, signum: int = signal.SIGTERM) -> None:
         self.rank, self.step, self.signum = rank, step, signum
@@ -126,9 +171,13 @@ def _ended_in_validation(layout: Layout, folder: str, step: int) -> dict[str, An
     straight = _TerminatedInEvaluation(rank, never)
     whole, losses = _fit(layout, f"{folder}/whole", straight, **options)
     options["module"] = ToyModule(mask=True)
-    end, first = _fit(layout, folder, RescueCheckpoint(folder), _TerminatedInEvaluation(rank, step), **options)
+    end, first = _fit(
+        layout, folder, RescueCheckpoint(folder), _TerminatedInEvaluation(rank, step), **options
+    )
     options["module"] = ToyModule(mask=True)
-    going_on, rest = _fit(layout, folder, RescueCheckpoint(folder), after, ckpt_path="last", **options)
+    going_on, rest = _fit(
+        layout, folder, RescueCheckpoint(folder), after, ckpt_path="last", **options
+    )
     return {
         "end": end,
         "steps": len(first),
@@ -138,18 +187,29 @@ def _ended_in_validation(layout: Layout, folder: str, step: int) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])  # within an epoch, and at its end
+# Within an epoch, and at its end.
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])
 @layouts(PP2, slow=[ONE, PP2_DP2])
-def test_sigterm_in_validation_saves_at_once_and_the_validation_is_repeated(layout: Layout, step: int, tmp_path: Path) -> None:
+def test_sigterm_in_validation_saves_at_once_and_the_validation_is_repeated(
+    layout: Layout, step: int, tmp_path: Path
+) -> None:
     for rank in run(layout, _ended_in_validation, tmp_path, step):
-        assert rank == {"end": "AgreedStop", "steps": step, "losses": True, "same": True, "validation": True}
+        assert rank == {
+            "end": "AgreedStop",
+            "steps": step,
+            "losses": True,
+            "same": True,
+            "validation": True,
+        }
 
 
 def _just_ended(layout: Layout, folder: str) -> list[str]:
     ends, handler = [], signal.getsignal(signal.SIGTERM)
     for entry, options in (("fit", {"num_sanity_val_steps": 3}), ("validate", {}), ("predict", {})):
         callbacks = [RescueCheckpoint(folder), _TerminatedInEvaluation(0, 0)]
-        trainer = layout.trainer(folder, enable_checkpointing=True, callbacks=callbacks, max_steps=1, **options)
+        trainer = layout.trainer(
+            folder, enable_checkpointing=True, callbacks=callbacks, max_steps=1, **options
+        )
         try:
             getattr(trainer, entry)(ToyModule(), datamodule=layout.data_module())
         except SystemExit as end:
@@ -184,29 +244,50 @@ def test_slurms_requeue_signal_saves_where_lightning_looks(
     assert end == "AgreedStop" and len(first) == 2
     assert is_committed(tmp_path / "hpc_ckpt_1.ckpt") and not (tmp_path / "rescue.ckpt").exists()
     assert (tmp_path / "calls").read_text() == ("requeue 16_3\n" if array else "requeue 17\n")
-    (tmp_path / "hpc_ckpt_2.ckpt.tmp-0123456789ab").mkdir()  # of a save that was killed: Lightning sees number 20123456789
-    _, rest = _fit(ONE, str(tmp_path), RescueCheckpoint(str(tmp_path)), **options)  # without ckpt_path
+    # Of a save that was killed: Lightning sees number 20123456789.
+    (tmp_path / "hpc_ckpt_2.ckpt.tmp-0123456789ab").mkdir()
+    # Without ckpt_path.
+    _, rest = _fit(ONE, str(tmp_path), RescueCheckpoint(str(tmp_path)), **options)
     assert len(rest) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
-    """torchrun gives its workers half a minute between SIGTERM and SIGKILL; the next run resumes."""
+    """torchrun gives its workers half a minute between SIGTERM and SIGKILL; the next run
+    resumes."""
 
     def command(steps: int) -> list[str]:
         standalone = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        return [sys.executable, *standalone, "-m", "tests.faults.rescued_job", str(tmp_path), str(steps)]
+        return [
+            sys.executable,
+            *standalone,
+            "-m",
+            "tests.faults.rescued_job",
+            str(tmp_path),
+            str(steps),
+        ]
 
-    with subprocess.Popen(command(100_000), stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as job:
+    with subprocess.Popen(
+        command(100_000), stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as job:
         assert job.stdout is not None
         line = next(line for line in job.stdout if line.startswith("STEP 0 3"))
         job.terminate()
         output = line + job.communicate(timeout=100)[0]
-    steps = [int(words[2]) for words in map(str.split, output.splitlines()) if words[:2] == ["STEP", "0"]]
+    steps = [
+        int(words[2]) for words in map(str.split, output.splitlines()) if words[:2] == ["STEP", "0"]
+    ]
     saved = open_checkpoint(tmp_path / "rescue.ckpt").state()["global_step"]
-    assert job.returncode != 0 and saved in (steps[-1], steps[-1] + 1)  # the last line may be lost on its way
-    done = subprocess.run(command(saved + 2), capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    # The last line may be lost on its way.
+    assert job.returncode != 0 and saved in (steps[-1], steps[-1] + 1)
+    done = subprocess.run(
+        command(saved + 2),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
     assert f"DONE 0 {saved + 2}" in done.stdout and f"STEP 0 {saved}\n" not in done.stdout
 
 
@@ -234,7 +315,8 @@ def _failed(layout: Layout, folder: str, *places: str) -> dict[str, Any]:
     impatient = partialmethod(Ranks.all_interrupted, within_s=1.0)
     with (
         mock.patch.object(Ranks, "all_interrupted", impatient),
-        mock.patch.object(FailureWatch, "report", return_value=False),  # it would end the ranks of this test
+        # It would end the ranks of this test.
+        mock.patch.object(FailureWatch, "report", return_value=False),
         mock.patch.object(compat, "abort_process_groups"),
         pytest.raises(ValueError, match="raised"),
     ):
@@ -256,7 +338,9 @@ def test_an_exception_in_a_step_repeats_its_batch(tmp_path: Path) -> None:
         assert rank == {"saved": True, "losses": True, "steps": 8 - STOP, "same": True}
 
 
-def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(tmp_path: Path) -> None:
+def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(
+    tmp_path: Path,
+) -> None:
     for rank in run(PP2, _failed, tmp_path, "after the update", "before the update"):
         assert rank == {"saved": False}
 
@@ -265,7 +349,11 @@ def test_a_rank_whose_rank_0_is_gone_is_alone() -> None:
     """The store that ranks meet over ends with rank 0; its loss must not hide the exception."""
     ranks, store = MegatronStrategy().ranks, mock.Mock()
     ranks._context = mock.Mock(world_size=2)
-    store.add.side_effect = [1, 1, DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")]
+    store.add.side_effect = [
+        1,
+        1,
+        DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    ]
     with mock.patch.object(compat, "default_store", return_value=store):
         assert not ranks.all_interrupted("step 3")
 
@@ -284,8 +372,14 @@ def _saves(layout: Layout, folder: str, every_n_minutes: float, accumulate: int)
             super()._save_checkpoint(trainer, filepath)
             saved.append(trainer.global_step)
 
-    options: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": True, "accumulate_grad_batches": accumulate}
-    trainer = layout.trainer(folder, callbacks=[Counted(folder, every_n_minutes=every_n_minutes)], **options)
+    options: dict[str, Any] = {
+        "max_epochs": 1,
+        "enable_checkpointing": True,
+        "accumulate_grad_batches": accumulate,
+    }
+    trainer = layout.trainer(
+        folder, callbacks=[Counted(folder, every_n_minutes=every_n_minutes)], **options
+    )
     trainer.fit(ToyModule(), datamodule=layout.data_module())
     return saved
 

@@ -1,4 +1,5 @@
-"""Stopping and going on: bit-equal to never having stopped, the same samples in the same order, with any number of replicas."""
+"""Stopping and going on: bit-equal to never having stopped, the same samples in the same order,
+with any number of replicas."""
 
 from __future__ import annotations
 
@@ -43,12 +44,15 @@ class _Seen(pl.Callback):
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.ids.append(batch["id"].tolist())
 
 
 class _Dropping(ToyModule):
-    """Dropout inside the layers and a random mask before them: both continue their random numbers."""
+    """Dropout inside the layers and a random mask before them: both continue their random
+    numbers."""
 
     def __init__(self) -> None:
         super().__init__(mask=True)
@@ -63,29 +67,47 @@ class _Dropping(ToyModule):
 class _Data(ToyData):
     def _loader(self, num: int, seed: int, **options: Any) -> DataLoader[Any]:
         numbered = [{**sample, "id": index} for index, sample in enumerate(samples(num, seed))]
-        return DataLoader(numbered, batch_size=self.hparams.batch_size, drop_last=seed == 1, **options)
+        return DataLoader(
+            numbered, batch_size=self.hparams.batch_size, drop_last=seed == 1, **options
+        )
 
 
 def _data(layout: Layout, shuffle: bool, num_workers: int = 0, num_samples: int = 40) -> _Data:
     return _Data(8 // layout.data, num_samples, shuffle, num_workers)
 
 
-def _stopped(layout: Layout, folder: str, shuffle: bool, num_workers: int, stop: int) -> dict[str, Any]:
+def _stopped(
+    layout: Layout, folder: str, shuffle: bool, num_workers: int, stop: int
+) -> dict[str, Any]:
     """Train twice: in one go (saving on the way), and from the checkpoint of step ``stop`` on."""
     whole, seen = Losses(), _Seen()
-    # After an epoch's last step Lightning saves before validation and does not validate when it resumes; what validation draws
-    # would be missing. So the epoch's end is saved as ModelCheckpoint does it by default: after validation.
+    # After an epoch's last step Lightning saves before validation and does not validate when it
+    # resumes; what validation draws would be missing. So the epoch's end is saved as
+    # ModelCheckpoint does it by default: after validation.
     often = {"every_n_epochs": 1} if stop == STEPS_PER_EPOCH else {"every_n_train_steps": stop}
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, **often)
-    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "gradient_clip_val": 0.5}
+    options: dict[str, Any] = {
+        "max_epochs": 2,
+        "enable_checkpointing": True,
+        "gradient_clip_val": 0.5,
+    }
     pl.seed_everything(7, verbose=False)
     module = _Dropping()
-    layout.trainer(folder, callbacks=[whole, seen, keep], **options).fit(module, datamodule=_data(layout, shuffle, num_workers))
-    pl.seed_everything(8, verbose=False)  # a new process starts elsewhere; the checkpoint must know better
+    layout.trainer(folder, callbacks=[whole, seen, keep], **options).fit(
+        module, datamodule=_data(layout, shuffle, num_workers)
+    )
+    # A new process starts elsewhere; the checkpoint must know better.
+    pl.seed_everything(8, verbose=False)
     record, seen_again, again = Losses(), _Seen(), _Dropping()
     trainer = layout.trainer(folder, callbacks=[record, seen_again], **options)
-    trainer.fit(again, datamodule=_data(layout, shuffle, num_workers), ckpt_path=f"{folder}/step={stop}.ckpt")
-    same = all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    trainer.fit(
+        again,
+        datamodule=_data(layout, shuffle, num_workers),
+        ckpt_path=f"{folder}/step={stop}.ckpt",
+    )
+    same = all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
     return {
         "whole": (whole.losses[stop:], whole.norms[stop:], seen.ids[stop:]),
         "resumed": (record.losses, record.norms, seen_again.ids),
@@ -95,14 +117,23 @@ def _stopped(layout: Layout, folder: str, shuffle: bool, num_workers: int, stop:
     }
 
 
-# (shuffle, workers, step of the checkpoint: 3 lies inside the first of the epochs of 5 steps, 5 at its end, 7 in the second)
+# (shuffle, workers, step of the checkpoint: 3 lies inside the first of the epochs of 5 steps, 5 at
+# its end, 7 in the second)
 STOPS = [(True, 0, 3), (True, 0, 7), (False, 0, 5)]
-ALL_STOPS = [(shuffle, workers, stop) for shuffle in (True, False) for workers in (0, 2) for stop in (3, 5, 7)]
+ALL_STOPS = [
+    (shuffle, workers, stop)
+    for shuffle in (True, False)
+    for workers in (0, 2)
+    for stop in (3, 5, 7)
+]
 
 
 @pytest.mark.parametrize(
     ("layout", "shuffle", "num_workers", "stop"),
-    [pytest.param(layout, *case, id=f"{layout.name}-{case}") for layout, case in zip((PP2, DP2, PP2_DP2), STOPS, strict=True)]
+    [
+        pytest.param(layout, *case, id=f"{layout.name}-{case}")
+        for layout, case in zip((PP2, DP2, PP2_DP2), STOPS, strict=True)
+    ]
     + [
         pytest.param(layout, *case, id=f"{layout.name}-{case}", marks=pytest.mark.slow)
         for layout in (ONE, MICRO, PP2, DP2, DDP2, PP2_DP2)
@@ -110,7 +141,9 @@ ALL_STOPS = [(shuffle, workers, stop) for shuffle in (True, False) for workers i
         if (layout, case) not in list(zip((PP2, DP2, PP2_DP2), STOPS, strict=True))
     ],
 )
-def test_resume_is_bit_equal(layout: Layout, shuffle: bool, num_workers: int, stop: int, tmp_path: Path) -> None:
+def test_resume_is_bit_equal(
+    layout: Layout, shuffle: bool, num_workers: int, stop: int, tmp_path: Path
+) -> None:
     for rank in run(layout, _stopped, tmp_path, shuffle, num_workers, stop):
         assert rank["resumed"] == rank["whole"]
         assert rank["same"]
@@ -137,13 +170,17 @@ def _second_part(layout: Layout, folder: str, shuffle: bool) -> Any:
 def _whole(layout: Layout, folder: str, shuffle: bool) -> Any:
     seen, record = _Seen(), Losses()
     pl.seed_everything(7, verbose=False)
-    layout.trainer(folder, max_epochs=2, callbacks=[seen, record]).fit(ToyModule(), datamodule=_data(layout, shuffle))
+    layout.trainer(folder, max_epochs=2, callbacks=[seen, record]).fit(
+        ToyModule(), datamodule=_data(layout, shuffle)
+    )
     return seen.ids, record.norms
 
 
 def _global(ranks: list[list[list[int]]]) -> list[set[int]]:
     """Return the samples of each global batch."""
-    return [{sample for batch in batches for sample in batch} for batches in zip(*ranks, strict=True)]
+    return [
+        {sample for batch in batches for sample in batch} for batches in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +198,8 @@ def _global(ranks: list[list[list[int]]]) -> list[set[int]]:
 def test_another_number_of_replicas_resumes_with_the_same_samples(
     before: Layout, after: Layout, shuffle: bool, tmp_path: Path
 ) -> None:
-    """No sample twice, none lost; the optimizer's state moves to the other layout as well (gradient norms agree)."""
+    """No sample twice, none lost; the optimizer's state moves to the other layout as well (gradient
+    norms agree)."""
     expected_ids, expected_norms = run(ONE, _whole, tmp_path / "whole", shuffle)[0]
     first = _global(run(before, _first_part, tmp_path, shuffle))
     second = run(after, _second_part, tmp_path, shuffle)
@@ -184,7 +222,8 @@ class _Stream(IterableDataset[dict[str, Any]]):
 
 
 class _StatefulLoader:
-    """Like torchdata's StatefulDataLoader: its position is in its state, which differs between data-parallel ranks."""
+    """Like torchdata's StatefulDataLoader: its position is in its state, which differs between
+    data-parallel ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.position = rank, size, 0
@@ -197,7 +236,9 @@ class _StatefulLoader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while self.position < len(self):
             self.position += 1
-            yield torch.utils.data.default_collate(self.items[(self.position - 1) * self.per_batch :][: self.per_batch])
+            yield torch.utils.data.default_collate(
+                self.items[(self.position - 1) * self.per_batch :][: self.per_batch]
+            )
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,13 +259,17 @@ class _StreamData(pl.LightningDataModule):
         share = self.trainer.strategy.distributed_sampler_kwargs
         if self.stateful:
             return _StatefulLoader(share["rank"], share["num_replicas"])
-        return DataLoader(_Stream(share["rank"], share["num_replicas"]), batch_size=8 // share["num_replicas"])
+        return DataLoader(
+            _Stream(share["rank"], share["num_replicas"]), batch_size=8 // share["num_replicas"]
+        )
 
 
 def _streamed(layout: Layout, folder: str, stateful: bool, part: str) -> Any:
     record, seen = Losses(), _Seen()
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer = layout.trainer(folder, max_epochs=1, callbacks=[record, seen, keep], enable_checkpointing=True)
+    trainer = layout.trainer(
+        folder, max_epochs=1, callbacks=[record, seen, keep], enable_checkpointing=True
+    )
     path = None if part == "whole" else f"{folder}/step=3.ckpt"
     trainer.fit(ToyModule(), datamodule=_StreamData(stateful), ckpt_path=path)
     return record.losses, seen.ids
@@ -239,7 +284,9 @@ def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path
 
 
 def _wrong_number(layout: Layout, folder: str) -> None:
-    with pytest.raises(CheckpointError, match="data loaders of 2 data-parallel ranks, and there are 1"):
+    with pytest.raises(
+        CheckpointError, match="data loaders of 2 data-parallel ranks, and there are 1"
+    ):
         _streamed(layout, folder, True, "resumed")
 
 
@@ -302,10 +349,13 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 class _Searching(ToyModule):
-    """LBFGS keeps numbers, lists of tensors and tensors over all parameters in the state of its first parameter."""
+    """LBFGS keeps numbers, lists of tensors and tensors over all parameters in the state of its
+    first parameter."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            self.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"
+        )
 
 
 class _Counting(torch.optim.SGD):
@@ -332,22 +382,33 @@ def _unusual_states(layout: Layout, folder: str, kind: type[ToyModule]) -> Any:
     whole, module = Losses(), kind()
     pl.seed_everything(7, verbose=False)
     data = _data(layout, False)
-    layout.trainer(folder, max_epochs=1, callbacks=[whole, keep], enable_checkpointing=True).fit(module, datamodule=data)
-    steps = sorted(int(path.stem.removeprefix("step=")) for path in Path(folder).glob("step=*.ckpt"))
+    layout.trainer(folder, max_epochs=1, callbacks=[whole, keep], enable_checkpointing=True).fit(
+        module, datamodule=data
+    )
+    steps = sorted(
+        int(path.stem.removeprefix("step=")) for path in Path(folder).glob("step=*.ckpt")
+    )
     stop = steps[1]
     again, record = kind(), Losses()
     fit = layout.trainer(folder, max_epochs=1, callbacks=[record])
     fit.fit(again, datamodule=_data(layout, False), ckpt_path=f"{folder}/step={stop}.ckpt")
-    same = all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    same = all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
     return record.losses == whole.losses[2:], same
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [pytest.param(ONE, _Searching, id="lbfgs"), pytest.param(PP2, _WithNumbers, id="numbers")]
-    + [pytest.param(layout, _WithNumbers, id=layout.name, marks=pytest.mark.slow) for layout in (ONE, DDP2, PP2_DP2)],
+    + [
+        pytest.param(layout, _WithNumbers, id=layout.name, marks=pytest.mark.slow)
+        for layout in (ONE, DDP2, PP2_DP2)
+    ],
 )
-def test_states_that_are_no_tensors_resume_bit_equal(layout: Layout, kind: type[ToyModule], tmp_path: Path) -> None:
+def test_states_that_are_no_tensors_resume_bit_equal(
+    layout: Layout, kind: type[ToyModule], tmp_path: Path
+) -> None:
     assert run(layout, _unusual_states, tmp_path, kind) == [(True, True)] * layout.ranks
 
 
@@ -364,15 +425,22 @@ def _renamed(layout: Layout, folder: str) -> list[str]:
     )
     for module in (ToyModule(num_layers=3), _OneMore()):
         module.strict_loading = False  # the weights: what there is
-        layout.trainer(folder).validate(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt", verbose=False)
+        layout.trainer(folder).validate(
+            module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt", verbose=False
+        )
     with pytest.raises(CheckpointError) as error:
-        layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
+        layout.trainer(folder, max_steps=2).fit(
+            module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt"
+        )
     return [str(error.value)]
 
 
 def test_no_parameter_silently_begins_anew(tmp_path: Path) -> None:
     for (text,) in run(DP2, _renamed, tmp_path):
-        assert "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, more.bias" in text
+        assert (
+            "AdamW has parameters of which the checkpoint's optimizer knows nothing: more.weight, "
+            "more.bias" in text
+        )
 
 
 class _Numbered(torch.nn.Module):
@@ -404,7 +472,9 @@ def _with_statistics(layout: Layout, folder: str) -> Any:
     keep, module = ModelCheckpoint(folder, "a", every_n_train_steps=1), _WithStatistics()
     fit = layout.trainer(folder, max_steps=1, callbacks=[keep], enable_checkpointing=True)
     fit.fit(_WithStatistics(), datamodule=_data(layout, False))
-    layout.trainer(folder, max_steps=2).fit(module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt")
+    layout.trainer(folder, max_steps=2).fit(
+        module, datamodule=_data(layout, False), ckpt_path=f"{folder}/a.ckpt"
+    )
     return {name: (type(value), value.tolist()) for name, value in module.loaded.items()}
 
 

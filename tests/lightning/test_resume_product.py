@@ -1,9 +1,12 @@
-"""Stop and resume: every optimizer with every precision, schedule and way of saving, and with all kinds of data parallelism.
+"""Stop and resume: every optimizer with every precision, schedule and way of saving, and with all
+kinds of data parallelism.
 
-Training goes through four steps in one go, saving after the second and the fourth; then from the second's checkpoint on. Losses
-and gradient norms of the last two steps, and every bit of the fourth step's two checkpoints (weights, moments, masters, random
-states, loss scale, position in the data), must be equal: no tolerance. Two pipeline ranks and two replicas; many cases run one
-after another in the same processes. Random masks before the model and dropout inside continue their random numbers.
+Training goes through four steps in one go, saving after the second and the fourth; then from the
+second's checkpoint on. Losses and gradient norms of the last two steps, and every bit of the fourth
+step's two checkpoints (weights, moments, masters, random states, loss scale, position in the data),
+must be equal: no tolerance. Two pipeline ranks and two replicas; many cases run one after another
+in the same processes. Random masks before the model and dropout inside continue their random
+numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ TABLE = ["0F0 0F1 0F2 0B0 0B1 0F3 0B2 0B3", "1F0 1F1 1B0 1B1 1F2 1B2 1F3 1B3"]
 
 
 class _Averaged(SGD):
-    """An optimizer that nobody knows: it has to be tried before its state is sharded, and keeps a mean and a Python number."""
+    """An optimizer that nobody knows: it has to be tried before its state is sharded, and keeps a
+    mean and a Python number."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -56,7 +60,9 @@ class _Averaged(SGD):
 
 
 def _muon(module: nn.Module) -> Optimizer:
-    matrices = {name for name, p in module.named_parameters() if p.dim() == 2 and ".layers." in name}
+    matrices = {
+        name for name, p in module.named_parameters() if p.dim() == 2 and ".layers." in name
+    }
     chosen = [p for name, p in module.named_parameters() if name in matrices]
     others = [p for name, p in module.named_parameters() if name not in matrices]
     return ChainedOptimizer(Muon(chosen, lr=0.02), AdamW(others, lr=1e-2))
@@ -70,7 +76,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adagrad": lambda module: Adagrad(module.parameters(), lr=1e-2, lr_decay=0.1),
     "muon": _muon,
     "unknown": lambda module: _Averaged(module.parameters(), lr=0.1),
-    "lbfgs": lambda module: LBFGS(module.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"),
+    "lbfgs": lambda module: LBFGS(
+        module.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"
+    ),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline_schedule": "gpipe"},
@@ -95,7 +103,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         saving = "async" if self.background else "sync"
-        return "-".join([self.optimizer, self.precision, self.schedule or "single", self.mode, saving])
+        return "-".join(
+            [self.optimizer, self.precision, self.schedule or "single", self.mode, saving]
+        )
 
     def strategy(self) -> MegatronStrategy:
         """Return the strategy of this case."""
@@ -108,7 +118,9 @@ class Case(NamedTuple):
     @property
     def num_layers(self) -> int:
         """As many as there are stages."""
-        return PP * SCHEDULES.get(self.schedule or "", {}).get("virtual_pipeline_model_parallel_size", 1)
+        return PP * SCHEDULES.get(self.schedule or "", {}).get(
+            "virtual_pipeline_model_parallel_size", 1
+        )
 
 
 class _Module(ToyModule):
@@ -125,24 +137,32 @@ class _Module(ToyModule):
     def configure_optimizers(self) -> Any:
         optimizer = OPTIMIZERS[self.kind](self)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def _fit(case: Case, folder: Path, checkpoint: str | None = None) -> list[list[float]]:
-    pl.seed_everything(7 if checkpoint is None else 8, verbose=False)  # a new process starts elsewhere
+    # A new process starts elsewhere.
+    pl.seed_everything(7 if checkpoint is None else 8, verbose=False)
     record = Losses()
     keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=STOP)
     replicas = 1 if case.schedule is None else REPLICAS
-    precise = precision_options(case.precision, growth_interval=STOP + 1)  # the scale grows after the stop
+    # The scale grows after the stop.
+    precise = precision_options(case.precision, growth_interval=STOP + 1)
     options = {"max_steps": STEPS, "gradient_clip_val": None if case.optimizer == "lbfgs" else 0.5}
-    fit = trainer(case.strategy(), callbacks=[record, keep], enable_checkpointing=True, **options, **precise)
+    fit = trainer(
+        case.strategy(), callbacks=[record, keep], enable_checkpointing=True, **options, **precise
+    )
     data = ToyData(batch_size=8 // replicas, num_samples=8 * (STEPS + 1), shuffle=True)
     fit.fit(_Module(case.optimizer, case.num_layers), datamodule=data, ckpt_path=checkpoint)
     return [record.losses, record.norms]
 
 
 def _content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a checkpoint holds: of tensors the checksums of all boxes, of the rest the values, without file names."""
+    """Return what a checkpoint holds: of tensors the checksums of all boxes, of the rest the
+    values, without file names."""
     source = open_checkpoint(path)
     assert isinstance(source, DirectorySource)
     tensors = {
@@ -175,7 +195,8 @@ def _stop_and_resume(case: Case, folder: Path) -> list[str]:
     """Return what differs between training in one go and from a checkpoint on, on this rank."""
     whole = _fit(case, folder / "whole")
     resumed = _fit(case, folder / "resumed", str(folder / "whole" / f"step={STOP}.ckpt"))
-    assert len(resumed[1]) >= len(resumed[0]) == STEPS - STOP  # LBFGS has a norm each time it looks at the loss
+    # LBFGS has a norm each time it looks at the loss.
+    assert len(resumed[1]) >= len(resumed[0]) == STEPS - STOP
     last = [numbers[-len(rest) :] for numbers, rest in zip(whole, resumed, strict=True)]
     differences = list(_different(last, resumed, "losses and norms"))
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -206,8 +227,10 @@ def _few(cases: Sequence[Case]) -> Iterator[Case]:
         yield best
 
 
-DISTRIBUTED = [name for name in OPTIMIZERS if name != "lbfgs"]  # LBFGS decides by the whole run, on one device only
-# Every optimizer with every precision, schedule and way of saving; the mode turns so that any three values meet somewhere.
+# LBFGS decides by the whole run, on one device only.
+DISTRIBUTED = [name for name in OPTIMIZERS if name != "lbfgs"]
+# Every optimizer with every precision, schedule and way of saving; the mode turns so that any three
+# values meet somewhere.
 CASES = [
     Case(optimizer, precision, schedule, MODES[(i + j + k) % 3], background)
     for i, optimizer in enumerate(DISTRIBUTED)
@@ -217,14 +240,20 @@ CASES = [
 ]
 USUAL = list(_few(CASES))
 # Not in bf16-true and 16-mixed, which are refused: it looks at the loss several times a step.
-SINGLE = [Case("lbfgs", precision, None, "zero1", saving) for precision in PRECISIONS[:2] for saving in (False, True)]
+SINGLE = [
+    Case("lbfgs", precision, None, "zero1", saving)
+    for precision in PRECISIONS[:2]
+    for saving in (False, True)
+]
 
 
 def test_any_three_choices_meet_in_a_case() -> None:
     choices = (DISTRIBUTED, PRECISIONS, SCHEDULES, MODES, (False, True))
     for size, cases in ((1, USUAL), (3, CASES)):
         met = set().union(*(_parts(case, size) for case in cases))
-        assert met == {part for case in product(*choices) for part in combinations(enumerate(case), size)}
+        assert met == {
+            part for case in product(*choices) for part in combinations(enumerate(case), size)
+        }
     assert len(USUAL) == len(DISTRIBUTED)
 
 
@@ -238,10 +267,16 @@ def test_some_of_everything_resumes_bit_equal(tmp_path: Path) -> None:
 def test_everything_resumes_bit_equal(schedule: str, tmp_path: Path) -> None:
     # Not all in the same processes: torch keeps the groups of every strategy, and their threads.
     for precision, background in product(PRECISIONS, (False, True)):
-        cases = [case for case in CASES if case[1:3] == (precision, schedule) and case.background == background]
+        cases = [
+            case
+            for case in CASES
+            if case[1:3] == (precision, schedule) and case.background == background
+        ]
         assert run_ranks(RANKS, _run, cases, str(tmp_path), timeout_s=450) == [[]] * RANKS
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SINGLE])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SINGLE]
+)
 def test_lbfgs_on_one_device_resumes_bit_equal(case: Case, tmp_path: Path) -> None:
     assert run_ranks(1, _run, [case], str(tmp_path), timeout_s=100) == [[]]

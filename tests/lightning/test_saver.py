@@ -24,13 +24,21 @@ CONTEXT: Any = SimpleNamespace(rank=0, axis=lambda name: ALONE)
 
 def _plan(path: Path) -> Save:
     weight = TensorShards.full("weight", torch.ones(3))
-    return Save(str(path), lambda group: take_snapshot(path, [weight], {}, group=group), write_snapshot)
+    return Save(
+        str(path), lambda group: take_snapshot(path, [weight], {}, group=group), write_snapshot
+    )
 
 
 @pytest.mark.parametrize("action", ["warn", "raise"])
-def test_a_host_without_memory_for_the_copy_is_a_failed_save(action: Literal["warn", "raise"], tmp_path: Path) -> None:
+def test_a_host_without_memory_for_the_copy_is_a_failed_save(
+    action: Literal["warn", "raise"], tmp_path: Path
+) -> None:
     saver = Saver(CheckpointOptions(async_save=True, on_save_error=action), timedelta(minutes=1))
-    expected: Any = pytest.raises(CheckpointError, match="no memory") if action == "raise" else pytest.warns(match="no memory")
+    expected: Any = (
+        pytest.raises(CheckpointError, match="no memory")
+        if action == "raise"
+        else pytest.warns(match="no memory")
+    )
     with mock.patch.object(HostBuffer, "copy_of", side_effect=MemoryError("no memory")), expected:
         saver.save(_plan(tmp_path / "a"), CONTEXT, background=True)
     saver.save(_plan(tmp_path / "b"), CONTEXT, background=True)

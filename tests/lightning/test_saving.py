@@ -1,4 +1,5 @@
-"""Saves in the background and saves that fail: training continues, and there is always a committed checkpoint to go back to."""
+"""Saves in the background and saves that fail: training continues, and there is always a committed
+checkpoint to go back to."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ ASYNC = CheckpointOptions(async_save=True)
 
 
 def _committed(folder: str) -> set[str]:
-    return {entry.name for entry in os.scandir(folder) if is_committed(entry.path) and ".tmp-" not in entry.name}
+    return {
+        entry.name
+        for entry in os.scandir(folder)
+        if is_committed(entry.path) and ".tmp-" not in entry.name
+    }
 
 
 class _Watch(pl.Callback):
@@ -61,7 +66,9 @@ def _slow_begin(self: Any, state: bytes, original: Any = commit.PendingSave.begi
     original(self, state)
 
 
-def _fit(layout: Layout, folder: str, options: CheckpointOptions, callbacks: list[Any], **more: Any) -> tuple[Any, ToyModule]:
+def _fit(
+    layout: Layout, folder: str, options: CheckpointOptions, callbacks: list[Any], **more: Any
+) -> tuple[Any, ToyModule]:
     pl.seed_everything(7, verbose=False)
     module = ToyModule()
     path = more.pop("ckpt_path", None)
@@ -79,13 +86,20 @@ def _fit(layout: Layout, folder: str, options: CheckpointOptions, callbacks: lis
 
 
 def _in_the_background(layout: Layout, folder: str) -> dict[str, Any]:
-    # One checkpoint is kept: each save deletes the one before, which until its own commit is all there is.
-    keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2)
+    # One checkpoint is kept: each save deletes the one before, which until its own commit is all
+    # there is.
+    keep = ModelCheckpoint(
+        folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2
+    )
     whole, watch, logger = Losses(), _Watch(folder), _Metrics()
     with mock.patch.object(commit.PendingSave, "begin", _slow_begin):
         fit, module = _fit(layout, folder, ASYNC, [whole, keep, watch], logger=logger)
     report = fit.strategy.last_save
-    stalls = [metrics["checkpoint_stall_s"] for metrics in logger.metrics if "checkpoint_stall_s" in metrics]
+    stalls = [
+        metrics["checkpoint_stall_s"]
+        for metrics in logger.metrics
+        if "checkpoint_stall_s" in metrics
+    ]
     left = sorted(os.listdir(folder))
     # and from a checkpoint in the middle, saved in the background as well
     often = ModelCheckpoint(f"{folder}/all", "{step}", save_top_k=-1, every_n_train_steps=2)
@@ -95,11 +109,15 @@ def _in_the_background(layout: Layout, folder: str) -> dict[str, Any]:
     return {
         "left": left,
         "always": all(seen for seen in watch.seen[4:]),  # from the first commit on
-        "lag": any("step=4.ckpt" not in seen for seen in watch.seen[4:5]),  # training went on before the commit
+        # Training went on before the commit.
+        "lag": any("step=4.ckpt" not in seen for seen in watch.seen[4:5]),
         "report": (report.path, report.stall_s < 10, report.written_s > 0.15, report.num_bytes > 0),
         "stalls": len(stalls),
         "equal": again.losses == whole.losses[4:] and again.norms == whole.norms[4:],
-        "same": all(torch.equal(a, b) for a, b in zip(module.parameters(), resumed.parameters(), strict=True)),
+        "same": all(
+            torch.equal(a, b)
+            for a, b in zip(module.parameters(), resumed.parameters(), strict=True)
+        ),
     }
 
 
@@ -126,8 +144,12 @@ class _FullDisk:
         return self.original(pending, rank, snapshot, max_file_bytes)
 
 
-def _failing(layout: Layout, folder: str, background: bool, action: Any, number: int = 2) -> dict[str, Any]:
-    keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2)
+def _failing(
+    layout: Layout, folder: str, background: bool, action: Any, number: int = 2
+) -> dict[str, Any]:
+    keep = ModelCheckpoint(
+        folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2
+    )
     watch, error = _Watch(folder), ""
     texts: list[str] = []
     with (
@@ -135,21 +157,37 @@ def _failing(layout: Layout, folder: str, background: bool, action: Any, number:
         mock.patch.object(Saver, "_warn", lambda _, text: texts.append(text)),
     ):
         try:
-            _fit(layout, folder, CheckpointOptions(async_save=background, on_save_error=action), [keep, watch])
+            _fit(
+                layout,
+                folder,
+                CheckpointOptions(async_save=background, on_save_error=action),
+                [keep, watch],
+            )
         except CheckpointError as raised:
             error = str(raised)
     warned = any("was not saved" in text and "No space left" in text for text in texts)
-    return {"error": error, "warned": warned, "seen": watch.seen, "left": sorted(os.listdir(folder))}
+    return {
+        "error": error,
+        "warned": warned,
+        "seen": watch.seen,
+        "left": sorted(os.listdir(folder)),
+    }
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_failed_save_warns_and_the_older_checkpoint_stays(background: bool, tmp_path: Path) -> None:
-    """The second of four saves fails on the last rank: the first checkpoint stays until the third is committed."""
+def test_a_failed_save_warns_and_the_older_checkpoint_stays(
+    background: bool, tmp_path: Path
+) -> None:
+    """The second of four saves fails on the last rank: the first checkpoint stays until the third
+    is committed."""
     for rank, result in enumerate(run(DP2, _failing, tmp_path, background, "warn")):
         assert result["error"] == "" and (result["left"] == ["step=8.ckpt"] or rank > 0)
         assert result["warned"]
         if not background and rank == 0:
-            assert result["seen"][4:6] == [{"step=2.ckpt"}] * 2 and result["seen"][6:] == [{"step=6.ckpt"}] * 2
+            assert (
+                result["seen"][4:6] == [{"step=2.ckpt"}] * 2
+                and result["seen"][6:] == [{"step=6.ckpt"}] * 2
+            )
 
 
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -167,16 +205,23 @@ def test_a_failed_save_raises_on_every_rank(background: bool, tmp_path: Path) ->
 
 
 class _Boom(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 2:
             raise ValueError("boom")
 
 
 def _interrupted(layout: Layout, folder: str) -> Any:
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
-    with mock.patch.object(commit.PendingSave, "begin", _slow_begin), pytest.raises(ValueError, match="boom"):
+    with (
+        mock.patch.object(commit.PendingSave, "begin", _slow_begin),
+        pytest.raises(ValueError, match="boom"),
+    ):
         _fit(layout, folder, ASYNC, [keep, _Boom()])
-    return sorted(os.listdir(folder)), open_checkpoint(f"{folder}/step=2.ckpt").state()["global_step"]
+    return sorted(os.listdir(folder)), open_checkpoint(f"{folder}/step=2.ckpt").state()[
+        "global_step"
+    ]
 
 
 def test_an_exception_lets_the_save_come_to_its_end(tmp_path: Path) -> None:
@@ -185,9 +230,13 @@ def test_an_exception_lets_the_save_come_to_its_end(tmp_path: Path) -> None:
 
 def _lightnings_plugin(layout: Layout, folder: str) -> Any:
     strategy = layout.strategy()
-    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_last=True, save_weights_only=True)
+    keep = ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=4, save_last=True, save_weights_only=True
+    )
     plugins = [AsyncCheckpointIO()]
-    fit = trainer(strategy, callbacks=[keep], max_steps=4, plugins=plugins, enable_checkpointing=True)
+    fit = trainer(
+        strategy, callbacks=[keep], max_steps=4, plugins=plugins, enable_checkpointing=True
+    )
     fit.fit(ToyModule(), datamodule=layout.data_module())
     state = open_checkpoint(f"{folder}/last.ckpt").state()
     return (
@@ -210,31 +259,54 @@ def test_lightnings_plugin_asks_for_saves_in_the_background(tmp_path: Path) -> N
         (CheckpointOptions(on_save_error="warn"), [], 'on_save_error="warn"'),
     ],
 )
-def test_links_to_what_is_not_saved_yet_are_refused(options: CheckpointOptions, plugins: list[Any], how: str) -> None:
+def test_links_to_what_is_not_saved_yet_are_refused(
+    options: CheckpointOptions, plugins: list[Any], how: str
+) -> None:
     keep = ModelCheckpoint(save_last="link")
-    fit = trainer(MegatronStrategy(checkpoint_options=options), callbacks=[keep], plugins=plugins, enable_checkpointing=True)
+    fit = trainer(
+        MegatronStrategy(checkpoint_options=options),
+        callbacks=[keep],
+        plugins=plugins,
+        enable_checkpointing=True,
+    )
     with pytest.raises(ConfigError, match=f'save_last="link" and .*{how}.*Set save_last=True'):
         fit.fit(ToyModule(), datamodule=ToyData())
 
 
 def test_links_in_an_object_store_are_refused() -> None:
-    fit = trainer(MegatronStrategy(), callbacks=[ModelCheckpoint("memory://a", save_last="link")], enable_checkpointing=True)
+    fit = trainer(
+        MegatronStrategy(),
+        callbacks=[ModelCheckpoint("memory://a", save_last="link")],
+        enable_checkpointing=True,
+    )
     with pytest.raises(ConfigError, match="has no links"):
         fit.fit(ToyModule(), datamodule=ToyData())
 
 
 def _saved_halfway(layout: Layout, folder: str) -> None:
-    _fit(layout, folder, CheckpointOptions(), [ModelCheckpoint(folder, f"{layout.name}-{{step}}", every_n_train_steps=4)])
+    _fit(
+        layout,
+        folder,
+        CheckpointOptions(),
+        [ModelCheckpoint(folder, f"{layout.name}-{{step}}", every_n_train_steps=4)],
+    )
 
 
 def test_resharded_like_a_layout_each_rank_has_a_file(tmp_path: Path) -> None:
-    """One rank's checkpoint, cut like one of 2 stages x 2 replicas, is in the files that those four would have written."""
+    """One rank's checkpoint, cut like one of 2 stages x 2 replicas, is in the files that those four
+    would have written."""
     run(ONE, _saved_halfway, tmp_path)
     run(PP2_DP2, _saved_halfway, tmp_path)
-    one, ranks, cut = (tmp_path / name for name in ("one-step=8.ckpt", "pp2-dp2-step=8.ckpt", "cut.ckpt"))
+    one, ranks, cut = (
+        tmp_path / name for name in ("one-step=8.ckpt", "pp2-dp2-step=8.ckpt", "cut.ckpt")
+    )
     reshard(one, cut, like=ranks)
     boxes = [
-        {(name, s.box, s.file.split(".")[2]) for name, entry in manifest.tensors.items() for s in entry.shards}
+        {
+            (name, s.box, s.file.split(".")[2])
+            for name, entry in manifest.tensors.items()
+            for s in entry.shards
+        }
         for manifest in map(read_manifest, (ranks, cut))
     ]
     assert boxes[0] == boxes[1] and len({file for *_, file in boxes[1]}) == 4
@@ -249,18 +321,30 @@ def test_an_unknown_action_is_refused() -> None:
 
 def _in_an_object_store(layout: Layout, folder: str) -> Any:
     files = fsspec.filesystem("memory")
-    keep = ModelCheckpoint("memory://run", "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2)
+    keep = ModelCheckpoint(
+        "memory://run", "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2
+    )
     whole, again = Losses(), Losses()
     data = ToyData(num_samples=64)
-    options: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": True, "default_root_dir": folder}
-    trainer(MegatronStrategy(), callbacks=[whole, keep], **options).fit(ToyModule(), datamodule=data)
+    options: dict[str, Any] = {
+        "max_steps": 6,
+        "enable_checkpointing": True,
+        "default_root_dir": folder,
+    }
+    trainer(MegatronStrategy(), callbacks=[whole, keep], **options).fit(
+        ToyModule(), datamodule=data
+    )
     left = {path.split("/")[2] for path in files.store}, keep.best_model_path
     middle = ModelCheckpoint("memory://middle", "{step}", save_top_k=-1, every_n_train_steps=2)
-    trainer(MegatronStrategy(checkpoint_options=ASYNC), callbacks=[middle], **options).fit(ToyModule(), datamodule=data)
+    trainer(MegatronStrategy(checkpoint_options=ASYNC), callbacks=[middle], **options).fit(
+        ToyModule(), datamodule=data
+    )
     fit = trainer(MegatronStrategy(), callbacks=[again], **options)
     fit.fit(ToyModule(), datamodule=data, ckpt_path="memory://middle/step=2.ckpt")
     last = ModelCheckpoint("memory://last", save_last=True, save_top_k=0, every_n_train_steps=2)
-    trainer(MegatronStrategy(), callbacks=[last], **{**options, "max_steps": 2}).fit(ToyModule(), datamodule=data)
+    trainer(MegatronStrategy(), callbacks=[last], **{**options, "max_steps": 2}).fit(
+        ToyModule(), datamodule=data
+    )
     found = Losses()
     fit = trainer(MegatronStrategy(), callbacks=[found, last], **options)
     fit.fit(ToyModule(), datamodule=data, ckpt_path="last")
@@ -268,7 +352,9 @@ def _in_an_object_store(layout: Layout, folder: str) -> Any:
 
 
 def test_model_checkpoint_in_an_object_store(tmp_path: Path) -> None:
-    assert run(ONE, _in_an_object_store, tmp_path) == [(({"step=6.ckpt"}, "memory://run/step=6.ckpt"), True, True)]
+    assert run(ONE, _in_an_object_store, tmp_path) == [
+        (({"step=6.ckpt"}, "memory://run/step=6.ckpt"), True, True)
+    ]
 
 
 class _Uploader(DummyLogger):
@@ -290,7 +376,9 @@ def test_a_logger_that_uploads_files_alone_is_named(
     logger: type[DummyLogger], options: dict[str, Any], warnings_of_it: int, tmp_path: Path
 ) -> None:
     saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    fitted = trainer(MegatronStrategy(), **{"max_steps": 1, "logger": logger(), **saving, **options})
+    fitted = trainer(
+        MegatronStrategy(), **{"max_steps": 1, "logger": logger(), **saving, **options}
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted.fit(ToyModule(), ToyData(num_samples=8))

@@ -1,4 +1,5 @@
-"""Several runs of one strategy: each run assembles its own module, and finds nothing of the module before."""
+"""Several runs of one strategy: each run assembles its own module, and finds nothing of the module
+before."""
 
 from __future__ import annotations
 
@@ -12,18 +13,30 @@ from torch import Tensor, nn
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.config import RecomputeOptions
-from tests.lightning.support import DP2, ONE, PP2, Layout, assert_close, layouts, make_layout, run, single
+from tests.lightning.support import (
+    DP2,
+    ONE,
+    PP2,
+    Layout,
+    assert_close,
+    layouts,
+    make_layout,
+    run,
+    single,
+)
 from tests.lightning.vectors import Net, VectorModule, loader
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
 
 
 def _second_module(layout: Layout, folder: str) -> dict[str, Tensor]:
-    """Fit a module, then another one that each rank has initialized differently; return the weights of the second."""
+    """Fit a module, then another one that each rank has initialized differently; return the weights
+    of the second."""
     chosen = layout.trainer(folder, max_epochs=1)
     chosen.fit(VectorModule(), loader(layout))
     torch.manual_seed(10 + (dist.get_rank() if dist.is_initialized() else 0))
-    layers = (nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))  # as the first has them
+    # As the first has them.
+    layers = (nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
     second = VectorModule(Net(*layers))
     chosen.fit_loop.max_epochs = 2
     chosen.fit(second, loader(layout))
@@ -61,9 +74,15 @@ class _Blocks(nn.Module):
 
 
 def test_a_second_module_recomputes_as_the_first(tmp_path: Path) -> None:
-    recompute = RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recompute = RecomputeOptions(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     chosen = pl.Trainer(
-        strategy=ONE.strategy(recompute=recompute), accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path
+        strategy=ONE.strategy(recompute=recompute),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=tmp_path,
     )
     calls = []
     for epochs in (1, 2):
@@ -98,5 +117,6 @@ def _synchronized(layout: Layout, folder: str) -> list[str]:
 
 
 def test_layers_are_synchronized_in_every_fit(tmp_path: Path) -> None:
-    """Also after a validation of the same module, and again after the first fit has reverted them."""
+    """Also after a validation of the same module, and again after the first fit has reverted
+    them."""
     assert run(DP2, _synchronized, tmp_path) == [["apply", "apply"]] * 2

@@ -17,11 +17,20 @@ BATCH = {"tokens": torch.zeros(4, 16, dtype=torch.long)}
 class _Run:
     """Drives the hooks as two ranks of a plain strategy would, with a clock of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, monitor: SpeedMonitor, **module: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, monitor: SpeedMonitor, **module: Any
+    ) -> None:
         self.now, self.logged, self.monitor = 0.0, dict[str, float](), monitor
-        monkeypatch.setattr("megatron_lightning.callbacks.speed.time", SimpleNamespace(perf_counter=lambda: self.now))
-        self.trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), world_size=2, datamodule=None)
-        self.module: Any = SimpleNamespace(log=lambda key, value, **_: self.logged.update({key: value}), **module)
+        monkeypatch.setattr(
+            "megatron_lightning.callbacks.speed.time",
+            SimpleNamespace(perf_counter=lambda: self.now),
+        )
+        self.trainer: Any = SimpleNamespace(
+            strategy=SimpleNamespace(), world_size=2, datamodule=None
+        )
+        self.module: Any = SimpleNamespace(
+            log=lambda key, value, **_: self.logged.update({key: value}), **module
+        )
         monitor.on_train_start(self.trainer, self.module)
 
     def batch(self, seconds: float) -> None:
@@ -30,7 +39,9 @@ class _Run:
         self.monitor.on_train_batch_end(self.trainer, self.module, None, BATCH, 0)
 
 
-def test_the_first_batch_validation_and_saving_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_batch_validation_and_saving_take_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = _Run(monkeypatch, SpeedMonitor(), sequence_dims={"tokens": 1})
     run.batch(30.0)
     assert not run.logged

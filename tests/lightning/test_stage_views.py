@@ -1,4 +1,5 @@
-"""Ordinary code around a partitioned model: choose layers by index, read a step's outputs, weight samples by fractions."""
+"""Ordinary code around a partitioned model: choose layers by index, read a step's outputs, weight
+samples by fractions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lightning.support import DDP2, DP2, MICRO, PP2, PP2_DP2, Layout, assert_close, layouts, metrics_of, run, single
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    MICRO,
+    PP2,
+    PP2_DP2,
+    Layout,
+    assert_close,
+    layouts,
+    metrics_of,
+    run,
+    single,
+)
 from tests.lightning.vectors import VectorModule, loader
 
 
@@ -21,7 +34,10 @@ class _ByIndex(VectorModule):
         net: Any = self.net
         for parameter in net[2].parameters():
             parameter.requires_grad_(False)
-        groups = [{"params": list(net[place].parameters()), "lr": 0.1 * 0.5**place} for place in range(len(net))]
+        groups = [
+            {"params": list(net[place].parameters()), "lr": 0.1 * 0.5**place}
+            for place in range(len(net))
+        ]
         groups[-1]["params"] = list(net[-1:].parameters())
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
@@ -41,7 +57,9 @@ def test_layers_are_chosen_by_index(layout: Layout, tmp_path: Path) -> None:
 class _Outputs(pl.Callback):
     """Sums of what steps return, logged after the batch: the same on every rank."""
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any
+    ) -> None:
         assert outputs["scores"].dtype == torch.bfloat16 and outputs["right"].dtype == torch.bool
         scores = outputs["scores"].float()
         module.log("scores", scores.sum(), batch_size=len(scores), sync_dist=True)
@@ -55,7 +73,11 @@ class _ReadsOutputs(VectorModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         scores = self.net(batch[0])
-        return {"scores": scores.round().bfloat16(), "right": scores.argmax(1) == batch[1], "empty": scores[:, :0]}
+        return {
+            "scores": scores.round().bfloat16(),
+            "right": scores.argmax(1) == batch[1],
+            "empty": scores[:, :0],
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("of_outputs", outputs["scores"].square().mean(), sync_dist=True)
@@ -75,7 +97,8 @@ def test_hooks_read_the_outputs_of_steps_on_every_rank(layout: Layout, tmp_path:
 
 
 class _Fractions(VectorModule):
-    """Weights of samples that add up to less than one for a whole batch; SGD feels a wrong scale."""
+    """Weights of samples that add up to less than one for a whole batch; SGD feels a wrong
+    scale."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         weights = 0.01 * (1 + batch[1])

@@ -1,4 +1,5 @@
-"""Steps of every form: random masks, own ways to cut a batch, several tensors between stages, the module itself pipelined."""
+"""Steps of every form: random masks, own ways to cut a batch, several tensors between stages, the
+module itself pipelined."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ from tests.lightning.support import (
 )
 
 
-def _fit(layout: Layout, folder: str, module: pl.LightningModule, data: pl.LightningDataModule | None = None) -> dict[str, Any]:
+def _fit(
+    layout: Layout,
+    folder: str,
+    module: pl.LightningModule,
+    data: pl.LightningDataModule | None = None,
+) -> dict[str, Any]:
     record = Losses()
     trainer = layout.trainer(folder, max_epochs=2, callbacks=[record], gradient_clip_val=0.5)
     trainer.fit(module, datamodule=data or layout.data_module())
@@ -54,12 +60,14 @@ def _masked(layout: Layout, folder: str) -> dict[str, Any]:
 
 @layouts(PP2, PP2_WHOLE, slow=[MICRO])
 def test_random_mask_before_the_call(layout: Layout, tmp_path: Path) -> None:
-    """Drawn for every micro-batch on every stage, in training and validation: the numbers of one device."""
+    """Drawn for every micro-batch on every stage, in training and validation: the numbers of one
+    device."""
     _compare(layout, tmp_path, _masked)
 
 
 class _Cut(ToyModule):
-    """``shift`` has as many entries as the batch, but by position in the sequence: only its owner can know."""
+    """``shift`` has as many entries as the batch, but by position in the sequence: only its owner
+    can know."""
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         assert batch["shift"].shape == (SEQUENCE,)
@@ -68,7 +76,10 @@ class _Cut(ToyModule):
 
 def split_batch(batch: dict[str, Any], micro_batch_size: int) -> list[dict[str, Any]]:
     starts = range(0, len(batch["ids"]), micro_batch_size)
-    return [{**batch, **{key: batch[key][start : start + micro_batch_size] for key in ("ids", "tgt")}} for start in starts]
+    return [
+        {**batch, **{key: batch[key][start : start + micro_batch_size] for key in ("ids", "tgt")}}
+        for start in starts
+    ]
 
 
 class _CutBySelf(_Cut):
@@ -77,7 +88,9 @@ class _CutBySelf(_Cut):
 
 
 class _ShiftData(ToyData):
-    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+    def on_before_batch_transfer(
+        self, batch: dict[str, Any], dataloader_idx: int
+    ) -> dict[str, Any]:
         return {**batch, "shift": torch.arange(SEQUENCE)}
 
 
@@ -98,7 +111,8 @@ def test_split_batch_of_the_users_own(layout: Layout, owner: str, tmp_path: Path
 
 
 class _Wide(nn.Module):
-    """Two tensors cross each boundary, one of them without a gradient; positions reach every stage as a keyword."""
+    """Two tensors cross each boundary, one of them without a gradient; positions reach every stage
+    as a keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +155,8 @@ def test_several_tensors_between_stages(layout: Layout, tmp_path: Path) -> None:
 
 
 class _Itself(pl.LightningModule):
-    """The LightningModule is the pipelined module; it is built in ``__init__``; the step returns a plain tensor."""
+    """The LightningModule is the pipelined module; it is built in ``__init__``; the step returns a
+    plain tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,12 +175,23 @@ class _Itself(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss = F.cross_entropy(self(batch["ids"]).flatten(0, 1), batch["tgt"].flatten())
-        self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=self.trainer.world_size > 1)
+        self.log(
+            "largest",
+            loss,
+            reduce_fx="max",
+            on_step=False,
+            on_epoch=True,
+            sync_dist=self.trainer.world_size > 1,
+        )
         self.log_dict({"a": loss * 2, "b": 3}, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch["ids"]).flatten(0, 1), batch["tgt"].flatten()), sync_dist=True)
+        self.log(
+            "val_loss",
+            F.cross_entropy(self(batch["ids"]).flatten(0, 1), batch["tgt"].flatten()),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -173,7 +199,8 @@ class _Itself(pl.LightningModule):
 
 def _itself(layout: Layout, folder: str) -> dict[str, Any]:
     result = _fit(layout, folder, _Itself())
-    del result["metrics"]["largest"]  # the largest of micro-batches, or of batches: the module's own definition
+    # The largest of micro-batches, or of batches: the module's own definition.
+    del result["metrics"]["largest"]
     return result
 
 
@@ -195,7 +222,10 @@ class _Looks(_Itself):
 def _looked(layout: Layout, folder: str) -> dict[str, Any]:
     module, data = _Looks(), layout.data_module(num_samples=16)
     trainer = layout.trainer(folder)
-    return {"tested": trainer.test(module, data), "predicted": trainer.predict(module, data.val_dataloader())}
+    return {
+        "tested": trainer.test(module, data),
+        "predicted": trainer.predict(module, data.val_dataloader()),
+    }
 
 
 @layouts(PP2, slow=[MICRO])
@@ -245,6 +275,8 @@ def _sometimes(layout: Layout, folder: str) -> Any:
 
 
 @layouts(PP2_VARYING)
-def test_steps_of_an_evaluation_that_call_the_model_now_and_then(layout: Layout, tmp_path: Path) -> None:
+def test_steps_of_an_evaluation_that_call_the_model_now_and_then(
+    layout: Layout, tmp_path: Path
+) -> None:
     for rank in run(layout, _sometimes, tmp_path):
         assert_close(rank, single(_sometimes))

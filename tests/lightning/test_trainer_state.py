@@ -1,4 +1,5 @@
-"""The state of a Trainer: when it is restored, that it can be pickled and copied, and who writes its checkpoints."""
+"""The state of a Trainer: when it is restored, that it can be pickled and copied, and who writes
+its checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from tests.lightning.support import PP2, SINGLE, History, Layout, Lines, assert_
 
 
 class _Remembering(pl.Callback):
-    """Keeps what it had restored when fit started, and the keys of the checkpoint that hooks were shown."""
+    """Keeps what it had restored when fit started, and the keys of the checkpoint that hooks were
+    shown."""
 
     def __init__(self, value: int = 0) -> None:
         self.value, self.at_fit_start = value, -1
@@ -44,7 +46,9 @@ class _Remembering(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value = state_dict["value"]
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         self.keys = sorted(checkpoint)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -59,12 +63,16 @@ class _CountingIO(TorchCheckpointIO):
         self.options: list[Any] = []
         self.loaded = 0
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         self.saved.append(checkpoint)
         self.options.append(storage_options)
         super().save_checkpoint(checkpoint, path)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         self.loaded += 1
         return super().load_checkpoint(path, map_location, weights_only)
 
@@ -82,15 +90,23 @@ def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> tuple[in
     path = Path(folder) / "a.ckpt"
     for value, ckpt_path in ((7, None), (0, path)):
         callback = _Remembering(value)
-        fitted = trainer(MegatronStrategy(**options), max_steps=2 if ckpt_path is None else 3, callbacks=[callback])
+        fitted = trainer(
+            MegatronStrategy(**options),
+            max_steps=2 if ckpt_path is None else 3,
+            callbacks=[callback],
+        )
         fitted.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=ckpt_path)
         if ckpt_path is None:
             fitted.save_checkpoint(path)
     return callback.at_fit_start, callback.keys
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2})])
-def test_callbacks_are_restored_before_fit_starts(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, {}), (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2})]
+)
+def test_callbacks_are_restored_before_fit_starts(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
     """A Timer, for one, decides in on_fit_start whether its time is over."""
     results = run_ranks(ranks, _restored_before_fit_start, str(tmp_path), options)
     assert [restored for restored, _ in results] == [7] * ranks
@@ -109,7 +125,10 @@ def test_a_checkpoint_can_be_saved_and_read_before_setup(tmp_path: Path) -> None
     fresh.strategy.connect(module)
     fresh.save_checkpoint(path, weights_only=True)
     loaded = trainer(MegatronStrategy()).strategy.load_checkpoint(path)
-    assert all(torch.equal(loaded["state_dict"][name], tensor) for name, tensor in module.state_dict().items())
+    assert all(
+        torch.equal(loaded["state_dict"][name], tensor)
+        for name, tensor in module.state_dict().items()
+    )
 
 
 def test_the_users_checkpoint_plugin_saves_and_resumes(tmp_path: Path) -> None:
@@ -133,7 +152,9 @@ def test_the_users_checkpoint_plugin_saves_and_resumes(tmp_path: Path) -> None:
         (AsyncCheckpointIO(), False),
     ],
 )
-def test_lightnings_own_plugin_asks_for_plain_files(plugin: CheckpointIO, is_file: bool, tmp_path: Path) -> None:
+def test_lightnings_own_plugin_asks_for_plain_files(
+    plugin: CheckpointIO, is_file: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "a.ckpt"
     stopped, _ = _fit(2, plugins=[plugin])
     stopped.save_checkpoint(path)
@@ -144,7 +165,13 @@ def test_lightnings_own_plugin_asks_for_plain_files(plugin: CheckpointIO, is_fil
 
 def test_a_checkpoint_plugin_is_refused_on_several_ranks() -> None:
     with pytest.raises(ConfigError, match="2 ranks hold a part each"):
-        pl.Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(), plugins=[_CountingIO()], logger=False)
+        pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=MegatronStrategy(),
+            plugins=[_CountingIO()],
+            logger=False,
+        )
 
 
 def test_storage_options_are_refused(tmp_path: Path) -> None:
@@ -157,7 +184,9 @@ def test_one_device_needs_no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> 
     """A Slurm environment that was given by hand, outside of a job, as on a single device."""
     for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
-    fitted = trainer(MegatronStrategy(), max_steps=1, plugins=[SLURMEnvironment(auto_requeue=False)])
+    fitted = trainer(
+        MegatronStrategy(), max_steps=1, plugins=[SLURMEnvironment(auto_requeue=False)]
+    )
     fitted.fit(BoringModel())
     assert fitted.global_rank == 0
 
@@ -179,7 +208,13 @@ class _Language(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": VOCABULARY}
+        sizes = {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "ffn_hidden_size": 32,
+            "vocab_size": VOCABULARY,
+        }
         self.model = GPTModel(TransformerConfig(max_sequence_length=SEQUENCE, **sizes))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -199,7 +234,9 @@ def _fitted(folder: Path, layout: dict[str, int] | None) -> dict[str, Any]:
         return "auto" if layout is None else MegatronStrategy(start_method="fork", **layout)
 
     devices = 1 if layout is None else 2
-    fitted = trainer(strategy(), devices=devices, max_steps=2, default_root_dir=folder, enable_checkpointing=True)
+    fitted = trainer(
+        strategy(), devices=devices, max_steps=2, default_root_dir=folder, enable_checkpointing=True
+    )
     module, data = _Language(), ToyData(8, 16)
     fitted.fit(module, data)
     loss, best = float(fitted.callback_metrics["loss"]), fitted.checkpoint_callback.best_model_path
@@ -208,7 +245,8 @@ def _fitted(folder: Path, layout: dict[str, int] | None) -> dict[str, Any]:
         "best": (Path(best).name, Path(best).exists()),
         "state": dict(module.state_dict()),
         "finished": fitted.state.finished,
-        "tested": trainer(strategy(), devices=devices).test(module, data, verbose=False),  # ranks that get what came back
+        # Ranks that get what came back.
+        "tested": trainer(strategy(), devices=devices).test(module, data, verbose=False),
     }
 
 
@@ -226,11 +264,18 @@ class _Batches(pl.Callback):
         self.training: list[list[int]] = []
         self.validation: list[list[int]] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.training.append(batch["id"].tolist())
 
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self.validation.append(batch["id"].tolist())
 
@@ -240,7 +285,12 @@ def _given_batch_sampler(strategy: bool) -> tuple[list[list[int]], list[list[int
     seen = _Batches()
     dataset = [{**sample, "id": torch.tensor(i)} for i, sample in enumerate(samples(20, seed=1))]
     loaders = [
-        DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset, generator=_generator()), 4, drop_last=True))
+        DataLoader(
+            dataset,
+            batch_sampler=BatchSampler(
+                RandomSampler(dataset, generator=_generator()), 4, drop_last=True
+            ),
+        )
         for _ in range(2)
     ]
     fitted = trainer(MegatronStrategy() if strategy else "auto", max_epochs=2, callbacks=[seen])
@@ -259,8 +309,13 @@ def test_a_batch_sampler_of_the_users_own_keeps_its_batches() -> None:
     assert {len(ids) for ids in plain[0]} == {4}
     shared = run_ranks(2, _given_batch_sampler, True)
     assert {len(ids) for training, _ in shared for ids in training} == {4}
-    # Each replica takes every second sample of the user's order, so ten of them: two batches of four an epoch.
-    first = [sample for batch in zip(*(training[:2] for training, _ in shared), strict=True) for sample in _interleave(*batch)]
+    # Each replica takes every second sample of the user's order, so ten of them: two batches of
+    # four an epoch.
+    first = [
+        sample
+        for batch in zip(*(training[:2] for training, _ in shared), strict=True)
+        for sample in _interleave(*batch)
+    ]
     assert first == [sample for batch in plain[0][:5] for sample in batch][:16]
 
 
@@ -269,7 +324,8 @@ def _interleave(left: list[int], right: list[int]) -> list[int]:
 
 
 class _LogsEverywhere(pl.Callback):
-    """Logs a value of its own in every hook in which Lightning allows it, by Lightning's defaults for that hook."""
+    """Logs a value of its own in every hook in which Lightning allows it, by Lightning's defaults
+    for that hook."""
 
     HOOKS = (
         "on_train_start",
@@ -300,8 +356,12 @@ class _LogsEverywhere(pl.Callback):
 
 
 def _progress(trainer: pl.Trainer) -> dict[str, Any]:
-    """The state of all loops, which counts every batch, step, epoch and scheduler call; without the loaders' own."""
-    loops = {name: getattr(trainer, f"{name}_loop").state_dict() for name in ("fit", "validate", "test", "predict")}
+    """The state of all loops, which counts every batch, step, epoch and scheduler call; without the
+    loaders' own."""
+    loops = {
+        name: getattr(trainer, f"{name}_loop").state_dict()
+        for name in ("fit", "validate", "test", "predict")
+    }
     loops["fit"].pop("combined_loader", None)
     return loops
 
@@ -310,18 +370,35 @@ def _observed(layout: Layout, folder: str, resuming: bool) -> dict[str, Any]:
     logger, history = Lines(), History()
     callbacks: list[pl.Callback] = [_LogsEverywhere(), history]
     if not resuming:
-        callbacks += [_StopsAt(7), ModelCheckpoint(folder, "at", every_n_train_steps=4, save_top_k=-1)]
-    options: dict[str, Any] = {"max_epochs": 3, "logger": logger, "log_every_n_steps": 2, "val_check_interval": 2}
-    fitted = layout.trainer(folder, callbacks=callbacks, enable_checkpointing=not resuming, **options)
+        callbacks += [
+            _StopsAt(7),
+            ModelCheckpoint(folder, "at", every_n_train_steps=4, save_top_k=-1),
+        ]
+    options: dict[str, Any] = {
+        "max_epochs": 3,
+        "logger": logger,
+        "log_every_n_steps": 2,
+        "val_check_interval": 2,
+    }
+    fitted = layout.trainer(
+        folder, callbacks=callbacks, enable_checkpointing=not resuming, **options
+    )
     with nullcontext() if resuming else pytest.raises(KeyError, match="on purpose"):
-        fitted.fit(ToyModule(), datamodule=layout.data_module(), ckpt_path=f"{folder}/at.ckpt" if resuming else None)
+        fitted.fit(
+            ToyModule(),
+            datamodule=layout.data_module(),
+            ckpt_path=f"{folder}/at.ckpt" if resuming else None,
+        )
     return {"lines": logger.lines, "history": history.seen, "progress": _progress(fitted)}
 
 
 class _Copies(pl.Callback):
-    """Copies the other callbacks and, by those that know it, the Trainer; and the module, as weight averaging does."""
+    """Copies the other callbacks and, by those that know it, the Trainer; and the module, as weight
+    averaging does."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         copied = copy.deepcopy(trainer)
         assert copied.strategy is not trainer.strategy and copied.global_step == trainer.global_step
         assert copy.deepcopy(pl_module).state_dict().keys() == pl_module.state_dict().keys()
@@ -329,8 +406,11 @@ class _Copies(pl.Callback):
 
 def _copied(layout: Layout, folder: str) -> int:
     fitted = layout.trainer(folder, max_epochs=1, callbacks=[_Copies()], gradient_clip_val=1.0)
-    fitted.fit(ToyModule(plateau=True), datamodule=layout.data_module())  # its other scheduler has a lambda
-    return int(copy.deepcopy(fitted).global_step) + int(pickle.loads(pickle.dumps(fitted)).global_step)
+    # Its other scheduler has a lambda.
+    fitted.fit(ToyModule(plateau=True), datamodule=layout.data_module())
+    return int(copy.deepcopy(fitted).global_step) + int(
+        pickle.loads(pickle.dumps(fitted)).global_step
+    )
 
 
 def test_a_trainer_can_be_copied_during_fit_and_pickled_after_it(tmp_path: Path) -> None:
@@ -341,13 +421,16 @@ class _StopsAt(pl.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == self.step:
             raise KeyError("on purpose")
 
 
 def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> None:
-    """Of a run that fails in the middle of an epoch on all ranks, and of one that resumes from its checkpoint."""
+    """Of a run that fails in the middle of an epoch on all ranks, and of one that resumes from its
+    checkpoint."""
     for resuming in (False, True):
         expected = run(SINGLE, _observed, tmp_path / "single", resuming)[0]
         assert len(expected["lines"]) > 5
@@ -359,7 +442,8 @@ def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("saved_by", ["plain", "megatron"])
 def test_data_that_comes_again_is_warned_of(saved_by: str, tmp_path: Path) -> None:
-    """A checkpoint of plain Lightning from the middle of an epoch does not know the position in the data."""
+    """A checkpoint of plain Lightning from the middle of an epoch does not know the position in the
+    data."""
     path = tmp_path / "a.ckpt"
     first = trainer(MegatronStrategy() if saved_by == "megatron" else "auto", max_steps=2)
     first.fit(ToyModule(), ToyData(num_samples=32))
@@ -369,4 +453,6 @@ def test_data_that_comes_again_is_warned_of(saved_by: str, tmp_path: Path) -> No
         rest = trainer(MegatronStrategy(), max_steps=3)
         warnings.simplefilter("always")
         rest.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=path)
-    assert any("You're resuming" in str(warning.message) for warning in caught) == (saved_by == "plain")
+    assert any("You're resuming" in str(warning.message) for warning in caught) == (
+        saved_by == "plain"
+    )

@@ -1,4 +1,5 @@
-"""Less usual features of modules: weights used twice, buffers that training changes, steps of more than one part."""
+"""Less usual features of modules: weights used twice, buffers that training changes, steps of more
+than one part."""
 
 from __future__ import annotations
 
@@ -69,8 +70,17 @@ def _tied(layout: Layout, folder: str) -> dict[str, Any]:
     torch.manual_seed(1)
     again = layout.trainer(folder, max_epochs=2, callbacks=[record])
     again.fit(VectorModule(_Tied()), loader(layout, data), ckpt_path=path)
-    saved = read_full(path)["state_dict"] if os.path.isdir(path) else torch.load(path, weights_only=True)["state_dict"]
-    return {"norms": record.norms, "metrics": metrics_of(again), "names": sorted(saved), "head": saved["net.head.weight"]}
+    saved = (
+        read_full(path)["state_dict"]
+        if os.path.isdir(path)
+        else torch.load(path, weights_only=True)["state_dict"]
+    )
+    return {
+        "norms": record.norms,
+        "metrics": metrics_of(again),
+        "names": sorted(saved),
+        "head": saved["net.head.weight"],
+    }
 
 
 @layouts(PP2, slow=[ONE, MICRO, DP2, PP2_DP2])
@@ -102,7 +112,8 @@ class _SharedLater(_Shared):
 
 
 _SHARED = (
-    r"net.1.weight and net.3.weight are one parameter and .* pipeline ranks \[3, 1\]. Only the first and the last of the 4"
+    r"net.1.weight and net.3.weight are one parameter and .* pipeline ranks \[3, 1\]. Only the "
+    r"first and the last of the 4"
 )
 
 
@@ -132,7 +143,11 @@ def _share(num: int, seed: int) -> DataLoader[Any]:
 
 def _statistics(layout: Layout, folder: str, strategy: str | None = None) -> dict[str, Any]:
     module = _Normalised()
-    chosen = layout.trainer(folder, max_epochs=2) if strategy is None else trainer(strategy, max_epochs=2)
+    chosen = (
+        layout.trainer(folder, max_epochs=2)
+        if strategy is None
+        else trainer(strategy, max_epochs=2)
+    )
     chosen.fit(module, _share(32, 0), _share(16, 1))
     validated = metrics_of(chosen)
     if strategy is None:
@@ -185,9 +200,12 @@ def test_buffers_after_the_call_are_the_last_stages(layout: Layout, tmp_path: Pa
 
 
 def test_batch_norm_over_replicas_needs_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"no CPU kernels, and 2 data-parallel ranks .* Set sync_batchnorm=False"):
+    with pytest.raises(
+        ConfigError, match=r"no CPU kernels, and 2 data-parallel ranks .* Set sync_batchnorm=False"
+    ):
         trainer(MegatronStrategy(), devices=2, sync_batchnorm=True)
-    trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=2, sync_batchnorm=True)  # one replica
+    # One replica.
+    trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=2, sync_batchnorm=True)
 
 
 class _OwnShares(VectorModule):
@@ -195,11 +213,17 @@ class _OwnShares(VectorModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         trainer, data = self.trainer, vectors(16, 1)
-        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, trainer.world_size, trainer.global_rank))
+        return DataLoader(
+            data,
+            batch_size=4,
+            sampler=DistributedSampler(data, trainer.world_size, trainer.global_rank),
+        )
 
 
 def _own_shares(layout: Layout, folder: str) -> None:
-    with pytest.raises(ShardingError, match=r"read different first batches.* trainer\.distributed_sampler_kwargs"):
+    with pytest.raises(
+        ShardingError, match=r"read different first batches.* trainer\.distributed_sampler_kwargs"
+    ):
         layout.trainer(folder, max_epochs=1).fit(_OwnShares(), loader(layout))
 
 
@@ -217,12 +241,17 @@ class _LogsVectors(VectorModule):
 
 def test_what_cannot_be_logged_is_told_at_once(tmp_path: Path) -> None:
     """In Lightning's words."""
-    single, kind = "the tensor must have a single element and its shape is [(]4,[)]", "`dict` values cannot be logged"
+    single, kind = (
+        "the tensor must have a single element and its shape is [(]4,[)]",
+        "`dict` values cannot be logged",
+    )
     for value, message in ((torch.ones(4), single), ({"a": 1.0}, kind)):
         module = _LogsVectors()
         module.value = value
         with pytest.raises(ValueError, match=rf"`self.log[(]odd, .*[)]` was called, but {message}"):
-            trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(module, loader(MICRO))
+            trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(
+                module, loader(MICRO)
+            )
 
 
 def _logged_vector(layout: Layout, folder: str) -> dict[str, float]:
@@ -245,8 +274,12 @@ class _Iterates(VectorModule):
 
 
 def test_steps_that_take_the_iterator_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"_Iterates.training_step takes the iterator .* Take batch and batch_idx"):
-        trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(_Iterates(), loader(MICRO))
+    with pytest.raises(
+        ConfigError, match=r"_Iterates.training_step takes the iterator .* Take batch and batch_idx"
+    ):
+        trainer(MegatronStrategy(micro_batch_size=4), devices=1, max_epochs=1).fit(
+            _Iterates(), loader(MICRO)
+        )
 
 
 class _Samples(VectorModule):
@@ -276,7 +309,9 @@ _ASKING: dict[str, Callable[[pl.Trainer], Any]] = {
     "barrier": lambda trainer: trainer.strategy.barrier(),
     "log_dir": lambda trainer: trainer.log_dir,  # a broadcast
     "decision": lambda trainer: trainer.strategy.reduce_boolean_decision(True),
-    "checkpoint": lambda trainer: trainer.save_checkpoint(Path(trainer.default_root_dir, "in-step.ckpt")),
+    "checkpoint": lambda trainer: trainer.save_checkpoint(
+        Path(trainer.default_root_dir, "in-step.ckpt")
+    ),
 }
 
 
@@ -293,17 +328,23 @@ class _AsksInStep(VectorModule):
 def _asking(layout: Layout, folder: str, what: str) -> None:
     with pytest.raises((PipelineError, PeerFailure)) as error:
         layout.trainer(folder, max_epochs=1).fit(_AsksInStep(_ASKING[what]), loader(layout))
-    assert isinstance(error.value, PeerFailure) or "Ask for it in a hook before the step" in str(error.value)
+    assert isinstance(error.value, PeerFailure) or "Ask for it in a hook before the step" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("what", _ASKING)
-def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(what: str, tmp_path: Path) -> None:
+def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(
+    what: str, tmp_path: Path
+) -> None:
     """It would wait forever."""
     run(PP2, _asking, tmp_path, what)
 
 
 @pytest.mark.parametrize("body", [_sampling, _sampling_afterwards])
-def test_part_of_a_model_is_not_taken_for_the_whole(body: Callable[[Layout, str], None], tmp_path: Path) -> None:
+def test_part_of_a_model_is_not_taken_for_the_whole(
+    body: Callable[[Layout, str], None], tmp_path: Path
+) -> None:
     run(PP2, body, tmp_path)
 
 
@@ -330,7 +371,8 @@ def test_an_example_input_is_left_alone(layout: Layout, tmp_path: Path) -> None:
 
 
 class _Collects(VectorModule):
-    """Collects in its steps what it puts together at the end of the epoch, as Lightning's guides show."""
+    """Collects in its steps what it puts together at the end of the epoch, as Lightning's guides
+    show."""
 
     indices: ClassVar[list[int]] = []
 
@@ -362,13 +404,20 @@ class _Collects(VectorModule):
         self.log("index", sum(self.indices) / len(self.indices))
         self.indices.clear()
         self.log("ones", float(self.answers.pop("text").count("1")))
-        self.log_dict({f"loader_{index}": torch.stack(sums).sum() for index, sums in enumerate(self._by_loader)})
+        self.log_dict(
+            {
+                f"loader_{index}": torch.stack(sums).sum()
+                for index, sums in enumerate(self._by_loader)
+            }
+        )
         self._by_loader = [[], []]
 
 
 def _collected(layout: Layout, folder: str) -> dict[str, float]:
     chosen = layout.trainer(folder, max_epochs=2)
-    chosen.fit(_Collects(), loader(layout), [loader(layout, vectors(16, 1)), loader(layout, vectors(8, 2))])
+    chosen.fit(
+        _Collects(), loader(layout), [loader(layout, vectors(16, 1)), loader(layout, vectors(8, 2))]
+    )
     return metrics_of(chosen)
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints whose vocabulary is padded to another size: cut or extended by zeros, with their optimizer states, if wanted."""
+"""Checkpoints whose vocabulary is padded to another size: cut or extended by zeros, with their
+optimizer states, if wanted."""
 
 from __future__ import annotations
 
@@ -22,10 +23,20 @@ USED, SIZES = 19, {"small": 21, "large": 32}
 OPTIONS = CheckpointOptions(resize_vocabulary=True)
 
 
-def _fit(layout: Layout, folder: str, size: str, tied: bool, hidden: int = 16, more: Any = None, save: str = "") -> list[str]:
-    """Train one step, or one more after ``folder/checkpoint``; return the warnings that name the vocabulary."""
+def _fit(
+    layout: Layout,
+    folder: str,
+    size: str,
+    tied: bool,
+    hidden: int = 16,
+    more: Any = None,
+    save: str = "",
+) -> list[str]:
+    """Train one step, or one more after ``folder/checkpoint``; return the warnings that name the
+    vocabulary."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=hidden, num_attention_heads=2, ffn_hidden_size=32, vocab_size=SIZES[size],
+        num_layers=1, hidden_size=hidden, num_attention_heads=2, ffn_hidden_size=32,
+        vocab_size=SIZES[size],
         max_sequence_length=8, share_embeddings_and_output_weights=tied,
     )  # fmt: skip
     text = torch.randint(0, USED, (16, 9), generator=torch.Generator().manual_seed(3))
@@ -45,23 +56,31 @@ def _resuming(layout: Layout, folder: str, options: CheckpointOptions) -> Any:
     from tests.helpers.trainers import trainer
 
     # As many steps as were taken: what was loaded is saved again.
-    return trainer(layout.strategy(checkpoint_options=options), default_root_dir=folder, max_steps=1)
+    return trainer(
+        layout.strategy(checkpoint_options=options), default_root_dir=folder, max_steps=1
+    )
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     source = open_checkpoint(path)
-    tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors().items()}
+    tensors = {
+        name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors().items()
+    }
     source.read([(name, Shard((0,) * tensor.dim(), tensor)) for name, tensor in tensors.items()])
     return tensors
 
 
 def _refused(layout: Layout, folder: str, size: str, tied: bool) -> None:
-    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: (21|32) rows in the[\s\S]*resize_vocabulary=True"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"word_embeddings\.weight: (21|32) rows in the[\s\S]*resize_vocabulary=True",
+    ):
         _fit(layout, folder, size, tied, more=CheckpointOptions())
 
 
 def _misshaped(layout: Layout, folder: str, size: str, tied: bool) -> None:
-    with pytest.raises(CheckpointError, match="do not fit"):  # the vocabulary is as wide as the model
+    # The vocabulary is as wide as the model.
+    with pytest.raises(CheckpointError, match="do not fit"):
         _fit(layout, folder, size, tied, hidden=32, more=OPTIONS)
 
 
@@ -73,7 +92,9 @@ def _misshaped(layout: Layout, folder: str, size: str, tied: bool) -> None:
         pytest.param(TP2, TP2, ("large", "small"), False, id="tp2-cut-tp2", marks=pytest.mark.slow),
     ],
 )
-def test_rows_are_cut_or_zero(before: Layout, after: Layout, sizes: tuple[str, str], tied: bool, tmp_path: Path) -> None:
+def test_rows_are_cut_or_zero(
+    before: Layout, after: Layout, sizes: tuple[str, str], tied: bool, tmp_path: Path
+) -> None:
     """Weights and moments; all other tensors are as they were."""
     run(before, _fit, tmp_path, sizes[0], tied, 16, None, "first")
     run(after, _refused, tmp_path, sizes[1], tied)
@@ -82,12 +103,17 @@ def test_rows_are_cut_or_zero(before: Layout, after: Layout, sizes: tuple[str, s
     old, new = (_tensors(tmp_path / f"{name}.ckpt") for name in ("first", "second"))
     assert old.keys() == new.keys()
     resized = [name for name in old if old[name].shape != new[name].shape]
-    assert len(resized) == (1 if tied else 2) * 3 or len(resized) == (1 if tied else 2) * 4, resized  # and a master copy
+    # And a master copy.
+    assert len(resized) == (1 if tied else 2) * 3 or len(resized) == (1 if tied else 2) * 4, resized
     rows = min(SIZES.values())
     for name, tensor in new.items():
         if name in resized:
             assert torch.equal(tensor[:rows], old[name][:rows]), name
             assert not tensor[rows:].any(), name
-            assert any(f"{name}: {SIZES[sizes[0]]} rows in the checkpoint, {SIZES[sizes[1]]} in the model" in t for t in texts)
+            assert any(
+                f"{name}: {SIZES[sizes[0]]} rows in the checkpoint, {SIZES[sizes[1]]} in the model"
+                in t
+                for t in texts
+            )
         else:
             assert torch.equal(tensor, old[name]), name

@@ -24,7 +24,9 @@ class VectorModule(pl.LightningModule):
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = net or Net(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.net = net or Net(
+            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])

@@ -1,4 +1,5 @@
-"""Batches that grow: the same steps under every layout as on one device, across passes over the data and after a resume.
+"""Batches that grow: the same steps under every layout as on one device, across passes over the
+data and after a resume.
 
 1e-5 relative for gradient norms, as in test_layouts.
 """
@@ -24,7 +25,8 @@ from tests.helpers.trainers import Losses, trainer
 
 SAMPLES, SEQUENCE, VOCABULARY = 40, 8, 30
 SCHEDULE = BatchSizeSchedule(global_batch_size=16, rampup_batch_size=(4, 4, 48))
-SIZES = [4, 4, 4, 4, 8, 8, 12, 12, 16]  # 32 of the 40 samples in the first pass, whose rest is no whole batch; 40 in the second
+# 32 of the 40 samples in the first pass, whose rest is no whole batch; 40 in the second.
+SIZES = [4, 4, 4, 4, 8, 8, 12, 12, 16]
 CONSUMED = [sum(SIZES[: step + 1]) for step in range(len(SIZES))]
 RTOL = 1e-5
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,10 +56,13 @@ class _Data(pl.LightningDataModule):
         return DataLoader(rows, batch_sampler=ScheduledBatchSampler(RandomSampler(rows), SCHEDULE))
 
 
-def _fit(layout: str, folder: str, checkpoint: str | None = None) -> tuple[list[float], list[int], int]:
+def _fit(
+    layout: str, folder: str, checkpoint: str | None = None
+) -> tuple[list[float], list[int], int]:
     pl.seed_everything(5)
     config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
         init_method_std=0.1,
     )  # fmt: skip
     record, consumed = Losses(), _Consumed()
@@ -65,9 +70,17 @@ def _fit(layout: str, folder: str, checkpoint: str | None = None) -> tuple[list[
         "auto" if layout == "plain" else MegatronStrategy(**LAYOUTS[layout][1]),
         max_epochs=2,
         enable_checkpointing=True,
-        callbacks=[record, consumed, ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
+        callbacks=[
+            record,
+            consumed,
+            ModelCheckpoint(
+                dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1
+            ),
+        ],
     )
-    fit.fit(GPTLightningModule(config, learning_rate=1e-2), datamodule=_Data(), ckpt_path=checkpoint)
+    fit.fit(
+        GPTLightningModule(config, learning_rate=1e-2), datamodule=_Data(), ckpt_path=checkpoint
+    )
     return record.norms, consumed.samples, fit.current_epoch
 
 
@@ -94,6 +107,11 @@ def test_batches_grow_alike_under_every_layout(tmp_path: Path) -> None:
 
 def test_sizes_that_the_ranks_cannot_share_are_refused_before_anything_starts() -> None:
     fit = trainer(MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=3), devices=2)
-    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
-    with pytest.raises(ConfigError, match=r"global batch size \(4\) is not divisible by micro batch size \(3\) times data"):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"global batch size \(4\) is not divisible by micro batch size \(3\) times data",
+    ):
         fit.fit(GPTLightningModule(config), datamodule=_Data())

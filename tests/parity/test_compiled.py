@@ -1,7 +1,9 @@
-"""Layers compiled one by one train as uncompiled ones do, under every schedule, with recomputation and tensor parallelism.
+"""Layers compiled one by one train as uncompiled ones do, under every schedule, with recomputation
+and tensor parallelism.
 
-``aot_eager`` traces, differentiates and partitions as ``inductor`` does, and runs the kernels of eager mode: equal numbers are
-summed in an equal order, and losses and norms are bit-equal. ``inductor`` writes kernels of its own, which round otherwise.
+``aot_eager`` traces, differentiates and partitions as ``inductor`` does, and runs the kernels of
+eager mode: equal numbers are summed in an equal order, and losses and norms are bit-equal.
+``inductor`` writes kernels of its own, which round otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tests.helpers.ranks import run_ranks
 
 OPTIONS: dict[str, RecomputeOptions | None] = {
     **RECOMPUTE,
-    "uniform-1": RecomputeOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "uniform-1": RecomputeOptions(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
 }
 PP, TP, VPP = (f"{axis}_model_parallel_size" for axis in ("pipeline", "tensor", "virtual_pipeline"))
 MICRO = {"micro_batch_size": 1}
@@ -52,13 +56,18 @@ def _train(
     layout: dict[str, Any], kind: str, backend: str | None, dropout: float, layers: int
 ) -> tuple[tuple[list[float], list[float], float], tuple[int, dict[str, int]]]:
     pl.seed_everything(3, verbose=False)
-    module, graphs = _Module(small_gpt(layers, dropout, add_bias_linear=True), learning_rate=1e-2), _Graphs()
+    module, graphs = (
+        _Module(small_gpt(layers, dropout, add_bias_linear=True), learning_rate=1e-2),
+        _Graphs(),
+    )
     module.backend = backend
     strategy = MegatronStrategy(recompute=OPTIONS[kind], **layout) if layout else "auto"
     return losses_of(module, strategy, [graphs]), (graphs.count, graphs.breaks)
 
 
-def _compare(layout: dict[str, Any], kinds: list[str], backend: str, dropout: float, layers: int) -> list[Any]:
+def _compare(
+    layout: dict[str, Any], kinds: list[str], backend: str, dropout: float, layers: int
+) -> list[Any]:
     expected, _ = _train(layout, "none", None, dropout, layers)
     return [(kind, expected, *_train(layout, kind, backend, dropout, layers)) for kind in kinds]
 
@@ -74,8 +83,14 @@ SLOW = [
     ("one-device", 1, {}),
     ("own-table", 1, OWN_TABLE),
     ("tp2", 2, {TP: 2, "sequence_parallel": False}),
-    *((str(layout["pipeline_schedule"]), 2, layout) for layout in (ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV)),
-    *((f"tp2-{layout['pipeline_schedule']}", 4, {**layout, TP: 2}) for layout in (ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV)),
+    *(
+        (str(layout["pipeline_schedule"]), 2, layout)
+        for layout in (ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV)
+    ),
+    *(
+        (f"tp2-{layout['pipeline_schedule']}", 4, {**layout, TP: 2})
+        for layout in (ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV)
+    ),
 ]
 
 
@@ -84,11 +99,18 @@ SLOW = [
     ("world", "layout", "kinds", "layers"),
     [
         pytest.param(1, OWN_TABLE, ["selective"], 2, id="short"),
-        *(pytest.param(world, layout, list(OPTIONS), 4, id=name, marks=pytest.mark.slow) for name, world, layout in SLOW),
+        *(
+            pytest.param(world, layout, list(OPTIONS), 4, id=name, marks=pytest.mark.slow)
+            for name, world, layout in SLOW
+        ),
     ],
 )
-def test_compiled_layers_train_as_plain_ones(world: int, layout: dict[str, Any], kinds: list[str], layers: int) -> None:
-    for results in run_ranks(world, _compare, layout, kinds, "aot_eager", 0.0, layers, timeout_s=400):
+def test_compiled_layers_train_as_plain_ones(
+    world: int, layout: dict[str, Any], kinds: list[str], layers: int
+) -> None:
+    for results in run_ranks(
+        world, _compare, layout, kinds, "aot_eager", 0.0, layers, timeout_s=400
+    ):
         for kind, expected, actual, (graphs, breaks) in results:
             assert actual == expected, kind
             assert graphs > 0 and not breaks, kind
@@ -100,7 +122,9 @@ def test_compiled_layers_train_as_plain_ones(world: int, layout: dict[str, Any],
 def test_inductor_trains_as_eager_mode_does(layout: dict[str, Any]) -> None:
     """1e-5 relative: fp32 sums in another order, which two steps of AdamW amplify a little."""
     kinds = list(OPTIONS) if layout else ["none"]
-    for kind, expected, actual, (graphs, breaks) in run_ranks(1, _compare, layout, kinds, "inductor", 0.0, 2, timeout_s=400)[0]:
+    for kind, expected, actual, (graphs, breaks) in run_ranks(
+        1, _compare, layout, kinds, "inductor", 0.0, 2, timeout_s=400
+    )[0]:
         for values, wanted in zip(actual, expected, strict=True):
             assert values == pytest.approx(wanted, rel=1e-5), kind
         assert graphs > 0 and not breaks, kind

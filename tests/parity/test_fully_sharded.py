@@ -1,8 +1,10 @@
-"""``data_parallel="fsdp"`` trains as one device does, and in half precision as ``zero1`` on the same ranks.
+"""``data_parallel="fsdp"`` trains as one device does, and in half precision as ``zero1`` on the
+same ranks.
 
-1e-5 relative in fp32: sums in another order, and AdamW steps that amplify that a little. Half precision is compared with
-zero1, which rounds the same products and sums them in fp32 in another order: 1e-5 in the first step, where the weights are the
-same; later a weight on the edge between two bf16 or fp16 values may round to the other, 2^-9 of it, and 1e-3 is allowed.
+1e-5 relative in fp32: sums in another order, and AdamW steps that amplify that a little. Half
+precision is compared with zero1, which rounds the same products and sums them in fp32 in another
+order: 1e-5 in the first step, where the weights are the same; later a weight on the edge between
+two bf16 or fp16 values may round to the other, 2^-9 of it, and 1e-3 is allowed.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ RESHARD = DataParallelOptions(reshard_after_forward=True)
 KEEP = DataParallelOptions(reshard_after_forward=False)
 EVERY = DataParallelOptions(reduce_every_microbatch=True)
 HYBRID = DataParallelOptions(num_distributed_optimizer_instances=2)
-HYBRID_EVERY = DataParallelOptions(num_distributed_optimizer_instances=2, reduce_every_microbatch=True)
-HYBRID_RESHARD = DataParallelOptions(num_distributed_optimizer_instances=2, reshard_after_forward=True)
+HYBRID_EVERY = DataParallelOptions(
+    num_distributed_optimizer_instances=2, reduce_every_microbatch=True
+)
+HYBRID_RESHARD = DataParallelOptions(
+    num_distributed_optimizer_instances=2, reshard_after_forward=True
+)
 OFFLOAD = DataParallelOptions(optimizer_cpu_offload=True)
-Case = tuple[str, dict[str, Any], dict[str, Any], int]  # name, model, strategy, flushes of an optimizer step
+# Name, model, strategy, flushes of an optimizer step.
+Case = tuple[str, dict[str, Any], dict[str, Any], int]
 CASES: dict[int, list[Case]] = {
     2: [
         ("native", {}, {}, 1),
@@ -47,8 +54,18 @@ CASES: dict[int, list[Case]] = {
     4: [
         ("tp2-sp", {}, {TP: 2, "micro_batch_size": 2}, 1),
         ("pp2-tied", TIED, {PP: 2, "micro_batch_size": 1}, 1),
-        ("pp2-bias", {"normalization": "LayerNorm", "add_bias_linear": True}, {PP: 2, "micro_batch_size": 1}, 2),
-        ("interleaved-zero3", {}, {PP: 2, VPP: 2, "micro_batch_size": 1, "data_parallel_options": RESHARD}, 1),
+        (
+            "pp2-bias",
+            {"normalization": "LayerNorm", "add_bias_linear": True},
+            {PP: 2, "micro_batch_size": 1},
+            2,
+        ),
+        (
+            "interleaved-zero3",
+            {},
+            {PP: 2, VPP: 2, "micro_batch_size": 1, "data_parallel_options": RESHARD},
+            1,
+        ),
         ("zb-h1", {}, {PP: 2, "micro_batch_size": 1, "pipeline_schedule": "zb-h1"}, 1),
         ("zbv-tied", TIED, {PP: 2, VPP: 2, "micro_batch_size": 1, "pipeline_schedule": "zbv"}, 1),
         ("hybrid", TIED, {"data_parallel_options": HYBRID}, 1),
@@ -57,29 +74,68 @@ CASES: dict[int, list[Case]] = {
         (
             "zbv-zero3",
             {},
-            {PP: 2, VPP: 2, "micro_batch_size": 1, "pipeline_schedule": "zbv", "data_parallel_options": EVERY},
+            {
+                PP: 2,
+                VPP: 2,
+                "micro_batch_size": 1,
+                "pipeline_schedule": "zbv",
+                "data_parallel_options": EVERY,
+            },
             1,
         ),
     ],
     8: [
         ("tp2-pp2", {}, {TP: 2, PP: 2, "micro_batch_size": 1}, 1),
-        ("tp2-hybrid", {}, {TP: 2, "micro_batch_size": 1, "data_parallel_options": HYBRID_EVERY}, 1),
-        ("pp2-hybrid", TIED, {PP: 2, "micro_batch_size": 1, "data_parallel_options": HYBRID_RESHARD}, 1),
-        ("zb-h1-hybrid", {}, {PP: 2, "micro_batch_size": 1, "pipeline_schedule": "zb-h1", "data_parallel_options": HYBRID}, 1),
+        (
+            "tp2-hybrid",
+            {},
+            {TP: 2, "micro_batch_size": 1, "data_parallel_options": HYBRID_EVERY},
+            1,
+        ),
+        (
+            "pp2-hybrid",
+            TIED,
+            {PP: 2, "micro_batch_size": 1, "data_parallel_options": HYBRID_RESHARD},
+            1,
+        ),
+        (
+            "zb-h1-hybrid",
+            {},
+            {
+                PP: 2,
+                "micro_batch_size": 1,
+                "pipeline_schedule": "zb-h1",
+                "data_parallel_options": HYBRID,
+            },
+            1,
+        ),
     ],
 }
 
 
-def _train(world: int, case: Case | None, model: dict[str, Any], precision: str = "32-true", mode: str = "fsdp") -> list[Any]:
+def _train(
+    world: int,
+    case: Case | None,
+    model: dict[str, Any],
+    precision: str = "32-true",
+    mode: str = "fsdp",
+) -> list[Any]:
     """Return the loss of every batch and the norm of every optimizer step."""
     options, flushes = ({}, 1) if case is None else (case[2], case[3])
     replicas = world // (options.get(TP, 1) * options.get(PP, 1))
     precise: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # the string means bf16 on a CPU
-        precise = {"plugins": [MegatronMixedPrecision(precision, "cpu", LossScaleOptions(initial_scale=2.0**10))]}
+        precise = {
+            "plugins": [
+                MegatronMixedPrecision(precision, "cpu", LossScaleOptions(initial_scale=2.0**10))
+            ]
+        }
     if mode == "zero1" and "data_parallel_options" in options:
         kept = {"reshard_after_forward": None, "reduce_every_microbatch": False}
-        options = {**options, "data_parallel_options": replace(options["data_parallel_options"], **kept)}
+        options = {
+            **options,
+            "data_parallel_options": replace(options["data_parallel_options"], **kept),
+        }
     record = Losses()
     fit = trainer(
         "auto" if case is None else MegatronStrategy(data_parallel=mode, **options),
@@ -98,8 +154,12 @@ def _train_all(world: int, cases: list[Case], *args: Any) -> dict[str, list[Any]
     return {case[0]: _train(world, case, case[1], *args) for case in cases}
 
 
-def _train_again(world: int, cases: list[Case]) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    return _train_all(world, cases), _train_all(world, [case for case in cases if case[0] in ("pp2-tied", "zb-h1")])
+def _train_again(
+    world: int, cases: list[Case]
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    return _train_all(world, cases), _train_all(
+        world, [case for case in cases if case[0] in ("pp2-tied", "zb-h1")]
+    )
 
 
 def _singles(models: list[dict[str, Any]]) -> list[list[Any]]:
@@ -111,7 +171,13 @@ LONGER = ("hybrid", "pp2-offload")
 
 @pytest.mark.parametrize(
     ("world", "longer"),
-    [(2, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, False), (4, True), (8, False)))],
+    [
+        (2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, False), (4, True), (8, False))
+        ),
+    ],
 )
 def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
     """And as itself, to the bit, when it trains again."""
@@ -136,30 +202,44 @@ def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
 def test_fsdp_equals_zero1_in_half_precision(precision: str, names: list[str]) -> None:
     cases = [case for case in CASES[4] if case[0] in names]
     ranks = run_ranks(4, _train_all, 4, cases, precision, timeout_s=200)
-    for rank, expected in zip(ranks, run_ranks(4, _train_all, 4, cases, precision, "zero1", timeout_s=200), strict=True):
+    for rank, expected in zip(
+        ranks, run_ranks(4, _train_all, 4, cases, precision, "zero1", timeout_s=200), strict=True
+    ):
         for name in names:
             first, *later = rank[name][1]
             assert first == pytest.approx(expected[name][1][0], rel=RTOL), name
-            # Masters that agree in fp32 may fall on two sides of a rounding boundary, and such weights are 2^-8 apart in bf16.
+            # Masters that agree in fp32 may fall on two sides of a rounding boundary, and such
+            # weights are 2^-8 apart in bf16.
             assert later == pytest.approx(expected[name][1][1:], rel=2**-8), name
             assert torch.tensor(rank[name][0]).isfinite().all()
 
 
 @pytest.mark.parametrize(
-    "names", [["micro-batches"], pytest.param(["native", "micro-batches", "zero2"], marks=pytest.mark.slow)], ids=len
+    "names",
+    [["micro-batches"], pytest.param(["native", "micro-batches", "zero2"], marks=pytest.mark.slow)],
+    ids=len,
 )
 def test_gradients_travel_in_bf16_on_request(names: list[str]) -> None:
-    """As zero1 sends them: the sums over micro-batches are fp32, and only what travels is rounded, so that both round alike."""
+    """As zero1 sends them: the sums over micro-batches are fp32, and only what travels is rounded,
+    so that both round alike."""
     low = DataParallelOptions(grad_reduce_in_bf16=True)
     micro = {"micro_batch_size": 1, "data_parallel_options": low}
     cases: list[Case] = [
         ("native", {}, {"data_parallel_options": low}, 1),
         ("micro-batches", {}, micro, 2),
-        ("zero2", {}, {**micro, "data_parallel_options": replace(low, reduce_every_microbatch=True)}, 1),
+        (
+            "zero2",
+            {},
+            {**micro, "data_parallel_options": replace(low, reduce_every_microbatch=True)},
+            1,
+        ),
         ("fp32", {}, {}, 1),
     ]
     cases = [case for case in cases if case[0] in (*names, "fp32")]
-    sharded, zero1 = (run_ranks(2, _train_all, 2, cases, "32-true", mode, timeout_s=100)[0] for mode in ("fsdp", "zero1"))
+    sharded, zero1 = (
+        run_ranks(2, _train_all, 2, cases, "32-true", mode, timeout_s=100)[0]
+        for mode in ("fsdp", "zero1")
+    )
     for name in names:
         if name == "zero2":  # rounded four times a step
             assert sharded[name][1] == pytest.approx(sharded["fp32"][1], rel=2**-7)
@@ -168,14 +248,20 @@ def test_gradients_travel_in_bf16_on_request(names: list[str]) -> None:
         assert sharded[name][1] != pytest.approx(sharded["fp32"][1], rel=RTOL)
 
 
-def _resumed(case: Case, precision: str, folder: str, resume: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Train five batches, with evaluation and prediction in between; stop after the third, or resume from there."""
+def _resumed(
+    case: Case, precision: str, folder: str, resume: bool
+) -> tuple[list[Any], dict[str, Any]]:
+    """Train five batches, with evaluation and prediction in between; stop after the third, or
+    resume from there."""
     record, world = Losses(), 4
     replicas = world // (case[2].get(TP, 1) * case[2].get(PP, 1))
     fit = trainer(
         MegatronStrategy(data_parallel="fsdp", **case[2]),
         max_steps=RESUMED_STEPS,
-        callbacks=[record, ModelCheckpoint(dirpath=folder, filename="at", every_n_train_steps=3, save_top_k=-1)],
+        callbacks=[
+            record,
+            ModelCheckpoint(dirpath=folder, filename="at", every_n_train_steps=3, save_top_k=-1),
+        ],
         gradient_clip_val=1.0,
         precision=precision,
         enable_checkpointing=True,
@@ -192,11 +278,18 @@ def _resumed(case: Case, precision: str, folder: str, resume: bool) -> tuple[lis
     return [record.losses, record.norms], {**metrics, "again": again}
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow)]
+)
 def test_fsdp_resumes_bit_equal(precision: str, tmp_path: Path) -> None:
-    """Between evaluations, which gather parameters too; in bf16 the fp32 masters are part of the checkpoint."""
+    """Between evaluations, which gather parameters too; in bf16 the fp32 masters are part of the
+    checkpoint."""
     case = next(case for case in CASES[4] if case[0] == "pp2-tied")
     whole = run_ranks(4, _resumed, case, precision, str(tmp_path), False, timeout_s=100)
-    for rank, rest in zip(whole, run_ranks(4, _resumed, case, precision, str(tmp_path), True, timeout_s=100), strict=True):
+    for rank, rest in zip(
+        whole,
+        run_ranks(4, _resumed, case, precision, str(tmp_path), True, timeout_s=100),
+        strict=True,
+    ):
         assert rest[0] == [rank[0][0][3:], rank[0][1][3:]]
         assert rest[1] == rank[1]

@@ -1,4 +1,5 @@
-"""GPTModel's logits, loss and gradients equal those of the Hugging Face models whose weights it is given."""
+"""GPTModel's logits, loss and gradients equal those of the Hugging Face models whose weights it is
+given."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from megatron_lightning.models import GPTModel, TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67, "max_sequence_length": 24}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 67,
+    "max_sequence_length": 24,
+}
 HF_SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -46,7 +53,9 @@ def from_llama(hf: Weights, config: TransformerConfig) -> Weights:
                 ours[f"{layer}.self_attention.linear_qkv.{kind}"] = fuse_qkv(*qkv, config)
         for x in "qk":
             if f"{theirs}.self_attn.{x}_norm.weight" in hf:
-                ours[f"{layer}.self_attention.{x}_layernorm.weight"] = hf[f"{theirs}.self_attn.{x}_norm.weight"]
+                ours[f"{layer}.self_attention.{x}_layernorm.weight"] = hf[
+                    f"{theirs}.self_attn.{x}_norm.weight"
+                ]
         gate_up = [hf[f"{theirs}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
         ours |= {
             f"{layer}.input_layernorm.weight": hf[f"{theirs}.input_layernorm.weight"],
@@ -85,37 +94,84 @@ def from_gpt2(hf: Weights, config: TransformerConfig) -> Weights:
 
 
 def llama(**changes: Any) -> tuple[nn.Module, TransformerConfig]:
-    hf = {"num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-5, "attn_implementation": "sdpa"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF_SIZES, **hf, tie_word_embeddings=False, **changes))
+    hf = {
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-5,
+        "attn_implementation": "sdpa",
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**HF_SIZES, **hf, tie_word_embeddings=False, **changes)
+    )
     return model, TransformerConfig(**SIZES, num_query_groups=2, ffn_hidden_size=48)
 
 
 def qwen2() -> tuple[nn.Module, TransformerConfig]:
-    hf = {"num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**HF_SIZES, **hf, attn_implementation="sdpa"))
-    options = {"add_qkv_bias": True, "layernorm_epsilon": 1e-6, "share_embeddings_and_output_weights": True}
+    hf = {
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    model = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**HF_SIZES, **hf, attn_implementation="sdpa")
+    )
+    options = {
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+        "share_embeddings_and_output_weights": True,
+    }
     return model, TransformerConfig(**SIZES, **options, num_query_groups=2, ffn_hidden_size=48)
 
 
 def qwen3() -> tuple[nn.Module, TransformerConfig]:
-    hf = {"num_key_value_heads": 1, "intermediate_size": 48, "rms_norm_eps": 1e-6, "head_dim": 12, "rope_theta": 1e6}
+    hf = {
+        "num_key_value_heads": 1,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
+        "head_dim": 12,
+        "rope_theta": 1e6,
+    }
     model = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**HF_SIZES, **hf, tie_word_embeddings=False, attn_implementation="sdpa")
+        transformers.Qwen3Config(
+            **HF_SIZES, **hf, tie_word_embeddings=False, attn_implementation="sdpa"
+        )
     )
-    options = {"qk_layernorm": True, "layernorm_epsilon": 1e-6, "kv_channels": 12, "rotary_base": 1e6}
+    options = {
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+        "kv_channels": 12,
+        "rotary_base": 1e6,
+    }
     return model, TransformerConfig(**SIZES, **options, num_query_groups=1, ffn_hidden_size=48)
 
 
 def gpt2() -> tuple[nn.Module, TransformerConfig]:
-    hf = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 67, "n_positions": 24, "attn_implementation": "sdpa"}
+    hf = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "vocab_size": 67,
+        "n_positions": 24,
+        "attn_implementation": "sdpa",
+    }
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**hf, **off))
-    options = {"normalization": "LayerNorm", "activation": "gelu_tanh", "position_embedding_type": "learned_absolute"}
+    options = {
+        "normalization": "LayerNorm",
+        "activation": "gelu_tanh",
+        "position_embedding_type": "learned_absolute",
+    }
     tied = {"add_bias_linear": True, "share_embeddings_and_output_weights": True}
     return model, TransformerConfig(**SIZES, **options, **tied)
 
 
-FAMILIES: list[tuple[Callable[[], tuple[nn.Module, TransformerConfig]], Callable[[Weights, TransformerConfig], Weights]]] = [
+FAMILIES: list[
+    tuple[
+        Callable[[], tuple[nn.Module, TransformerConfig]],
+        Callable[[Weights, TransformerConfig], Weights],
+    ]
+] = [
     (llama, from_llama),
     (qwen2, from_llama),
     (qwen3, from_llama),
@@ -138,18 +194,23 @@ def test_forward_and_gradients_equal_hugging_face(family: Any, mapping: Any) -> 
     theirs.eval()
     perturb(theirs)
     ours = GPTModel(config)
-    ours.load_state_dict(mapping(theirs.state_dict(), config), strict=not config.share_embeddings_and_output_weights)
+    ours.load_state_dict(
+        mapping(theirs.state_dict(), config), strict=not config.share_embeddings_and_output_weights
+    )
     tokens = torch.randint(config.vocab_size, (3, 17))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     hf_logits = theirs(inputs, use_cache=False).logits
-    # Both compute in fp32 and differ in the order of sums only: logits are of order 1, so 1e-5 is some 80 roundings.
+    # Both compute in fp32 and differ in the order of sums only: logits are of order 1, so 1e-5 is
+    # some 80 roundings.
     torch.testing.assert_close(ours(inputs), hf_logits, rtol=1e-5, atol=1e-5)
     hf_loss = F.cross_entropy(hf_logits.flatten(0, 1), labels.flatten())
     loss = ours(inputs, labels=labels).mean()
     torch.testing.assert_close(loss, hf_loss, rtol=1e-6, atol=1e-6)
     loss.backward()
     hf_loss.backward()
-    expected = mapping({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
+    expected = mapping(
+        {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config
+    )
     actual = {name: p.grad for name, p in ours.named_parameters()}
     assert actual.keys() == expected.keys()
     for name, grad in expected.items():
@@ -164,6 +225,11 @@ def test_given_positions_equal_hugging_face() -> None:
     ours.load_state_dict(from_llama(theirs.state_dict(), config))
     tokens = torch.randint(config.vocab_size, (2, 8))
     position_ids = torch.stack((torch.arange(8) + 3, torch.tensor([0, 1, 2, 3, 7, 8, 9, 10])))
-    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()  # without one, restarting positions mean packed sequences there
-    expected = theirs(tokens, position_ids=position_ids, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(ours(tokens, position_ids=position_ids), expected, rtol=1e-5, atol=1e-5)
+    # Without one, restarting positions mean packed sequences there.
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    expected = theirs(
+        tokens, position_ids=position_ids, attention_mask=mask, use_cache=False
+    ).logits
+    torch.testing.assert_close(
+        ours(tokens, position_ids=position_ids), expected, rtol=1e-5, atol=1e-5
+    )

@@ -1,7 +1,8 @@
 """Every kind of optimizer on every kind of layout trains as on one device, clipping included.
 
-The optimizers of one layout run one after another in the same processes. fp32, 1e-5 relative: sums over ranks and micro-batches
-are taken in another order. Muon orthogonalises in bf16 (``tests/distributed/test_muon.py``), which moves a loss by 1e-4.
+The optimizers of one layout run one after another in the same processes. fp32, 1e-5 relative: sums
+over ranks and micro-batches are taken in another order. Muon orthogonalises in bf16
+(``tests/distributed/test_muon.py``), which moves a loss by 1e-4.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def _muon(model: nn.Module) -> Optimizer:
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
     norms = [p for p in model.parameters() if p.dim() == 1]
-    return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": norms, "weight_decay": 0.0, "lr": 1e-3}]
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": norms, "weight_decay": 0.0, "lr": 1e-3},
+    ]
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -67,7 +71,12 @@ class _Module(GPTLightningModule):
 
 
 def _samples() -> list[dict[str, Tensor]]:
-    text = torch.randint(0, VOCABULARY, (STEPS * GLOBAL_BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    text = torch.randint(
+        0,
+        VOCABULARY,
+        (STEPS * GLOBAL_BATCH, SEQUENCE + 1),
+        generator=torch.Generator().manual_seed(3),
+    )
     return [{"tokens": t[:-1], "labels": t[1:]} for t in text]
 
 
@@ -83,7 +92,12 @@ def _train(options: dict[str, Any], num_replicas: int, twice: bool) -> dict[str,
     return results
 
 
-TP, PP, SP, MODE = "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "data_parallel"
+TP, PP, SP, MODE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "data_parallel",
+)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +108,16 @@ TP, PP, SP, MODE = "tensor_model_parallel_size", "pipeline_model_parallel_size",
         pytest.param(2, {MODE: "ddp"}, id="dp2-ddp", marks=pytest.mark.slow),
         pytest.param(2, {TP: 2, SP: False}, id="tp2", marks=pytest.mark.slow),
         pytest.param(4, {TP: 2, SP: False, MODE: "ddp"}, id="tp2-dp2-ddp", marks=pytest.mark.slow),
-        pytest.param(4, {PP: 2, MODE: "ddp", "micro_batch_size": 1}, id="pp2-dp2-ddp", marks=pytest.mark.slow),
+        pytest.param(
+            4, {PP: 2, MODE: "ddp", "micro_batch_size": 1}, id="pp2-dp2-ddp", marks=pytest.mark.slow
+        ),
         pytest.param(4, {}, id="dp4-zero1", marks=pytest.mark.slow),
-        pytest.param(8, {TP: 2, PP: 2, "micro_batch_size": 1}, id="tp2-sp-pp2-dp2-zero1", marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            {TP: 2, PP: 2, "micro_batch_size": 1},
+            id="tp2-sp-pp2-dp2-zero1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_optimizers_equal_one_device(ranks: int, options: dict[str, Any]) -> None:

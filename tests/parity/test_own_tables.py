@@ -1,5 +1,5 @@
-"""A table that a user wrote trains as one device does; a smaller batch at the end of the data does not end the run, nor does
-resuming at one."""
+"""A table that a user wrote trains as one device does; a smaller batch at the end of the data does
+not end the run, nor does resuming at one."""
 
 from __future__ import annotations
 
@@ -36,19 +36,34 @@ def _samples() -> list[dict[str, torch.Tensor]]:
 
 
 def _layout(table: str) -> dict[str, Any]:
-    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2}
+    sizes = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "micro_batch_size": 2,
+    }
     return {**sizes, "pipeline_schedule": table}
 
 
 def _fit(table: str | None, **options: Any) -> tuple[Losses, pl.Trainer, GPTLightningModule]:
-    config = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=30, max_sequence_length=8)
+    config = TransformerConfig(
+        num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=30, max_sequence_length=8
+    )
     strategy = "auto" if table is None else MegatronStrategy(**_layout(table))
-    record, ckpt_path, module = Losses(), options.pop("ckpt_path", None), GPTLightningModule(config, learning_rate=1e-2)
+    record, ckpt_path, module = (
+        Losses(),
+        options.pop("ckpt_path", None),
+        GPTLightningModule(config, learning_rate=1e-2),
+    )
     fit = trainer(strategy, callbacks=[record, *options.pop("callbacks", [])], **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit.fit(module, DataLoader(_samples(), batch_size=8), ckpt_path=ckpt_path)  # 8, 8 and 4 samples
-    said = [str(entry.message) for entry in caught if "has no order for the 2 micro-batches" in str(entry.message)]
+        # 8, 8 and 4 samples.
+        fit.fit(module, DataLoader(_samples(), batch_size=8), ckpt_path=ckpt_path)
+    said = [
+        str(entry.message)
+        for entry in caught
+        if "has no order for the 2 micro-batches" in str(entry.message)
+    ]
     assert len(said) == (table is not None and fit.global_rank == 0), said
     return record, fit, module
 
@@ -59,7 +74,8 @@ def _train(table: str | None) -> tuple[list[float], list[float]]:
 
 
 def _resume(table: str, checkpoint: str) -> bool:
-    """Stop before the smaller batch and resume with it: is that bit-equal to never having stopped?"""
+    """Stop before the smaller batch and resume with it: is that bit-equal to never having
+    stopped?"""
     whole, _, expected = _fit(table, max_epochs=2, callbacks=[_SavedAtStepTwo(checkpoint)])
     rest, _, found = _fit(table, max_epochs=2, ckpt_path=checkpoint)
     weights = zip(expected.state_dict().values(), found.state_dict().values(), strict=True)
@@ -67,7 +83,8 @@ def _resume(table: str, checkpoint: str) -> bool:
 
 
 def _begin_anew(table: str, same_trainer: bool) -> None:
-    """Train, then begin another training with what came out of it, on batches for which the table has no order."""
+    """Train, then begin another training with what came out of it, on batches for which the table
+    has no order."""
     _, fit, module = _fit(table, max_epochs=1)
     again = fit if same_trainer else trainer(MegatronStrategy(**_layout(table)), max_epochs=2)
     again.fit_loop.max_epochs = 2
@@ -83,18 +100,29 @@ def test_a_file_with_a_table_for_whole_batches(name: str, tmp_path: Path) -> Non
     expected = run_ranks(1, _train, None)[0]
     assert len(expected[0]) == 6
     for losses, norms in run_ranks(2, _train, str(path)):
-        assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-5)
+        assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(
+            expected[1], rel=1e-5
+        )
 
 
 def test_resuming_at_a_smaller_batch_is_bit_equal(tmp_path: Path) -> None:
-    """The first batch that the resumed run meets is the epoch's last, for which the table has no order."""
+    """The first batch that the resumed run meets is the epoch's last, for which the table has no
+    order."""
     path = tmp_path / "mine.csv"
-    path.write_text(schedules.write_csv(schedules.make_schedule("zbv", num_ranks=2, num_chunks=2, num_microbatches=4)))
+    path.write_text(
+        schedules.write_csv(
+            schedules.make_schedule("zbv", num_ranks=2, num_chunks=2, num_microbatches=4)
+        )
+    )
     assert run_ranks(2, _resume, str(path), str(tmp_path / "stopped.ckpt")) == [True, True]
 
 
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_another_training_is_judged_by_its_own_batches(same_trainer: bool, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(schedules.write_csv(schedules.make_schedule("zbv", num_ranks=2, num_chunks=2, num_microbatches=4)))
+    path.write_text(
+        schedules.write_csv(
+            schedules.make_schedule("zbv", num_ranks=2, num_chunks=2, num_microbatches=4)
+        )
+    )
     run_ranks(2, _begin_anew, str(path), same_trainer)

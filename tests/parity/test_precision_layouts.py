@@ -1,8 +1,10 @@
-"""Every mode of data parallelism, with tensor, sequence and pipeline parallelism, in every half precision; and twice the same.
+"""Every mode of data parallelism, with tensor, sequence and pipeline parallelism, in every half
+precision; and twice the same.
 
-One process of ``MegatronStrategy`` in the same precision is the measure: it, too, keeps fp32 masters. Ranks that share a sum
-round their parts of it to half precision before they are added: 2^-8 of an activation in bf16, 2^-11 in fp16, layer after
-layer and step after step. 2e-2 of the norm of all gradients is allowed in bf16, an eighth of it in fp16.
+One process of ``MegatronStrategy`` in the same precision is the measure: it, too, keeps fp32
+masters. Ranks that share a sum round their parts of it to half precision before they are added:
+2^-8 of an activation in bf16, 2^-11 in fp16, layer after layer and step after step. 2e-2 of the
+norm of all gradients is allowed in bf16, an eighth of it in fp16.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ CASES: dict[str, Case] = {
 MODES = ("ddp", "zero1", "fsdp")
 
 
-def _train_in(names: list[str], precision: str, modes: tuple[str, ...]) -> dict[tuple[str, str], list[Any]]:
-    return {(name, mode): _train(4, CASES[name], {}, precision, mode) for name in names for mode in modes}
+def _train_in(
+    names: list[str], precision: str, modes: tuple[str, ...]
+) -> dict[tuple[str, str], list[Any]]:
+    return {
+        (name, mode): _train(4, CASES[name], {}, precision, mode)
+        for name in names
+        for mode in modes
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,10 +42,15 @@ def _train_in(names: list[str], precision: str, modes: tuple[str, ...]) -> dict[
     [
         pytest.param("bf16-true", ["sp2-dp2"], ("zero1",)),
         pytest.param("16-true", ["pp2-dp2"], ("zero1", "fsdp")),
-        *(pytest.param(precision, [*CASES], MODES, marks=pytest.mark.slow) for precision in TOLERANCES),
+        *(
+            pytest.param(precision, [*CASES], MODES, marks=pytest.mark.slow)
+            for precision in TOLERANCES
+        ),
     ],
 )
-def test_half_precision_equals_one_process(precision: str, names: list[str], modes: tuple[str, ...]) -> None:
+def test_half_precision_equals_one_process(
+    precision: str, names: list[str], modes: tuple[str, ...]
+) -> None:
     [(losses, norms)] = run_ranks(1, _train, 1, ONE, {}, precision, "zero1")
     for rank in run_ranks(4, _train_in, names, precision, modes, timeout_s=300):
         for (name, mode), (own, others) in rank.items():
@@ -47,14 +60,19 @@ def test_half_precision_equals_one_process(precision: str, names: list[str], mod
 
 
 def _twice(cases: list[tuple[str, str]]) -> dict[tuple[str, str], list[Any]]:
-    return {(name, mode): [_train(4, CASES[name], {}, "bf16-mixed", mode) for _ in range(2)] for name, mode in cases}
+    return {
+        (name, mode): [_train(4, CASES[name], {}, "bf16-mixed", mode) for _ in range(2)]
+        for name, mode in cases
+    }
 
 
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param([("sp2-dp2", "zero1"), ("pp2-dp2", "ddp")], id="some"),
-        pytest.param([(name, mode) for name in CASES for mode in MODES], id="all", marks=pytest.mark.slow),
+        pytest.param(
+            [(name, mode) for name in CASES for mode in MODES], id="all", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_second_run_is_bit_equal(cases: list[tuple[str, str]]) -> None:

@@ -1,4 +1,5 @@
-"""Recomputation under tensor, sequence, pipeline and data parallelism: losses and norms are bit-equal to those without it."""
+"""Recomputation under tensor, sequence, pipeline and data parallelism: losses and norms are
+bit-equal to those without it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class _Calls(pl.Callback):
         self.count += child.training
 
 
-def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[float], list[float], float, int]:
+def _train(
+    layout: dict[str, Any], kind: str, dropout: float
+) -> tuple[list[float], list[float], float, int]:
     pl.seed_everything(3)
     module, calls = GPTLightningModule(small_gpt(6, dropout), learning_rate=1e-2), _Calls()
     numbers = losses_of(module, MegatronStrategy(recompute=OPTIONS[kind], **layout), [calls])
@@ -40,7 +43,8 @@ def _train(layout: dict[str, Any], kind: str, dropout: float) -> tuple[list[floa
 
 
 def _compare(layout: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    cases = [("none", 0.0), *((kind, 0.2) for kind in ["none", *kinds])]  # with dropout random numbers are drawn again, too
+    # With dropout random numbers are drawn again, too.
+    cases = [("none", 0.0), *((kind, 0.2) for kind in ["none", *kinds])]
     return {(kind, dropout): _train(layout, kind, dropout) for kind, dropout in cases}
 
 
@@ -60,12 +64,28 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 SLOW: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "pp2-vpp2-dp2": (
         4,
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "micro_batch_size": 2,
+        },
         ["uniform", "block"],
     ),
-    "tp2-sp-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}, []),
-    "tp2-dp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, ["uniform", "selective"]),
-    "pp2-gpipe": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "gpipe"}, []),
+    "tp2-sp-pp2": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+        [],
+    ),
+    "tp2-dp2": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+        ["uniform", "selective"],
+    ),
+    "pp2-gpipe": (
+        2,
+        {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "gpipe"},
+        [],
+    ),
     "pp2-dp2-zbv": (
         4,
         {
@@ -79,7 +99,9 @@ SLOW: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_bit_equal_under_every_axis_and_schedule(layout: str) -> None:
     world, options, kinds = (LAYOUTS | SLOW)[layout]
     for results in run_ranks(world, _compare, options, kinds or list(OPTIONS)[1:], timeout_s=110):

@@ -1,7 +1,9 @@
-"""Checkpoints of the GPT across layouts: stop anywhere, resume in any other layout, on plain Lightning or from plain Lightning.
+"""Checkpoints of the GPT across layouts: stop anywhere, resume in any other layout, on plain
+Lightning or from plain Lightning.
 
-Every tensor is exact: what the new layout has loaded is saved again, and both checkpoints hold the same bits. So the losses
-after the change differ from the uninterrupted run only by the layouts' order of summation: 1e-5 relative, as in test_layouts.
+Every tensor is exact: what the new layout has loaded is saved again, and both checkpoints hold the
+same bits. So the losses after the change differ from the uninterrupted run only by the layouts'
+order of summation: 1e-5 relative, as in test_layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from megatron_lightning.callbacks import GradientNormMonitor
 from megatron_lightning.checkpoint import consolidate, plain_file, read_full
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy, ShardedCheckpointIO
+from megatron_lightning.strategies import (
+    MegatronMixedPrecision,
+    MegatronStrategy,
+    ShardedCheckpointIO,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, precision_options, trainer
 
@@ -36,11 +42,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
     "dp4": (4, {}),
     "tp4": (4, {"tensor_model_parallel_size": 4}),  # more ranks than query groups
-    "tp2-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 4}),
-    "tp2-pp2-dp2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
-    "pp2-fsdp2": (4, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "data_parallel": "fsdp"}),
+    "tp2-pp2": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 4},
+    ),
+    "tp2-pp2-dp2": (
+        8,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1},
+    ),
+    "pp2-fsdp2": (
+        4,
+        {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "data_parallel": "fsdp"},
+    ),
     "tp2-fsdp2": (4, {"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}),
-    "pp2-vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
+    "pp2-vpp2": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "micro_batch_size": 2,
+        },
+    ),
     "pp2-zbv-cut": (
         2,
         {
@@ -51,7 +73,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
             "pipeline_options": PipelineOptions(pipeline_model_parallel_layout="E|ttt|t|L"),
         },
     ),
-    "pp4-ddp2": (8, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "data_parallel": "ddp"}),
+    "pp4-ddp2": (
+        8,
+        {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "data_parallel": "ddp"},
+    ),
 }
 SCALE = MegatronMixedPrecision.__qualname__
 """Key of the loss scale in a checkpoint."""
@@ -78,7 +103,9 @@ def _module(tied: bool) -> GPTLightningModule:
 def _loader(batch_size: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (STEPS * GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
-    return DataLoader([{"tokens": t[:-1], "labels": t[1:]} for t in text], batch_size=batch_size, shuffle=True)
+    return DataLoader(
+        [{"tokens": t[:-1], "labels": t[1:]} for t in text], batch_size=batch_size, shuffle=True
+    )
 
 
 class _SaveAgain(pl.Callback):
@@ -108,7 +135,11 @@ def _fit(
     if again is not None:
         callbacks.append(_SaveAgain(again))
     if folder is not None:
-        callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1))
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1
+            )
+        )
     sizes = options or {}
     fit = trainer(
         "auto" if options is None else MegatronStrategy(**options),
@@ -116,9 +147,15 @@ def _fit(
         callbacks=callbacks,
         gradient_clip_val=1.0,
         enable_checkpointing=folder is not None,
-        **({"plugins": [ShardedCheckpointIO()]} if options is None else precision_options(precision)),
+        **(
+            {"plugins": [ShardedCheckpointIO()]}
+            if options is None
+            else precision_options(precision)
+        ),
     )
-    replicas = world // math.prod(sizes.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    replicas = world // math.prod(
+        sizes.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline")
+    )
     fit.fit(_module(tied), _loader(GLOBAL_BATCH // replicas), ckpt_path=checkpoint)
     return [record.losses, record.norms]
 
@@ -127,7 +164,9 @@ def _content(path: Path) -> dict[str, Any]:
     """Return weights, optimizer state and progress of a checkpoint, a directory or a plain file."""
     whole = read_full(path) if path.is_dir() else torch.load(path, weights_only=True)
     return {
-        key: whole[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", SCALE) if key in whole
+        key: whole[key]
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", SCALE)
+        if key in whole
     }
 
 
@@ -143,30 +182,44 @@ def _assert_same(found: Any, expected: Any, where: str = "") -> None:
             _assert_same(*pair, f"{where}[{i}]")
     else:
         is_tensor = isinstance(expected, torch.Tensor)
-        same = found.dtype == expected.dtype and torch.equal(found, expected) if is_tensor else found == expected
+        same = (
+            found.dtype == expected.dtype and torch.equal(found, expected)
+            if is_tensor
+            else found == expected
+        )
         assert same, f"{where}: {found} and {expected}"
 
 
 def _means(ranks: list[Run]) -> list[float]:
-    """Return the mean of each step's loss over the ranks, each of which has its share of the batch."""
+    """Return the mean of each step's loss over the ranks, each of which has its share of the
+    batch."""
     return [sum(step) / len(step) for step in zip(*(losses for losses, _ in ranks), strict=True)]
 
 
 def _check(pairs: Sequence[tuple[str, str]], folder: Path, precision: str = "32-true") -> None:
-    """Save once under each layout and resume under the others; ranks are started once for layouts of the same size."""
+    """Save once under each layout and resume under the others; ranks are started once for layouts
+    of the same size."""
     sources = list(dict.fromkeys(saved for saved, _ in pairs))
     whole: dict[str, list[Run]] = {}
     for world, names in _by_world(sources, key=str).items():
-        whole |= _over_ranks(names, run_ranks(world, _save_each, names, str(folder), precision, timeout_s=300))
+        whole |= _over_ranks(
+            names, run_ranks(world, _save_each, names, str(folder), precision, timeout_s=300)
+        )
     restarted = lru_cache(partial(_restarted, folder))
     for world, batch in _by_world(pairs, key=lambda pair: pair[1]).items():
-        rest = _over_ranks(batch, run_ranks(world, _load_each, batch, str(folder), precision, timeout_s=300))
+        rest = _over_ranks(
+            batch, run_ranks(world, _load_each, batch, str(folder), precision, timeout_s=300)
+        )
         for saved, loaded in batch:
             path = folder / saved / f"step={STOP}.ckpt"
             _assert_same(_content(Path(f"{path}.{loaded}")), _content(path), f"{saved} to {loaded}")
             if precision == "32-true":  # others round sums that layouts take in another order
                 has_position = "plain" not in (saved, loaded)
-                expected = [[x[STOP:] for x in rank] for rank in whole[saved]] if has_position else restarted(_is_tied(saved))
+                expected = (
+                    [[x[STOP:] for x in rank] for rank in whole[saved]]
+                    if has_position
+                    else restarted(_is_tied(saved))
+                )
                 _assert_continued(rest[saved, loaded], expected)
 
 
@@ -178,7 +231,8 @@ def _assert_continued(rest: list[Run], whole: list[Run]) -> None:
 
 
 def _restarted(folder: Path, tied: bool) -> list[Run]:
-    """Resume as plain Lightning does, which does not know the position in the data: from the beginning of the epoch."""
+    """Resume as plain Lightning does, which does not know the position in the data: from the
+    beginning of the epoch."""
     run_ranks(1, _save, "plain", tied, f"{folder}/tied={tied}")
     return run_ranks(1, _load, "plain", tied, f"{folder}/tied={tied}/step={STOP}.ckpt", "again")
 
@@ -206,7 +260,9 @@ def _save_each(names: list[str], folder: str, precision: str) -> list[Run]:
 
 def _load_each(pairs: list[tuple[str, str]], folder: str, precision: str) -> list[Run]:
     paths = [f"{folder}/{saved}/step={STOP}.ckpt" for saved, _ in pairs]
-    return [_load(b, _is_tied(a), path, b, precision) for (a, b), path in zip(pairs, paths, strict=True)]
+    return [
+        _load(b, _is_tied(a), path, b, precision) for (a, b), path in zip(pairs, paths, strict=True)
+    ]
 
 
 def _save(layout: str, tied: bool, folder: str, precision: str = "32-true") -> Run:
@@ -235,15 +291,21 @@ def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_masters_and_the_loss_scale_are_exact_in_another_layout(precision: str, every: int, tmp_path: Path) -> None:
+def test_masters_and_the_loss_scale_are_exact_in_another_layout(
+    precision: str, every: int, tmp_path: Path
+) -> None:
     names = [name for name in LAYOUTS if name != "plain"]
-    pairs = [pair for i, pair in enumerate(product(names, names)) if i % every == 1 and pair[0] != pair[1]]
+    pairs = [
+        pair
+        for i, pair in enumerate(product(names, names))
+        if i % every == 1 and pair[0] != pair[1]
+    ]
     _check(pairs, tmp_path, precision)
     for saved, _ in pairs:
         whole = read_full(tmp_path / saved / f"step={STOP}.ckpt")
-        assert all("master" in state for state in whole["optimizer_states"][0]["state"].values()) == precision.endswith(
-            "16-true"
-        )
+        assert all(
+            "master" in state for state in whole["optimizer_states"][0]["state"].values()
+        ) == precision.endswith("16-true")
         assert (SCALE in whole) == (precision == "16-mixed")
 
 
@@ -262,7 +324,9 @@ def test_consolidated_checkpoint_loads_into_the_module(tmp_path: Path) -> None:
         for source in (tmp_path / "whole.ckpt", file):
             module = GPTLightningModule.load_from_checkpoint(source)
             assert module.model.output_layer.weight is module.model.embedding.word_embeddings.weight
-            assert not torch.equal(module.model.output_layer.weight, _whole_at_start().model.output_layer.weight)
+            assert not torch.equal(
+                module.model.output_layer.weight, _whole_at_start().model.output_layer.weight
+            )
             _assert_same(dict(module.state_dict()), read_full(path)["state_dict"])
 
 
@@ -273,7 +337,11 @@ def _whole_at_start() -> GPTLightningModule:
 
 
 def _monitored(options: dict[str, Any] | None) -> float:
-    fit = trainer("auto" if options is None else MegatronStrategy(**options), max_steps=1, callbacks=[GradientNormMonitor()])
+    fit = trainer(
+        "auto" if options is None else MegatronStrategy(**options),
+        max_steps=1,
+        callbacks=[GradientNormMonitor()],
+    )
     fit.fit(_module(tied=True), _loader(GLOBAL_BATCH))
     return float(fit.callback_metrics["grad_norm"])
 

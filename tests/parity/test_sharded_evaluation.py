@@ -1,4 +1,5 @@
-"""validate, test and predict with ``data_parallel="fsdp"``, before and after training: the numbers of one device.
+"""validate, test and predict with ``data_parallel="fsdp"``, before and after training: the numbers
+of one device.
 
 1e-5 relative: three AdamW steps on sums in another order come before them.
 """
@@ -26,12 +27,20 @@ KEEP = DataParallelOptions(reshard_after_forward=False)
 HYBRID = DataParallelOptions(num_distributed_optimizer_instances=2)
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 CASES: dict[int, list[Case]] = {
-    2: [("native", {}, {}), ("kept", {}, {"data_parallel_options": KEEP}), ("micro-batches", {}, MICRO)],
+    2: [
+        ("native", {}, {}),
+        ("kept", {}, {"data_parallel_options": KEEP}),
+        ("micro-batches", {}, MICRO),
+    ],
     4: [
         ("tp2-sp", {}, {TP: 2, **MICRO}),
         ("tp2", {}, {TP: 2, "sequence_parallel": False}),
         ("1f1b", {"share_embeddings_and_output_weights": True}, {PP: 2, **MICRO}),
-        ("gpipe-zero3", {}, {PP: 2, **MICRO, "pipeline_schedule": "gpipe", "data_parallel_options": RESHARD}),
+        (
+            "gpipe-zero3",
+            {},
+            {PP: 2, **MICRO, "pipeline_schedule": "gpipe", "data_parallel_options": RESHARD},
+        ),
         ("interleaved", {}, {PP: 2, VPP: 2, **MICRO}),
         ("zb-h1", {}, {PP: 2, **MICRO, "pipeline_schedule": "zb-h1"}),
         ("zbv", {}, {PP: 2, VPP: 2, **MICRO, "pipeline_schedule": "zbv"}),
@@ -41,11 +50,19 @@ CASES: dict[int, list[Case]] = {
 }
 
 
-def _evaluate(model: dict[str, Any], options: dict[str, Any] | None, replicas: int, precision: str) -> dict[str, Any]:
-    """Validate a new model; train another with validation in between, then validate, test and predict."""
+def _evaluate(
+    model: dict[str, Any], options: dict[str, Any] | None, replicas: int, precision: str
+) -> dict[str, Any]:
+    """Validate a new model; train another with validation in between, then validate, test and
+    predict."""
     strategy = "auto" if options is None else MegatronStrategy(data_parallel="fsdp", **options)
     loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // replicas)
-    common = {"limit_val_batches": 2, "limit_test_batches": 2, "limit_predict_batches": 1, "precision": precision}
+    common = {
+        "limit_val_batches": 2,
+        "limit_test_batches": 2,
+        "limit_predict_batches": 1,
+        "precision": precision,
+    }
     fit = trainer(strategy, max_steps=3, val_check_interval=2, **common)
     module = GPTLightningModule(_config(**model), learning_rate=3e-3)
     found = {"first": float(fit.validate(module, loader, verbose=False)[0]["val_loss"])}
@@ -59,7 +76,10 @@ def _evaluate(model: dict[str, Any], options: dict[str, Any] | None, replicas: i
 
 def _evaluate_all(cases: list[Case], world: int, precision: str) -> list[dict[str, Any]]:
     sizes = [world // (options.get(TP, 1) * options.get(PP, 1)) for _, _, options in cases]
-    return [_evaluate(model, options, size, precision) for (_, model, options), size in zip(cases, sizes, strict=True)]
+    return [
+        _evaluate(model, options, size, precision)
+        for (_, model, options), size in zip(cases, sizes, strict=True)
+    ]
 
 
 def _singles(models: list[dict[str, Any]], precision: str) -> list[dict[str, Any]]:
@@ -86,7 +106,8 @@ def test_evaluation_equals_one_device(world: int, names: list[str], precision: s
         for rank, results in enumerate(ranks):
             result = results[index]
             for key in ("first", "during", "after", "test"):
-                # bf16 products of other shapes round apart, 2^-8 of a loss's terms, and their errors average out
+                # bf16 products of other shapes round apart, 2^-8 of a loss's terms, and their
+                # errors average out
                 rel = RTOL if precision == "32-true" else 2e-3
                 assert result[key] == pytest.approx(single[key], rel=rel), (name, key)
             place = rank // options.get(TP, 1) % replicas

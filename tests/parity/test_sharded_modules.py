@@ -1,7 +1,8 @@
-"""Modules with habits of their own under ``data_parallel="fsdp"``: hooks, parametrizations, shared and unused parameters.
+"""Modules with habits of their own under ``data_parallel="fsdp"``: hooks, parametrizations, shared
+and unused parameters.
 
-1e-5 relative: fp32 sums over ranks in another order, amplified a little by AdamW. Where a hook is lost, a copy forgotten or a
-gradient dropped, the norms differ by tens of percent.
+1e-5 relative: fp32 sums over ranks in another order, amplified a little by AdamW. Where a hook is
+lost, a copy forgotten or a gradient dropped, the norms differ by tens of percent.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class _ModuleHooks(_Module):
             lambda module, inputs, outputs: (inputs[0] * 2.0,) if inputs[0] is not None else None
         )
         second.outer.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 0.5,))
-        third.register_forward_hook(lambda module, args, output: output + module.outer.weight.mean())
+        third.register_forward_hook(
+            lambda module, args, output: output + module.outer.weight.mean()
+        )
 
 
 class _Squared(nn.Module):
@@ -131,18 +134,22 @@ class _Parametrized(_Module):
 
 
 class _Shared(_Module):
-    """Parameters under two names: inside a unit, in two units, and a module that a unit calls twice."""
+    """Parameters under two names: inside a unit, in two units, and a module that a unit calls
+    twice."""
 
     def change(self) -> None:
         first, second, third = self.net.units
         first.again = first.inner
         second.outer.weight = third.outer.weight
         third.outer.bias = nn.Parameter(torch.zeros(WIDTH))
-        third.register_forward_hook(lambda module, args, output: output + module.outer(torch.tanh(module.inner(output))))
+        third.register_forward_hook(
+            lambda module, args, output: output + module.outer(torch.tanh(module.inner(output)))
+        )
 
 
 class _Branches(_Module):
-    """Each sample uses the weights that its number chooses; odd ones do not get to the first unit, and some are never used."""
+    """Each sample uses the weights that its number chooses; odd ones do not get to the first unit,
+    and some are never used."""
 
     def change(self) -> None:
         second = self.net.units[1]
@@ -162,7 +169,9 @@ class _Branches(_Module):
 
     def on_train_end(self) -> None:
         weight = self.net.units[1].never.weight
-        assert torch.equal(weight.full_tensor() if isinstance(weight, DTensor) else weight, self.never)
+        assert torch.equal(
+            weight.full_tensor() if isinstance(weight, DTensor) else weight, self.never
+        )
 
 
 def _is_odd(x: Tensor) -> bool:
@@ -171,8 +180,11 @@ def _is_odd(x: Tensor) -> bool:
 
 def _samples() -> list[Tensor]:
     x = torch.randn(STEPS * BATCH, WIDTH, generator=torch.Generator().manual_seed(2))
-    # Of two ranks, which take turns, one has the even samples at first; later all ranks have both kinds.
-    number = torch.arange(STEPS * BATCH) // torch.tensor([1, 2]).repeat_interleave(STEPS * BATCH // 2)
+    # Of two ranks, which take turns, one has the even samples at first; later all ranks have both
+    # kinds.
+    number = torch.arange(STEPS * BATCH) // torch.tensor([1, 2]).repeat_interleave(
+        STEPS * BATCH // 2
+    )
     x[:, 0] = number / 10
     return list(x)
 
@@ -196,28 +208,51 @@ KINDS: tuple[type[_Module], ...] = (_ScalingHooks, _ModuleHooks, _Parametrized, 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_habits_of_modules_survive_sharding(world: int) -> None:
-    cases = [(kind, {**FSDP, **more}) for kind in KINDS for more in ({}, {**MICRO, "data_parallel_options": BOTH})]
-    expected = dict(zip(KINDS, run_ranks(1, _train_all, 1, [(kind, {}) for kind in KINDS])[0], strict=True))
+    cases = [
+        (kind, {**FSDP, **more})
+        for kind in KINDS
+        for more in ({}, {**MICRO, "data_parallel_options": BOTH})
+    ]
+    expected = dict(
+        zip(KINDS, run_ranks(1, _train_all, 1, [(kind, {}) for kind in KINDS])[0], strict=True)
+    )
     for rank in run_ranks(world, _train_all, world, cases, timeout_s=100):
         for (kind, options), norms in zip(cases, rank, strict=True):
             assert norms == pytest.approx(expected[kind], rel=RTOL), (kind.__name__, options)
 
 
 def test_a_hook_sees_what_it_sees_under_zero1() -> None:
-    """The whole parameter with this rank's sum over micro-batches, before it is reduced: a clamp does not commute with that."""
+    """The whole parameter with this rank's sum over micro-batches, before it is reduced: a clamp
+    does not commute with that."""
     reshard = {**MICRO, "data_parallel_options": RESHARD}
-    modes = [FSDP, {**FSDP, **MICRO}, {**FSDP, **reshard}, {"data_parallel": "zero1"}, {"data_parallel": "zero1", **MICRO}]
-    native, micro, resharded, *expected = run_ranks(2, _train_all, 2, [(_ClampingHook, mode) for mode in modes])[0]
+    modes = [
+        FSDP,
+        {**FSDP, **MICRO},
+        {**FSDP, **reshard},
+        {"data_parallel": "zero1"},
+        {"data_parallel": "zero1", **MICRO},
+    ]
+    native, micro, resharded, *expected = run_ranks(
+        2, _train_all, 2, [(_ClampingHook, mode) for mode in modes]
+    )[0]
     assert native == pytest.approx(expected[0], rel=RTOL)
     assert micro == resharded == pytest.approx(expected[1], rel=RTOL)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_may_use_different_parameters_of_a_unit(world: int) -> None:
-    """As with one process, a parameter that no rank has used is not stepped: a zero gradient would decay it."""
-    options = [{}, {"data_parallel_options": RESHARD}, {"data_parallel_options": EVERY}, {"data_parallel_options": BOTH}]
+    """As with one process, a parameter that no rank has used is not stepped: a zero gradient would
+    decay it."""
+    options = [
+        {},
+        {"data_parallel_options": RESHARD},
+        {"data_parallel_options": EVERY},
+        {"data_parallel_options": BOTH},
+    ]
     if world == 4:
-        options.append({"data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)})
+        options.append(
+            {"data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)}
+        )
     cases = [(_Branches, {**FSDP, **MICRO, **more}) for more in options]
     expected = run_ranks(1, _train_all, 1, [(_Branches, MICRO)])[0][0]
     for rank in run_ranks(world, _train_all, world, cases, timeout_s=100):
@@ -247,7 +282,9 @@ class _EndsEarly(_LeavesOut):
         return (self.net.units[1](x) if self.global_rank == 0 else x).square().mean()
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(MICRO, marks=pytest.mark.slow)], ids=["native", "micro-batches"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(MICRO, marks=pytest.mark.slow)], ids=["native", "micro-batches"]
+)
 def test_a_rank_that_leaves_out_a_unit_is_named(options: dict[str, Any]) -> None:
     """At first by both ranks; later by that rank alone, while the other waits for it."""
     messages = []

@@ -1,8 +1,10 @@
-"""Muon under ``data_parallel="fsdp"``: matrices are put together over data- and tensor-parallel ranks, as one device has them.
+"""Muon under ``data_parallel="fsdp"``: matrices are put together over data- and tensor-parallel
+ranks, as one device has them.
 
-torch's Muon orthogonalises in bf16, where a gradient that differs in its last fp32 digit may round to another value (2^-8),
-which five iterations amplify by up to 3.4^5 in the directions of small singular values. Here both sides do it in fp64, so that
-what is compared is what the matrices are made of. A matrix that is stepped as rows differs by the size of the update itself.
+torch's Muon orthogonalises in bf16, where a gradient that differs in its last fp32 digit may round
+to another value (2^-8), which five iterations amplify by up to 3.4^5 in the directions of small
+singular values. Here both sides do it in fp64, so that what is compared is what the matrices are
+made of. A matrix that is stepped as rows differs by the size of the update itself.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from tests.parity.test_layouts import _config, _samples
 
 LR, BATCH, STEPS = 0.02, 12, 2
 RTOL = 1e-5  # as in test_layouts
-# Gradients agree to about 1e-6 of their norm; in a direction of a small singular value five iterations amplify that by up to
-# 3.4^5, about 500. Updates have singular values about 1: a matrix that is stepped in pieces is wrong by LR.
+# Gradients agree to about 1e-6 of their norm; in a direction of a small singular value five
+# iterations amplify that by up to 3.4^5, about 500. Updates have singular values about 1: a matrix
+# that is stepped in pieces is wrong by LR.
 TOLERANCE = LR * 1e-6 * 500
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 FSDP = {"data_parallel": "fsdp"}
 OPTIONS: dict[str, Any] = {
-    "fsdp3": (3, 3, FSDP),  # rows of matrices that do not divide; the last rank has none of the small ones
+    # Rows of matrices that do not divide; the last rank has none of the small ones.
+    "fsdp3": (3, 3, FSDP),
     "tp2-fsdp2": (4, 2, {**FSDP, TP: 2}),
     "pp2-fsdp2": (4, 2, {**FSDP, PP: 2, "micro_batch_size": 1}),
     "hybrid-offload": (
@@ -41,22 +45,36 @@ OPTIONS: dict[str, Any] = {
         4,
         {
             **FSDP,
-            "data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2, optimizer_cpu_offload=True),
+            "data_parallel_options": DataParallelOptions(
+                num_distributed_optimizer_instances=2, optimizer_cpu_offload=True
+            ),
         },
     ),
-    "tp2-hybrid": (8, 4, {**FSDP, TP: 2, "data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)}),
+    "tp2-hybrid": (
+        8,
+        4,
+        {
+            **FSDP,
+            TP: 2,
+            "data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2),
+        },
+    ),
 }
 
 
 class _WithMuon(GPTLightningModule):
     def configure_optimizers(self) -> Any:
-        inside = {name for name, p in self.named_parameters() if ".layers." in name and p.dim() == 2}
+        inside = {
+            name for name, p in self.named_parameters() if ".layers." in name and p.dim() == 2
+        }
         matrices = [p for name, p in self.named_parameters() if name in inside]
         rest = [p for name, p in self.named_parameters() if name not in inside]
         return ChainedOptimizer(Muon(matrices, lr=LR, weight_decay=0.1), AdamW(rest, lr=1e-3))
 
 
-def _orthogonalised(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+def _orthogonalised(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
     """Newton-Schulz in fp64: x <- a x + (b x x^T + c (x x^T)^2) x, from x = matrix / norm on."""
     a, b, c = coefficients
     x = matrix.double() / matrix.double().norm().clamp(min=eps)
@@ -66,13 +84,23 @@ def _orthogonalised(matrix: torch.Tensor, coefficients: tuple[float, float, floa
     return x.to(matrix)
 
 
-def _train(options: dict[str, Any], replicas: int, precision: str, steps: int, save: str, load: str | None) -> list[float]:
+def _train(
+    options: dict[str, Any], replicas: int, precision: str, steps: int, save: str, load: str | None
+) -> list[float]:
     """Train until ``steps`` are taken, those of the checkpoint included, and save."""
     record = Losses()
-    fit = trainer(MegatronStrategy(**options), max_steps=steps, callbacks=[record], precision=precision)
-    module = _WithMuon(_config(num_layers=2, add_bias_linear=True, normalization="LayerNorm"), learning_rate=1e-3)
+    fit = trainer(
+        MegatronStrategy(**options), max_steps=steps, callbacks=[record], precision=precision
+    )
+    module = _WithMuon(
+        _config(num_layers=2, add_bias_linear=True, normalization="LayerNorm"), learning_rate=1e-3
+    )
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonalised):
-        fit.fit(module, DataLoader(_samples(5)[: BATCH * 3], batch_size=BATCH // replicas), ckpt_path=load)
+        fit.fit(
+            module,
+            DataLoader(_samples(5)[: BATCH * 3], batch_size=BATCH // replicas),
+            ckpt_path=load,
+        )
     fit.save_checkpoint(save)
     return record.norms
 
@@ -80,7 +108,10 @@ def _train(options: dict[str, Any], replicas: int, precision: str, steps: int, s
 def _tensors(path: str) -> dict[str, torch.Tensor]:
     saved = read_full(path)
     rows = saved["optimizer_states"][0]["state"].items()
-    found = {**saved["state_dict"], **{f"{index}.{key}": value for index, row in rows for key, value in row.items()}}
+    found = {
+        **saved["state_dict"],
+        **{f"{index}.{key}": value for index, row in rows for key, value in row.items()},
+    }
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
@@ -99,16 +130,21 @@ def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) 
     world, replicas, options = OPTIONS[layout]
     one, sharded = str(tmp_path / "one"), str(tmp_path / "sharded")
     expected = run_ranks(1, _train, {}, 1, precision, STEPS, one, None, timeout_s=100)[0]
-    # In bf16 the gradients of other sums differ by a digit, and so may the weights, which are about 1.
+    # In bf16 the gradients of other sums differ by a digit, and so may the weights, which are about
+    # 1.
     rel, rounding = (RTOL, 0.0) if precision == "32-true" else (2**-7, 2**-7)
-    for norms in run_ranks(world, _train, options, replicas, precision, STEPS, sharded, None, timeout_s=100):
+    for norms in run_ranks(
+        world, _train, options, replicas, precision, STEPS, sharded, None, timeout_s=100
+    ):
         assert norms == pytest.approx(expected, rel=rel)
     values, found = _tensors(one), _tensors(sharded)
     assert found.keys() == values.keys()
     matrices = [name for name, value in values.items() if ".layers." in name and value.dim() == 2]
     assert len(matrices) == 8
     for name in matrices:
-        torch.testing.assert_close(found[name].float(), values[name].float(), rtol=rel, atol=TOLERANCE + rounding)
+        torch.testing.assert_close(
+            found[name].float(), values[name].float(), rtol=rel, atol=TOLERANCE + rounding
+        )
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""megatron-core's own training runs, reproduced under the same layouts through a Trainer and MegatronStrategy.
+"""megatron-core's own training runs, reproduced under the same layouts through a Trainer and
+MegatronStrategy.
 
-The recorded runs are fp32; megatron-core's layouts agree with its own single process to 1e-7 (loss) and 5.4e-6 (norm), so
-1e-6 and 2e-5 relative leave room for another order of summation and no more.
+The recorded runs are fp32; megatron-core's layouts agree with its own single process to 1e-7 (loss)
+and 5.4e-6 (norm), so 1e-6 and 2e-5 relative leave room for another order of summation and no more.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ def _batches(args: dict[str, Any], rank: int, size: int) -> list[tuple[Tensor, T
     batches = []
     for step in range(oracle_model.NUM_STEPS):
         parts = [
-            oracle_model.data(args, step, m, dp_rank=rank, dp_size=size) for m in range(args["gbs"] // args["mbs"] // size)
+            oracle_model.data(args, step, m, dp_rank=rank, dp_size=size)
+            for m in range(args["gbs"] // args["mbs"] // size)
         ]
-        batches.append((torch.cat([t for t, _ in parts]), torch.cat([labels for _, labels in parts])))
+        batches.append(
+            (torch.cat([t for t, _ in parts]), torch.cat([labels for _, labels in parts]))
+        )
     return batches
 
 
@@ -79,7 +83,9 @@ def _train(args: dict[str, Any], world: int) -> list[list[float]]:
     group = strategy.context.dp
     if group.process_group is not None:
         dist.all_reduce(losses, group=group.process_group)
-    return [[loss / group.size, norm] for loss, norm in zip(losses.tolist(), record.norms, strict=True)]
+    return [
+        [loss / group.size, norm] for loss, norm in zip(losses.tolist(), record.norms, strict=True)
+    ]
 
 
 def _name(run: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Parameters as models of users have them: empty, scalar, transposed, complex, left out of the optimizer, never used.
+"""Parameters as models of users have them: empty, scalar, transposed, complex, left out of the
+optimizer, never used.
 
 fp32 losses, and weights after five steps, are compared with one device to 1e-5, as in test_layouts.
 """
@@ -33,7 +34,9 @@ class _Unusual(pl.LightningModule):
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.unused = nn.Linear(3, 3)
         self.left_out = nn.Parameter(torch.ones(13))
-        self.phases = nn.Parameter(torch.polar(torch.ones(13), torch.arange(13.0))) if phases else None
+        self.phases = (
+            nn.Parameter(torch.polar(torch.ones(13), torch.arange(13.0))) if phases else None
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = torch.tanh(self.first(batch)) * self.left_out
@@ -42,17 +45,24 @@ class _Unusual(pl.LightningModule):
         return F.mse_loss(self.second(h) * self.scale, batch.sum(-1, keepdim=True))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for name, p in self.named_parameters() if name != "left_out"], lr=1e-2)
+        return torch.optim.AdamW(
+            [p for name, p in self.named_parameters() if name != "left_out"], lr=1e-2
+        )
 
 
-def _weights(strategy: MegatronStrategy | str, *, phases: bool = False, precision: Any = "32-true") -> dict[str, Any]:
+def _weights(
+    strategy: MegatronStrategy | str, *, phases: bool = False, precision: Any = "32-true"
+) -> dict[str, Any]:
     world = 1 if strategy == "auto" else 2
     rows: Any = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(1))
     module = _Unusual(phases=phases)
     fit = trainer(strategy, max_epochs=1, precision=precision)
     fit.fit(module, DataLoader(rows, batch_size=GLOBAL_BATCH // world))
     kept = {name: value.detach() for name, value in module.state_dict().items()}
-    return {name: (torch.view_as_real(value) if value.is_complex() else value).double().numpy() for name, value in kept.items()}
+    return {
+        name: (torch.view_as_real(value) if value.is_complex() else value).double().numpy()
+        for name, value in kept.items()
+    }
 
 
 def _one_device() -> dict[str, Any]:
@@ -66,7 +76,10 @@ def _two_ranks() -> list[dict[str, Any]]:
         _weights(MegatronStrategy(data_parallel="ddp"), phases=True),
         _weights(MegatronStrategy(data_parallel="zero1", data_parallel_options=half), phases=True),
         _weights(MegatronStrategy(data_parallel="zero1"), precision="bf16-true"),
-        _weights(MegatronStrategy(data_parallel="zero1", data_parallel_options=OFFLOAD), precision="bf16-true"),
+        _weights(
+            MegatronStrategy(data_parallel="zero1", data_parallel_options=OFFLOAD),
+            precision="bf16-true",
+        ),
     ]
 
 
@@ -80,6 +93,7 @@ def test_unusual_parameters_equal_one_device() -> None:
     for zero1, ddp, sent_as_bf16, masters, masters_on_the_host in run_ranks(2, _two_ranks):
         assert _largest_difference(zero1, plain) < TOLERANCE
         assert _largest_difference(ddp, plain) < TOLERANCE
-        # Rounding a gradient turns few of Adam's five steps of 1e-2; a part that is lost turns none of them into a step.
+        # Rounding a gradient turns few of Adam's five steps of 1e-2; a part that is lost turns none
+        # of them into a step.
         assert _largest_difference(sent_as_bf16, plain) < 1e-2
         assert _largest_difference(masters_on_the_host, masters) == 0.0

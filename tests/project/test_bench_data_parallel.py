@@ -33,10 +33,24 @@ def test_a_step_sends_and_keeps_what_theory_says():
 
 def test_the_page_says_what_is_met():
     good = Count("zero1", 2, 10, {"reduce_scatter": 40}, {"reduce_scatter": 40}, 0.0, 12.1, 12.0)
-    facts = {"date": "2026-01-01", "machine": "m", "cores": 2, "memory_gib": 1, "versions": {"torch": "x"}, "commit": "c"}
+    facts = {
+        "date": "2026-01-01",
+        "machine": "m",
+        "cores": 2,
+        "memory_gib": 1,
+        "versions": {"torch": "x"},
+        "commit": "c",
+    }
     facts |= {"load_average": 1, "load_average_at_end": 1, "rounds": 2, "loss_difference": 0.0}
     ratio, slow = Ratio(1.0, 0.9, 1.1), Ratio(0.5, 0.4, 0.6)
-    result = Result(facts, [good], {"dp2": 1e-4}, {"dp2": ratio}, {"dp2": 1.0}, {"dp2": {"lightning-ddp2": slow}})
+    result = Result(
+        facts,
+        [good],
+        {"dp2": 1e-4},
+        {"dp2": ratio},
+        {"dp2": 1.0},
+        {"dp2": {"lightning-ddp2": slow}},
+    )
     page = markdown(result, QUICK)
     assert "| zero1 | 2 | 4.0000 | 4.0000 | yes | 0.00% | 12.100 | 12.000 | yes |" in page
     assert "| dp2 | 100 | 1.000 [0.900, 1.100] | met |" in page

@@ -18,7 +18,10 @@ from benchmarks.variants import Goal
 
 
 def _steps(wall: list[float], loss: float = 1.0) -> list[list[StepTime]]:
-    return [[StepTime(seconds / 2, seconds, loss, 0), StepTime(seconds, 9.0, loss, 0)] for seconds in wall]
+    return [
+        [StepTime(seconds / 2, seconds, loss, 0), StepTime(seconds, 9.0, loss, 0)]
+        for seconds in wall
+    ]
 
 
 def test_noise_that_hits_both_of_a_pair_leaves_the_ratio_alone():
@@ -48,7 +51,9 @@ def test_the_slowest_rank_and_rank_zero_count_and_the_bubble_is_wall_time_only()
 
 
 def test_losses_that_differ_are_noticed():
-    assert largest_loss_difference({"a": _steps([1.0], loss=2.0), "b": _steps([1.0], loss=2.2)}) == pytest.approx(0.1)
+    assert largest_loss_difference(
+        {"a": _steps([1.0], loss=2.0), "b": _steps([1.0], loss=2.2)}
+    ) == pytest.approx(0.1)
 
 
 def test_a_quick_run_compares_layouts_and_keeps_every_step(tmp_path):
@@ -71,7 +76,9 @@ def test_a_quick_checkpoint_run_measures_everything_and_cleans_up(tmp_path):
     assert "save, speed relative to DCP" in page and "manifest of 128 ranks" in page
     (kept,) = (tmp_path / "results").glob("*.json")
     result = json.loads(kept.read_text())
-    assert len(result["rounds"]) == 2 and all(seconds > 0 for seconds in result["rounds"][0].values())
+    assert len(result["rounds"]) == 2 and all(
+        seconds > 0 for seconds in result["rounds"][0].values()
+    )
     assert 4.05e11 < result["manifest"]["num_parameters"] < 4.07e11  # the model's published size
     assert list((tmp_path / "disk").iterdir()) == []
 
@@ -82,14 +89,20 @@ def _raise() -> dict[str, float]:
 
 def test_a_gpu_case_continues_with_what_is_missing_and_survives_a_failure(tmp_path, capsys):
     path, deadline = tmp_path / "case.json", time.monotonic() + 60.0
-    items = {"fast": Item(1.0, lambda: {"ms": 2.0}), "broken": Item(1.0, _raise), "long": Item(100.0, lambda: {"ms": 3.0})}
+    items = {
+        "fast": Item(1.0, lambda: {"ms": 2.0}),
+        "broken": Item(1.0, _raise),
+        "long": Item(100.0, lambda: {"ms": 3.0}),
+    }
     assert gpu.run_items(items, gpu.Record(path, resume=True), deadline) == 2
     assert "long: left for the next run" in capsys.readouterr().out
     items |= {"fast": Item(1.0, _raise), "broken": Item(1.0, lambda: {"ms": 4.0})}
     record = gpu.Record(path, resume=True)
     assert gpu.run_items(items, record, time.monotonic() + 200.0) == 0
     assert "fast: measured before" in capsys.readouterr().out
-    assert {name: entry["numbers"]["ms"] for name, entry in json.loads(path.read_text()).items()} == {
+    assert {
+        name: entry["numbers"]["ms"] for name, entry in json.loads(path.read_text()).items()
+    } == {
         "fast": 2.0,
         "broken": 4.0,
         "long": 3.0,

@@ -1,4 +1,5 @@
-"""Every recipe in configs/ is parsed, made into objects and checked against its layout; nothing is run."""
+"""Every recipe in configs/ is parsed, made into objects and checked against its layout; nothing is
+run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def instantiate(path: Path, tokenizer: str) -> Any:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_recipe_is_valid(path: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_valid(
+    path: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     cli = instantiate(path, tokenizer)
     model, data, strategy = cli.model, cli.datamodule, cli.trainer.strategy
@@ -44,7 +47,9 @@ def test_a_recipe_is_valid(path: Path, tokenizer: str, tmp_path: Path, monkeypat
     assert isinstance(data, PretrainDataModule)
     assert isinstance(strategy, MegatronStrategy)
     world_size = cli.trainer.num_nodes * cli.trainer.num_devices
-    check_model_layout(model.config, strategy.layout, world_size, sequence_length=data.sequence_length)
+    check_model_layout(
+        model.config, strategy.layout, world_size, sequence_length=data.sequence_length
+    )
     assert data.batch_size % (strategy.options.micro_batch_size or data.batch_size) == 0
     assert model.config.num_parameters == NUM_PARAMETERS[path.stem]
     data_size = strategy.layout.data_parallel_size(world_size)

@@ -38,11 +38,18 @@ PURE = (
     "megatron_lightning.pipeline.trace",
     "megatron_lightning.pipeline.report",
 )
-USERS_OF_LIGHTNING = ("strategies/", "callbacks/", "megatron_lightning/cli.py", "megatron_lightning/modules/")
+USERS_OF_LIGHTNING = (
+    "strategies/",
+    "callbacks/",
+    "megatron_lightning/cli.py",
+    "megatron_lightning/modules/",
+)
 INTERNALS = "strategies/lightning_internals.py"
 SHARED = {
-    # A strategy without a launcher of Lightning's, and with precision plugins and a default checkpoint plugin of our own.
-    "Strategy": "_checkpoint_io _configure_launcher _launcher _precision_plugin _reset_optimizers_and_schedulers",
+    # A strategy without a launcher of Lightning's, and with precision plugins and a default
+    # checkpoint plugin of our own.
+    "Strategy": "_checkpoint_io _configure_launcher _launcher _precision_plugin "
+    "_reset_optimizers_and_schedulers",
     # Batch norm over the data-parallel ranks is ours, and Lightning's plugin converts the layers.
     "ParallelStrategy": "_layer_sync",
     # Hooks run although an optimizer step is left out.
@@ -51,11 +58,23 @@ SHARED = {
     "_SubprocessScriptLauncher": "_call_children_scripts",
     "_MultiProcessingLauncher": "_collect_rank_zero_results _strategy _wrapping_function",
     # Checkpoints at other times than ModelCheckpoint's, and in another place.
-    "ModelCheckpoint": "_last_checkpoint_saved _last_global_step_saved _monitor_candidates _save_checkpoint "
-    "_save_last_checkpoint _should_save_on_exception _should_skip_saving_checkpoint",
+    "ModelCheckpoint": "_last_checkpoint_saved _last_global_step_saved _monitor_candidates "
+    "_save_checkpoint _save_last_checkpoint _should_save_on_exception "
+    "_should_skip_saving_checkpoint",
 }
 INHERITED = {name: frozenset(names.split()) for name, names in SHARED.items()}
-MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray", "ContextVar", "local"}
+MUTABLE_CALLS = {
+    "list",
+    "dict",
+    "set",
+    "defaultdict",
+    "deque",
+    "Counter",
+    "OrderedDict",
+    "bytearray",
+    "ContextVar",
+    "local",
+}
 READ_ONLY_TYPES = {"Mapping", "Sequence", "Set", "Collection"}  # mypy refuses to change such a name
 
 
@@ -67,17 +86,25 @@ def _setup() -> configparser.ConfigParser:
 
 @functools.cache
 def _sources() -> tuple[tuple[str, ast.Module], ...]:
-    paths = [path for folder in (PACKAGE, ROOT / "strategies", ROOT / "callbacks") for path in sorted(folder.rglob("*.py"))]
+    paths = [
+        path
+        for folder in (PACKAGE, ROOT / "strategies", ROOT / "callbacks")
+        for path in sorted(folder.rglob("*.py"))
+    ]
     return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths)
 
 
 def test_setup_lists_every_package() -> None:
     listed = set(_setup()["options"]["packages"].split())
     folders = [
-        path.parent for top in (PACKAGE, PACKAGE / "strategies", PACKAGE / "callbacks") for path in top.rglob("__init__.py")
+        path.parent
+        for top in (PACKAGE, PACKAGE / "strategies", PACKAGE / "callbacks")
+        for path in top.rglob("__init__.py")
     ]
     found = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert listed == found, f"setup.cfg [options] packages: missing {found - listed}, too many {listed - found}"
+    assert listed == found, (
+        f"setup.cfg [options] packages: missing {found - listed}, too many {listed - found}"
+    )
 
 
 def test_the_two_folders_are_linked() -> None:
@@ -87,15 +114,26 @@ def test_the_two_folders_are_linked() -> None:
 
 @pytest.mark.parametrize("name", ["strategies", "callbacks"])
 def test_importing_a_folder_by_its_short_name_is_refused(name: str) -> None:
-    result = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert f"import megatron_lightning.{name}, not {name}" in result.stderr
 
 
 def test_every_direct_dependency_is_pinned() -> None:
-    pinned = {_normalised(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    pinned = {
+        _normalised(line.split("==")[0])
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
     options, extras = _setup()["options"], _setup()["options.extras_require"]
     required = {
-        _normalised(re.split(r"[\[><=;]", line)[0]) for line in (options["install_requires"] + extras["test"]).split("\n")
+        _normalised(re.split(r"[\[><=;]", line)[0])
+        for line in (options["install_requires"] + extras["test"]).split("\n")
     }
     assert not (required - {""}) - pinned, "pin these in constraints.txt"
 
@@ -112,7 +150,9 @@ for name in {PURE!r}:
     loaded = {{"torch", "lightning", "numpy"}} & set(sys.modules)
     assert not loaded, f"{{name}} imports {{loaded}}"
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -124,11 +164,22 @@ def test_preprocess_needs_no_torch() -> None:
 def test_no_mutable_module_state() -> None:
     found = []
     for path, tree in _sources():
-        found += [f"{path}:{node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        found += [
+            f"{path}:{node.lineno}: global"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Global)
+        ]
         for node in tree.body:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_mutable(node):
+            if (
+                isinstance(node, ast.Assign | ast.AnnAssign)
+                and node.value is not None
+                and _is_mutable(node)
+            ):
                 found.append(f"{path}:{node.lineno}: {ast.unparse(node)[:80]}")
-    assert not found, "use a tuple, frozenset or MappingProxyType, or annotate a table as Mapping:\n" + "\n".join(found)
+    assert not found, (
+        "use a tuple, frozenset or MappingProxyType, or annotate a table as Mapping:\n"
+        + "\n".join(found)
+    )
 
 
 def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
@@ -140,10 +191,20 @@ def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
                 names = [alias.name for alias in node.names if alias.name.startswith("_")]
-            elif isinstance(node, ast.Attribute) and (node.attr in known or re.match("_[A-Z].*__", node.attr)):
+            elif isinstance(node, ast.Attribute) and (
+                node.attr in known or re.match("_[A-Z].*__", node.attr)
+            ):
                 names = [] if ast.unparse(node.value) in ("self", "cls", "super()") else [node.attr]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
-                names = [key.value for key in node.args[1:2] if isinstance(key, ast.Constant) and key.value in known]
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "setattr")
+            ):
+                names = [
+                    key.value
+                    for key in node.args[1:2]
+                    if isinstance(key, ast.Constant) and key.value in known
+                ]
             else:
                 names = []
             found += [f"{path}:{node.lineno}: {name}" for name in names]
@@ -151,7 +212,8 @@ def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
 
 
 def _private_names_of_lightning() -> set[str]:
-    """Return what Lightning names with an underscore and others (torch, torchmetrics, named tuples) do not."""
+    """Return what Lightning names with an underscore and others (torch, torchmetrics, named tuples)
+    do not."""
     folder = Path(pl.__file__).parents[1]
     sources = [path for part in ("fabric", "pytorch") for path in (folder / part).rglob("*.py")]
     names = {name for path in sources for name in _own_private_names(path.read_text())}
@@ -167,9 +229,15 @@ def test_private_names_that_subclasses_share_with_lightning_are_listed() -> None
     for package in (strategies, callbacks):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             members = vars(importlib.import_module(module.name)).values()
-            for cls in (member for member in members if inspect.isclass(member) and member.__module__ == module.name):
+            for cls in (
+                member
+                for member in members
+                if inspect.isclass(member) and member.__module__ == module.name
+            ):
                 names = _own_private_names(inspect.getsource(cls))
-                for base in reversed([base for base in cls.__mro__ if base.__module__.startswith("lightning.")]):
+                for base in reversed(
+                    [base for base in cls.__mro__ if base.__module__.startswith("lightning.")]
+                ):
                     shared = names & _own_private_names(inspect.getsource(base))
                     found.setdefault(base.__name__, set()).update(shared)
                     names -= shared
@@ -186,12 +254,26 @@ def _is_mutable(node: ast.Assign | ast.AnnAssign) -> bool:
         return False
     value = node.value
     if isinstance(value, ast.Call):
-        name = value.func.id if isinstance(value.func, ast.Name) else getattr(value.func, "attr", "")
+        name = (
+            value.func.id if isinstance(value.func, ast.Name) else getattr(value.func, "attr", "")
+        )
         return name in MUTABLE_CALLS
-    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+    return isinstance(
+        value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+    )
 
 
 def test_make_lists_the_commands_that_the_documents_name() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"install", "lint", "format", "check", "test", "test-all", "demo", "gpu", "gpu-bench"} <= targets
+    assert {
+        "install",
+        "lint",
+        "format",
+        "check",
+        "test",
+        "test-all",
+        "demo",
+        "gpu",
+        "gpu-bench",
+    } <= targets
     assert "make test" in (ROOT / ".ci" / "run").read_text()

@@ -1,4 +1,5 @@
-"""Run the examples of the README and the docs, or at least parse them by the program that would run them."""
+"""Run the examples of the README and the docs, or at least parse them by the program that would run
+them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands_of(text: str) -> list[str]:
-    return [line for block in blocks(text, "bash") for line in re.sub(r" \\\n *", " ", block).splitlines()]
+    return [
+        line
+        for block in blocks(text, "bash")
+        for line in re.sub(r" \\\n *", " ", block).splitlines()
+    ]
 
 
 COMMANDS = commands_of(README)
@@ -68,9 +73,15 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
     [command] = commands("python")
     script = ROOT / command.split()[1]
     lines = [line.strip() for line in script.read_text().splitlines() if line.strip()]
-    shown = [line.strip() for block in blocks(README, "python") for line in block.splitlines() if line.strip()]
+    shown = [
+        line.strip()
+        for block in blocks(README, "python")
+        for line in block.splitlines()
+        if line.strip()
+    ]
     start = lines.index('if __name__ == "__main__":')
-    assert [*lines[1:start], *lines[start + 1 : -2]] == shown  # all but docstring, guard and the print at the end
+    # All but docstring, guard and the print at the end.
+    assert [*lines[1:start], *lines[start + 1 : -2]] == shown
     run = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
@@ -84,7 +95,8 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_lacks_nothing() -> None:
-    """Whoever copies both blocks has a program: every name in the second is made by the first, or by itself."""
+    """Whoever copies both blocks has a program: every name in the second is made by the first, or
+    by itself."""
     first, second = blocks(README, "python")
     names: dict[str, Any] = {"__name__": "copied"}
     exec(first, names)
@@ -93,7 +105,9 @@ def test_the_example_lacks_nothing() -> None:
     assert {node.id for node in used} <= made | set(names) | set(dir(builtins))
 
 
-def test_losses_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for run, losses in enumerate([[7.5, 6.25], [5.0]]):
         logger = TensorBoardLogger(tmp_path, name="logs", version=run)
         for step, loss in enumerate(losses):
@@ -118,11 +132,15 @@ def fit_options() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("options", fit_options(), ids=" ".join)
-def test_fit_takes_the_options(options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_takes_the_options(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
     with pytest.raises(SystemExit) as exit_:
-        main(["fit", *[option for option in options if option != "--print_config"], "--print_config"])
+        main(
+            ["fit", *[option for option in options if option != "--print_config"], "--print_config"]
+        )
     assert not exit_.value.code, capsys.readouterr().err
     assert "class_path: megatron_lightning.strategies.MegatronStrategy" in capsys.readouterr().out
 
@@ -137,9 +155,14 @@ def test_torchrun_takes_the_options() -> None:
 
 
 def save(path: Path, vocab_size: int, *, layers: int = 2) -> GPTModel:
-    config = TransformerConfig(num_layers=layers, hidden_size=16, num_attention_heads=2, vocab_size=vocab_size)
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=16, num_attention_heads=2, vocab_size=vocab_size
+    )
     model = GPTModel(config)
-    shards = [TensorShards.full(f"state_dict.model.{name}", tensor) for name, tensor in model.named_parameters()]
+    shards = [
+        TensorShards.full(f"state_dict.model.{name}", tensor)
+        for name, tensor in model.named_parameters()
+    ]
     shards.append(TensorShards.full("half", torch.arange(-4.0, 4.0).to(torch.bfloat16)))
     save_sharded(path, shards, {"hyper_parameters": {"config": asdict(config)}, "state_dict": {}})
     return model
@@ -169,7 +192,11 @@ def run_here(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_preprocess_generate_and_consolidate(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in commands("megatron-lightning preprocess", "megatron-lightning generate", "megatron-lightning checkpoint"):
+    for command in commands(
+        "megatron-lightning preprocess",
+        "megatron-lightning generate",
+        "megatron-lightning checkpoint",
+    ):
         if "parallel" not in command:
             run_here(command, workplace, monkeypatch)
     assert "def __init__(self" in capsys.readouterr().out
@@ -177,14 +204,19 @@ def test_preprocess_generate_and_consolidate(
 
 
 @pytest.mark.slow  # four processes import torch
-def test_generate_on_a_layout(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_on_a_layout(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in commands("megatron-lightning preprocess", "megatron-lightning generate"):
         run_here(command, workplace, monkeypatch)
     assert "import " in capsys.readouterr().out
 
 
-def test_the_reader_of_the_docs_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    *_, program = blocks((ROOT / "docs" / "checkpoints.md").read_text(), "python")  # the page ends with it
+def test_the_reader_of_the_docs_reads_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The page ends with it.
+    *_, program = blocks((ROOT / "docs" / "checkpoints.md").read_text(), "python")
     assert len(program.splitlines()) <= 51
     reader: dict[str, Any] = {"__name__": "reader"}
     exec(program, reader)
@@ -203,27 +235,36 @@ def test_the_reader_of_the_docs_reads_a_checkpoint(tmp_path: Path, capsys: pytes
         reader["main"](folder)
 
 
-def test_the_schedules_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schedules_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs" / "schedules.md").read_text()
     [program], [shell] = blocks(page, "python"), blocks(page, "bash")
     exec(program, {})
     step_time, bubble, peaks = capsys.readouterr().out.split(maxsplit=2)
-    assert 57 < float(step_time) < 60 and 0.15 < float(bubble) < 0.2 and peaks == "(5, 7, 9, 11)\n"  # 57 without messages
+    # 57 without messages.
+    assert 57 < float(step_time) < 60 and 0.15 < float(bubble) < 0.2 and peaks == "(5, 7, 9, 11)\n"
     monkeypatch.chdir(tmp_path)
     for command in shell.splitlines():
         main(shlex.split(command)[1:])
-    assert (tmp_path / "pictures" / "schedules-p4-m8.svg").read_text() == (ROOT / "docs" / "schedules.svg").read_text()
+    assert (tmp_path / "pictures" / "schedules-p4-m8.svg").read_text() == (
+        ROOT / "docs" / "schedules.svg"
+    ).read_text()
     [rows, options] = map(yaml.safe_load, blocks(page, "yaml"))
     assert schedules.resolve(rows["pipeline_schedule"], num_ranks=2).table(2)
     assert set(options["pipeline_options"]) == {field.name for field in fields(PipelineOptions)}
     parse_layout(options["pipeline_options"]["pipeline_model_parallel_layout"])
 
 
-def test_the_picture_of_the_readme_is_what_its_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_of_the_readme_is_what_its_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [command] = commands("megatron-lightning schedule")
     monkeypatch.chdir(tmp_path)
     main(shlex.split(command)[1:])
-    assert (tmp_path / "pictures" / "schedule-zbv-p4-c2-m8.svg").read_text() == (ROOT / "docs" / "zbv.svg").read_text()
+    assert (tmp_path / "pictures" / "schedule-zbv-p4-c2-m8.svg").read_text() == (
+        ROOT / "docs" / "zbv.svg"
+    ).read_text()
 
 
 def test_the_table_of_the_docs_is_the_one_of_the_package() -> None:
@@ -239,20 +280,38 @@ def test_muon_and_adamw_of_the_docs_share_the_parameters() -> None:
     names: dict[str, Any] = {}
     exec(program, names)
     module = torch.nn.ModuleDict(
-        {"model": torch.nn.ModuleDict({"layers": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})}
+        {
+            "model": torch.nn.ModuleDict(
+                {"layers": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)}
+            )
+        }
     )
     groups = names["configure_optimizers"](module).param_groups
-    assert [[tuple(p.shape) for p in group["params"]] for group in groups] == [[(3, 3)], [(3,), (2, 3), (2,)]]
+    assert [[tuple(p.shape) for p in group["params"]] for group in groups] == [
+        [(3, 3)],
+        [(3,), (2, 3), (2,)],
+    ]
 
 
 def test_what_the_pages_import_is_there() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    nodes = [node for page in pages for block in blocks(page.read_text(), "python") for node in ast.walk(ast.parse(block))]
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and "megatron" in node.module]
+    nodes = [
+        node
+        for page in pages
+        for block in blocks(page.read_text(), "python")
+        for node in ast.walk(ast.parse(block))
+    ]
+    imports = [
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and "megatron" in node.module
+    ]
     assert len(imports) > 10
     for node in imports:
         for alias in node.names:
-            assert hasattr(import_module(str(node.module)), alias.name), f"{node.module} has no {alias.name}"
+            assert hasattr(import_module(str(node.module)), alias.name), (
+                f"{node.module} has no {alias.name}"
+            )
 
 
 def test_links_lead_somewhere() -> None:
@@ -265,14 +324,25 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_architecture_is_that_of_the_tree() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    files = {path.relative_to(ROOT / "megatron_lightning").as_posix() for path in (ROOT / "megatron_lightning").rglob("*.py")}
+    files = {
+        path.relative_to(ROOT / "megatron_lightning").as_posix()
+        for path in (ROOT / "megatron_lightning").rglob("*.py")
+    }
     files |= {
-        path.relative_to(ROOT).as_posix() for folder in ("strategies", "callbacks") for path in (ROOT / folder).rglob("*.py")
+        path.relative_to(ROOT).as_posix()
+        for folder in ("strategies", "callbacks")
+        for path in (ROOT / folder).rglob("*.py")
     }
     for name in re.findall(r"`([\w/]+\.py)`", text):
         assert any(file == name or file.endswith(f"/{name}") for file in files), name
     for path in (ROOT / "strategies").rglob("[!_]*.py"):
         room = path.relative_to(ROOT).parent.as_posix()
-        assert f"`{room}/{path.name}`" in text or (room != "strategies" and f"`{room}/`" in text), path
+        assert f"`{room}/{path.name}`" in text or (room != "strategies" and f"`{room}/`" in text), (
+            path
+        )
     for folder in (ROOT / "megatron_lightning").iterdir():
-        assert folder.name.startswith("_") or not folder.is_dir() or re.search(rf"\b{folder.name}  ", text), folder.name
+        assert (
+            folder.name.startswith("_")
+            or not folder.is_dir()
+            or re.search(rf"\b{folder.name}  ", text)
+        ), folder.name

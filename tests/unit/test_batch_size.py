@@ -1,4 +1,5 @@
-"""Global batch sizes and numbers of micro-batches equal megatron-core's (``tests/oracles/microbatches_vocab.json``)."""
+"""Global batch sizes and numbers of micro-batches equal megatron-core's
+(``tests/oracles/microbatches_vocab.json``)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 
 ORACLE = Path(__file__).parent.parent / "oracles" / "microbatches_vocab.json"
-# This version of megatron-core ignores rampup_batch_size, which steps replaced there; the ramp is checked by its formula.
+# This version of megatron-core ignores rampup_batch_size, which steps replaced there; the ramp is
+# checked by its formula.
 FACTS = [
-    fact for fact in json.loads(ORACLE.read_text())["facts"]["num_microbatches"] if "rampup_batch_size" not in fact["args"]
+    fact
+    for fact in json.loads(ORACLE.read_text())["facts"]["num_microbatches"]
+    if "rampup_batch_size" not in fact["args"]
 ]
 
 
@@ -53,7 +57,9 @@ def _sizes(loader: DataLoader[Any]) -> list[int]:
 
 def test_a_dataloader_serves_growing_batches() -> None:
     schedule = BatchSizeSchedule(global_batch_size=8, step_batch_size_schedule="0:2 8:4 16:8")
-    loader: DataLoader[Any] = DataLoader(range(25), batch_sampler=ScheduledBatchSampler(SequentialSampler(range(25)), schedule))
+    loader: DataLoader[Any] = DataLoader(
+        range(25), batch_sampler=ScheduledBatchSampler(SequentialSampler(range(25)), schedule)
+    )
     batches = [batch.tolist() for batch in loader]
     assert [len(batch) for batch in batches] == [2, 2, 2, 2, 4, 4, 8]
     assert [index for batch in batches for index in batch] == list(range(24))
@@ -68,7 +74,10 @@ def test_a_dataloader_serves_growing_batches() -> None:
     ("values", "message"),
     [
         ({"rampup_batch_size": (2, 2, 9), "step_batch_size_schedule": "0:8"}, "are both set"),
-        ({"rampup_batch_size": (16, 2, 9)}, r"rampup_batch_size=\[16, 2, 9\] does not lead up to global_batch_size=8"),
+        (
+            {"rampup_batch_size": (16, 2, 9)},
+            r"rampup_batch_size=\[16, 2, 9\] does not lead up to global_batch_size=8",
+        ),
         (
             {"rampup_batch_size": (2, 4, 9)},
             "from 2 to global_batch_size=8 is not a multiple of the increment. Set",
@@ -76,7 +85,10 @@ def test_a_dataloader_serves_growing_batches() -> None:
         ({"step_batch_size_schedule": "0:2 5:x 9:8"}, "'5:x' is not position:size"),
         ({"step_batch_size_schedule": "1:8"}, "does not begin at 0"),
         ({"step_batch_size_schedule": "0:2 5:4"}, "ends with 4, and global_batch_size is 8"),
-        ({"step_batch_size_schedule": "0:16 5:8"}, r"sizes are \[16, 8\]; they must be positive and must not decrease"),
+        (
+            {"step_batch_size_schedule": "0:16 5:8"},
+            r"sizes are \[16, 8\]; they must be positive and must not decrease",
+        ),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:
@@ -86,5 +98,8 @@ def test_contradictions_are_refused(values: dict[str, Any], message: str) -> Non
 
 def test_a_size_that_ranks_cannot_share_names_the_numbers() -> None:
     schedule = BatchSizeSchedule(global_batch_size=8, rampup_batch_size=(2, 2, 10))
-    with pytest.raises(ConfigError, match=r"global batch size \(2\) is not divisible by micro batch size \(1\) times data"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global batch size \(2\) is not divisible by micro batch size \(1\) times data",
+    ):
         schedule.num_microbatches(1, 4)

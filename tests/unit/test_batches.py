@@ -1,4 +1,5 @@
-"""Batches are cut into micro-batches, and outputs of micro-batches are put together, whatever they are made of."""
+"""Batches are cut into micro-batches, and outputs of micro-batches are put together, whatever they
+are made of."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.microbatches import batch_size_of, merge_outputs, split_batch, tensors_of
+from megatron_lightning.pipeline.microbatches import (
+    batch_size_of,
+    merge_outputs,
+    split_batch,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ class _Pair(NamedTuple):
 
 
 def _batch() -> _Batch:
-    return _Batch(torch.arange(4), _Labels(torch.arange(4) * 2), list("abcd"), (torch.arange(8).view(4, 2),))
+    return _Batch(
+        torch.arange(4), _Labels(torch.arange(4) * 2), list("abcd"), (torch.arange(8).view(4, 2),)
+    )
 
 
 def test_nested_dataclasses_are_cut() -> None:
@@ -75,15 +83,24 @@ def test_other_mappings_keep_their_type() -> None:
 def test_outputs_of_every_form_are_merged() -> None:
     def output(value: float) -> dict[str, Any]:
         scalar, vector = torch.tensor(value), torch.full((2,), value)
-        return {"loss": scalar, "labels": _Labels(vector, value), "pair": _Pair(scalar, vector), "names": [str(value)]}
+        return {
+            "loss": scalar,
+            "labels": _Labels(vector, value),
+            "pair": _Pair(scalar, vector),
+            "names": [str(value)],
+        }
 
     merged = merge_outputs([output(1.0), None, output(4.0)], [1.0, 5.0, 2.0])
     assert merged["loss"] == merged["pair"].x == merged["labels"].weight == 3.0
     assert merged["labels"].values.tolist() == merged["pair"].y.tolist() == [1, 1, 4, 4]
     assert merged["names"] == ["1.0", "4.0"]
-    same = merge_outputs([{"kind": "a", "count": 3, "name": "b"}, {"kind": "a", "count": 3, "name": "c"}], [1.0, 2.0])
+    same = merge_outputs(
+        [{"kind": "a", "count": 3, "name": "b"}, {"kind": "a", "count": 3, "name": "c"}], [1.0, 2.0]
+    )
     assert same == {"kind": "a", "count": 3, "name": ["b", "c"]}
-    assert merge_outputs([{"kind": _Kind.A, "name": _Kind.A}, {"kind": _Kind.A, "name": _Kind.B}], [1.0, 2.0]) == {
+    assert merge_outputs(
+        [{"kind": _Kind.A, "name": _Kind.A}, {"kind": _Kind.A, "name": _Kind.B}], [1.0, 2.0]
+    ) == {
         "kind": _Kind.A,
         "name": [_Kind.A, _Kind.B],
     }
@@ -102,7 +119,11 @@ def test_texts_in_tuples_are_cut() -> None:
     assert isinstance(batch[0], tuple), "torch's own form"
     parts = split_batch(batch, 2)
     assert [part[0] for part in parts] == [("a", "b"), ("c",)]
-    assert merge_outputs([(part[0], part[1]) for part in parts], [2, 1], [2, 1])[0] == ("a", "b", "c")
+    assert merge_outputs([(part[0], part[1]) for part in parts], [2, 1], [2, 1])[0] == (
+        "a",
+        "b",
+        "c",
+    )
 
 
 def test_lists_with_an_entry_for_each_sample_are_joined() -> None:
@@ -110,13 +131,17 @@ def test_lists_with_an_entry_for_each_sample_are_joined() -> None:
     merged = merge_outputs([list(part) for part in parts], [3, 2], [3, 2])
     assert torch.equal(torch.stack(merged), torch.arange(15.0).view(5, 3))
     pair = merge_outputs([[part, -part] for part in (parts[1], parts[1])], [2, 2], [2, 2])
-    assert [tuple(tensor.shape) for tensor in pair] == [(4, 3), (4, 3)], "two tensors of a batch of two"
+    assert [tuple(tensor.shape) for tensor in pair] == [(4, 3), (4, 3)], (
+        "two tensors of a batch of two"
+    )
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_results_at_fixed_places_are_averaged_whatever_the_micro_batch_size(kind: type) -> None:
     """Two entries, two samples: no entry for each sample."""
-    loss, accuracy = merge_outputs([kind([torch.tensor(x), torch.tensor(10 * x)]) for x in (1.0, 4.0)], [1, 1], [2, 2])
+    loss, accuracy = merge_outputs(
+        [kind([torch.tensor(x), torch.tensor(10 * x)]) for x in (1.0, 4.0)], [1, 1], [2, 2]
+    )
     assert (loss, accuracy) == (2.5, 25.0)
     output = [torch.ones(2, 4), torch.tensor(1.0)]
     predictions, loss = merge_outputs([kind(output), kind(output)], [1, 1], [2, 2])
@@ -127,7 +152,10 @@ def test_what_cannot_be_cut_is_named() -> None:
     class Graphs:
         pass
 
-    with pytest.raises(ConfigError, match=r"type Graphs holds no tensors .* micro-batches of 2. .* define split_batch"):
+    with pytest.raises(
+        ConfigError,
+        match=r"type Graphs holds no tensors .* micro-batches of 2. .* define split_batch",
+    ):
         split_batch(Graphs(), 2)
     assert len(split_batch(Graphs(), None)) == 1
 

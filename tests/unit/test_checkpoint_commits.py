@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lightning.checkpoint import commit, consolidate, is_committed, open_checkpoint, remove_checkpoint
+from megatron_lightning.checkpoint import (
+    commit,
+    consolidate,
+    is_committed,
+    open_checkpoint,
+    remove_checkpoint,
+)
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import assert_equal, load_tensors, save_tensors, some_tensors
 
@@ -28,11 +34,15 @@ def test_overwriting_keeps_the_name_and_other_files(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "a")) == 4 and os.listdir(tmp_path) == ["a"]
 
 
-def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of a data loader that are forked during a save have its files too, and may live as long as the training."""
+def test_a_forked_process_does_not_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of a data loader that are forked during a save have its files too, and may live as
+    long as the training."""
     inherited: list[int] = []
     monkeypatch.setattr(fcntl, "flock", _noting_duplicates(inherited, fcntl.flock))
-    for value in (1.0, 2.0, 3.0):  # the second and the third replace what is there, for which they wait for a lock
+    # The second and the third replace what is there, for which they wait for a lock.
+    for value in (1.0, 2.0, 3.0):
         save_tensors(tmp_path / "a", {"t": torch.full((3,), value)})
         descriptor = os.open(tmp_path / "a", os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,7 +52,9 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, monkeypatch: py
         os.close(duplicate)
 
 
-def _noting_duplicates(found: list[int], lock: Callable[[int, int], None]) -> Callable[[int, int], None]:
+def _noting_duplicates(
+    found: list[int], lock: Callable[[int, int], None]
+) -> Callable[[int, int], None]:
     def locked(descriptor: int, kind: int) -> None:
         if kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
             found.append(os.dup(descriptor))  # what a fork does
@@ -68,7 +80,8 @@ def test_a_directory_of_other_files_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="directory with other files"):
         save_tensors(tmp_path / "runs")
     assert (tmp_path / "runs" / "precious").read_text() == "data"
-    (tmp_path / "runs" / "precious").rename(tmp_path / "runs" / "manifest.json")  # a web application's, say
+    # A web application's, say.
+    (tmp_path / "runs" / "precious").rename(tmp_path / "runs" / "manifest.json")
     with pytest.raises(CheckpointError, match="directory with other files"):
         save_tensors(tmp_path / "runs")
     assert (tmp_path / "runs" / "manifest.json").read_text() == "data"
@@ -87,7 +100,9 @@ def test_names_as_long_and_as_odd_as_the_file_system_allows(tmp_path: Path, name
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_file_system_that_cannot_flush_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_flush_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flush, refused = os.fsync, []
 
     def only_files(descriptor: int) -> None:
@@ -137,7 +152,8 @@ def test_where_names_cannot_be_swapped_a_failed_save_puts_the_old_one_back(
 
 
 def test_directories_of_other_files_are_not_deleted(tmp_path: Path) -> None:
-    """Callbacks delete by names from the checkpoint that they resume from, which may come from anywhere."""
+    """Callbacks delete by names from the checkpoint that they resume from, which may come from
+    anywhere."""
     (tmp_path / "home" / "thesis").mkdir(parents=True)
     with pytest.warns(UserWarning, match="is not deleted: it is a directory with other files"):
         remove_checkpoint(tmp_path / "home")

@@ -19,7 +19,13 @@ import torch
 from megatron_lightning.checkpoint import is_committed, open_checkpoint
 from megatron_lightning.checkpoint.verification import read_manifest, verify
 from megatron_lightning.errors import CheckpointError
-from tests.helpers.checkpoints import assert_equal, load_tensors, rewrite_manifest, save_tensors, some_tensors
+from tests.helpers.checkpoints import (
+    assert_equal,
+    load_tensors,
+    rewrite_manifest,
+    save_tensors,
+    some_tensors,
+)
 
 
 def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
@@ -32,7 +38,9 @@ def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
         for s in t["shards"]
     ]
     places = [(file, start + i) for file, start, size in held for i in (0, int(size) - 1)]
-    places += [(body["state"]["file"], i) for i in (0, 100, 300)] + [("manifest.json", i) for i in (5, 60, 200, 400)]
+    places += [(body["state"]["file"], i) for i in (0, 100, 300)] + [
+        ("manifest.json", i) for i in (5, 60, 200, 400)
+    ]
     for file, position in places:
         content = (tmp_path / "a" / file).read_bytes()
         flipped = bytearray(content)
@@ -76,11 +84,16 @@ def test_a_disk_that_cannot_read_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "preadv", bad_sector)
     shard = read_manifest(tmp_path / "a").tensors["state_dict.weight"].shards[0]
     with pytest.raises(
-        CheckpointError, match=rf"{shard.file}: bytes {shard.start} to {shard.start + 192} cannot be read .*Input/output"
+        CheckpointError,
+        match=(
+            rf"{shard.file}: bytes {shard.start} to {shard.start + 192} cannot be read "
+            r".*Input/output"
+        ),
     ):
         load_tensors(tmp_path / "a")
     assert [str(damage) for damage in verify(tmp_path / "a")] == [
-        f"{shard.file}: bytes {shard.start} to {shard.start + 192} cannot be read (state_dict.weight)"
+        f"{shard.file}: bytes {shard.start} to {shard.start + 192} cannot be read "
+        "(state_dict.weight)"
     ]
     assert source.state() == {"epoch": 1}
 
@@ -102,21 +115,38 @@ def test_incomplete_and_absent_directories_are_refused(tmp_path: Path) -> None:
         (lambda b: b["files"].update({"../../etc/passwd": 10}), "leads out"),
         (lambda b: b["files"].update({"/etc/passwd": 10}), "leads out"),
         (lambda b: b["state"].update(file="../state.pt"), "not among the files"),
-        (lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(1, 10**9), "not inside"),
+        (
+            lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(1, 10**9),
+            "not inside",
+        ),
         (lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(1, -1), "malformed"),
         (lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(0, 77), "malformed"),
-        (lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(2, [1, 0]), "not inside shape"),
-        (lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(4, []), "number of checksums"),
+        (
+            lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(2, [1, 0]),
+            "not inside shape",
+        ),
+        (
+            lambda b: b["tensors"]["state_dict.weight"]["shards"][0].__setitem__(4, []),
+            "number of checksums",
+        ),
         (lambda b: b["tensors"]["state_dict.weight"].update(shards=[]), "exactly once"),
         (lambda b: b["tensors"]["state_dict.weight"].update(dtype="load"), "unknown dtype"),
         (lambda b: b["tensors"].update(x=5), "malformed"),
-        (lambda b: b["tensors"].update(x=b["tensors"]["state_dict.weight"]), "belong to two tensors"),
-        (lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}), "60 dims are more"),
+        (
+            lambda b: b["tensors"].update(x=b["tensors"]["state_dict.weight"]),
+            "belong to two tensors",
+        ),
+        (
+            lambda b: b["tensors"].update(x={"shape": [1] * 60, "dtype": "int8", "shards": []}),
+            "60 dims are more",
+        ),
         (lambda b: b.update(version=2), "version 2"),
         (lambda b: b.update(format="other"), "not a megatron_lightning manifest"),
     ],
 )
-def test_hostile_manifests_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_hostile_manifests_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
     save_tensors(tmp_path / "a")
     rewrite_manifest(tmp_path / "a", change)
     with pytest.raises(CheckpointError, match=message):
@@ -125,14 +155,17 @@ def test_hostile_manifests_are_refused(tmp_path: Path, change: Callable[[dict[st
 
 @pytest.mark.parametrize("boxes", [1, 2000])
 def test_a_dtype_that_contradicts_the_file_s_own_is_refused(tmp_path: Path, boxes: int) -> None:
-    """The bytes and their checksums are the same; with 2,000 tensors the header is longer than what is read of it at first."""
+    """The bytes and their checksums are the same; with 2,000 tensors the header is longer than what
+    is read of it at first."""
     tensors = {f"state_dict.{i}": torch.arange(6, dtype=torch.int32) for i in range(boxes)}
     save_tensors(tmp_path / "a", tensors)
     assert_equal(load_tensors(tmp_path / "a"), tensors)
     name = f"state_dict.{boxes - 1}"
     rewrite_manifest(tmp_path / "a", lambda body: body["tensors"][name].update(dtype="float32"))
     file = read_manifest(tmp_path / "a").tensors[name].shards[0].file
-    with pytest.raises(CheckpointError, match=rf"{file} .* its header says that {name} is I32, .* it is float32"):
+    with pytest.raises(
+        CheckpointError, match=rf"{file} .* its header says that {name} is I32, .* it is float32"
+    ):
         load_tensors(tmp_path / "a")
 
 
@@ -143,7 +176,10 @@ def test_a_damaged_header_is_refused(tmp_path: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= 255
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{file.name} is damaged: its header says that state_dict.weight is not there"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{file.name} is damaged: its header says that state_dict.weight is not there",
+    ):
         load_tensors(tmp_path / "a")
 
 
@@ -179,9 +215,12 @@ def test_a_hostile_state_file_does_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "kind"), [(torch.ones(3).to_sparse(), "sparse_coo"), (torch.ones(3, device="meta"), "without values")]
+    ("tensor", "kind"),
+    [(torch.ones(3).to_sparse(), "sparse_coo"), (torch.ones(3, device="meta"), "without values")],
 )
-def test_a_plain_file_of_tensors_that_cannot_be_read(tensor: torch.Tensor, kind: str, tmp_path: Path) -> None:
+def test_a_plain_file_of_tensors_that_cannot_be_read(
+    tensor: torch.Tensor, kind: str, tmp_path: Path
+) -> None:
     torch.save({"state_dict": {"w": tensor}}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=f"state_dict.w is {kind}"):
         open_checkpoint(tmp_path / "x.ckpt")

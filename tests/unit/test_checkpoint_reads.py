@@ -1,4 +1,5 @@
-"""How bytes are read: in the order of the file, one range at a time, each verified, into the tensors or through a buffer."""
+"""How bytes are read: in the order of the file, one range at a time, each verified, into the
+tensors or through a buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ START = 24
 
 
 class _Reader:
-    """Serves a shard from memory, and notes which bytes were asked for and whether anybody else was reading."""
+    """Serves a shard from memory, and notes which bytes were asked for and whether anybody else was
+    reading."""
 
     num_streams = 1
 
@@ -53,11 +55,14 @@ def _read(target: Tensor, reader: _Reader) -> None:
             future.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])  # straight into the tensor, and through a buffer
+# Straight into the tensor, and through a buffer.
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_threads_read_in_the_order_of_the_file(dtype: torch.dtype) -> None:
     reader, target = _Reader(VALUES.numpy().tobytes()), torch.zeros(VALUES.shape, dtype=dtype)
     _read(target, reader)
-    assert reader.alone and len(reader.positions) > 2 and reader.positions == sorted(reader.positions)
+    assert (
+        reader.alone and len(reader.positions) > 2 and reader.positions == sorted(reader.positions)
+    )
     assert torch.equal(target, VALUES.to(dtype))
 
 
@@ -66,13 +71,17 @@ def test_a_bad_block_is_named(dtype: torch.dtype) -> None:
     data = bytearray(VALUES.numpy().tobytes())
     data[-5] ^= 1
     first = START + (ROWS - 1) * BLOCK_BYTES
-    with pytest.raises(CheckpointError, match=f"bytes {first} to {first + BLOCK_BYTES} do not match"):
+    with pytest.raises(
+        CheckpointError, match=f"bytes {first} to {first + BLOCK_BYTES} do not match"
+    ):
         _read(torch.zeros(VALUES.shape, dtype=dtype), _Reader(bytes(data)))
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on files")
 @pytest.mark.parametrize("once", [True, False])
-def test_who_reads_alone_lets_go_of_what_it_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+def test_who_reads_alone_lets_go_of_what_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: bool
+) -> None:
     content = os.urandom(25 << 20)
     (tmp_path / "file").write_bytes(content)
     let_go: list[int] = []
@@ -83,6 +92,9 @@ def test_who_reads_alone_lets_go_of_what_it_has_read(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     with opened(LocalFolder(tmp_path), "file", len(content), once=once) as reader:
-        read = b"".join(read_range(reader, start, 1 << 20) for start in range(0, len(content), 1 << 20))
+        read = b"".join(
+            read_range(reader, start, 1 << 20) for start in range(0, len(content), 1 << 20)
+        )
     assert read == content
-    assert let_go == ([8 << 20, 16 << 20, 24 << 20, 0] if once else [])  # always behind the reader; 0 is the whole file
+    # Always behind the reader; 0 is the whole file.
+    assert let_go == ([8 << 20, 16 << 20, 24 << 20, 0] if once else [])

@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.checkpoint.naming import join_tensors, name_optimizer_state, number_optimizer_state, split_tensors
+from megatron_lightning.checkpoint.naming import (
+    join_tensors,
+    name_optimizer_state,
+    number_optimizer_state,
+    split_tensors,
+)
 from megatron_lightning.checkpoint.state import dump_state, load_state
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import save_tensors
@@ -37,8 +42,26 @@ class _Config:
 def test_state_becomes_plain() -> None:
     base = torch.arange(1000.0)
     state = {
-        "atoms": [None, True, 3, 2.5, 1j, "x", b"y", torch.float16, torch.device("cpu"), torch.Size([2])],
-        "converted": [Path("a/b"), _Colour.RED, np.float64(1.5), np.int32(4), np.arange(3), _Text("t")],
+        "atoms": [
+            None,
+            True,
+            3,
+            2.5,
+            1j,
+            "x",
+            b"y",
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2]),
+        ],
+        "converted": [
+            Path("a/b"),
+            _Colour.RED,
+            np.float64(1.5),
+            np.int32(4),
+            np.arange(3),
+            _Text("t"),
+        ],
         "mappings": [
             SimpleNamespace(a=1),
             _Config(3, Path("p")),
@@ -53,18 +76,30 @@ def test_state_becomes_plain() -> None:
     assert len(data) < 5000  # the view's 4000-byte storage is not dragged along
     loaded = load_state(data, "test")
     assert loaded["atoms"] == state["atoms"]
-    assert loaded["converted"][:4] == ["a/b", "red", 1.5, 4] and torch.equal(loaded["converted"][4], torch.arange(3))
+    assert loaded["converted"][:4] == ["a/b", "red", 1.5, 4] and torch.equal(
+        loaded["converted"][4], torch.arange(3)
+    )
     assert [type(v) for v in loaded["converted"]] == [str, str, float, int, Tensor, str]
-    assert loaded["mappings"] == [{"a": 1}, {"width": 3, "path": "p"}, {"k": [1]}, OrderedDict(a=1), Counter([5])]
+    assert loaded["mappings"] == [
+        {"a": 1},
+        {"width": 3, "path": "p"},
+        {"k": [1]},
+        OrderedDict(a=1),
+        Counter([5]),
+    ]
     assert [type(v) for v in loaded["mappings"]] == [dict, dict, dict, OrderedDict, Counter]
     assert loaded["rest"] == [(1, 2), {1, 2}, {3}]
     assert type(loaded["tensor"]) is Tensor and torch.equal(loaded["tensor"], base[:2])
 
 
-@pytest.mark.parametrize("value", [print, object(), int, np.array([object()]), lambda: None, range(3)])
+@pytest.mark.parametrize(
+    "value", [print, object(), int, np.array([object()]), lambda: None, range(3)]
+)
 def test_state_that_needs_code_is_refused_by_place(tmp_path: Path, value: object) -> None:
     state = {"callbacks": {"loss": [0, value]}}
-    with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['loss'\]\[1\] is a .*state_dict\(\)"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint\['callbacks'\]\['loss'\]\[1\] is a .*state_dict\(\)"
+    ):
         save_tensors(tmp_path / "a", state=state)
     assert os.listdir(tmp_path) == []
 
@@ -72,10 +107,18 @@ def test_state_that_needs_code_is_refused_by_place(tmp_path: Path, value: object
 @pytest.mark.parametrize("value", [print, object(), int, lambda: None, nn.Linear(2, 2)])
 def test_hyper_parameters_that_need_code_are_left_out(value: object) -> None:
     """Lightning warns of modules among them, and leaves out what cannot be pickled."""
-    state = {"hyper_parameters": {"width": 3, "loss": [0, value]}, "datamodule_hyper_parameters": {"transform": value}}
-    with pytest.warns(UserWarning, match=r"without the hyper-parameter '(loss|transform)': checkpoint\['.*ignore="):
+    state = {
+        "hyper_parameters": {"width": 3, "loss": [0, value]},
+        "datamodule_hyper_parameters": {"transform": value},
+    }
+    with pytest.warns(
+        UserWarning, match=r"without the hyper-parameter '(loss|transform)': checkpoint\['.*ignore="
+    ):
         data = dump_state(state)
-    assert load_state(data, "test") == {"hyper_parameters": {"width": 3}, "datamodule_hyper_parameters": {}}
+    assert load_state(data, "test") == {
+        "hyper_parameters": {"width": 3},
+        "datamodule_hyper_parameters": {},
+    }
 
 
 def test_names_divide_and_join() -> None:
@@ -87,15 +130,27 @@ def test_names_divide_and_join() -> None:
         "callbacks": {"x": {"best": tensor}},
         "nothing": {},
         "optimizer_states": [
-            {"state": {"a.b": {"step": 3, "exp_avg": tensor}}, "param_groups": [{"lr": 0.1, "params": ["a.b"]}]},
+            {
+                "state": {"a.b": {"step": 3, "exp_avg": tensor}},
+                "param_groups": [{"lr": 0.1, "params": ["a.b"]}],
+            },
             {"state": {}, "param_groups": [{"lr": 0.2, "params": []}]},
         ],
     }
     tensors, state = split_tensors(checkpoint)
-    assert list(tensors) == ["state_dict.a.b", "current_model_state.a.b", "optimizer_states.0.state.a.b.exp_avg"]
+    assert list(tensors) == [
+        "state_dict.a.b",
+        "current_model_state.a.b",
+        "optimizer_states.0.state.a.b.exp_avg",
+    ]
     assert state["optimizer_states"][0]["state"] == {"a.b": {"step": 3}}
     assert state["callbacks"] is checkpoint["callbacks"]
-    assert join_tensors(tensors, load_state(dump_state(state), "test"))["optimizer_states"][0]["state"]["a.b"]["step"] == 3
+    assert (
+        join_tensors(tensors, load_state(dump_state(state), "test"))["optimizer_states"][0][
+            "state"
+        ]["a.b"]["step"]
+        == 3
+    )
     assert join_tensors(tensors, state) == checkpoint
 
 

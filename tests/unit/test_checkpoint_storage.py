@@ -1,4 +1,5 @@
-"""Checkpoints in object stores, and two jobs that save at once: the same guarantee as in a directory of one's own."""
+"""Checkpoints in object stores, and two jobs that save at once: the same guarantee as in a
+directory of one's own."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def store() -> Iterator[MemoryFileSystem]:
 
 def _save(path: Any, version: int, **options: Any) -> None:
     weight = torch.full((64, 5), float(version))
-    save_sharded(path, [TensorShards.full("state_dict.weight", weight)], {"version": version}, **options)
+    save_sharded(
+        path, [TensorShards.full("state_dict.weight", weight)], {"version": version}, **options
+    )
 
 
 def _version(path: Any) -> int:
@@ -74,7 +77,8 @@ def test_an_object_store_holds_the_same_format(store: MemoryFileSystem, tmp_path
     store.put_file(str(tmp_path / "whole.ckpt"), "/bucket/plain.ckpt")
     assert open_checkpoint("memory://bucket/plain.ckpt").state()["version"] == 1
     _save(URL, 2)
-    assert _version(URL) == 2 and len(store.store) == 4  # manifest, tensors, state, and the plain file
+    # Manifest, tensors, state, and the plain file.
+    assert _version(URL) == 2 and len(store.store) == 4
     remove_checkpoint(URL)
     remove_checkpoint(URL)
     remove_checkpoint("memory://bucket/plain.ckpt")
@@ -91,12 +95,17 @@ def test_file_urls_are_local_paths(tmp_path: Path) -> None:
 
 
 class _FailingStore:
-    """Lets the n-th change of the memory store fail, as a lost connection does, or a killed process: no clean-up follows."""
+    """Lets the n-th change of the memory store fail, as a lost connection does, or a killed
+    process: no clean-up follows."""
 
     def __init__(self, patch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
         self.calls = 0
         for name in ("open", "pipe_file", "rm", "rm_file"):
-            patch.setattr(MemoryFileSystem, name, self._failing(getattr(MemoryFileSystem, name), name, call, error))
+            patch.setattr(
+                MemoryFileSystem,
+                name,
+                self._failing(getattr(MemoryFileSystem, name), name, call, error),
+            )
 
     def _failing(self, function: Any, name: str, call: int, error: BaseException) -> Any:
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +127,8 @@ def test_a_save_cut_off_anywhere_in_an_object_store(
         if exists:
             _save(URL, 1)
         with monkeypatch.context() as patch:
-            failing = _FailingStore(patch, call, KeyboardInterrupt())  # clean-up fails as well: as if the process was killed
+            # Clean-up fails as well: as if the process was killed.
+            failing = _FailingStore(patch, call, KeyboardInterrupt())
             try:
                 _save(URL, 2, max_file_bytes=64)
                 finished = failing.calls < call
@@ -141,7 +151,8 @@ def test_a_save_cut_off_anywhere_in_an_object_store(
 def test_one_lost_request_loses_no_checkpoint(
     store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, carried_out: bool
 ) -> None:
-    """Also after the commit, and if the store does what it is asked to and only its answer is lost."""
+    """Also after the commit, and if the store does what it is asked to and only its answer is
+    lost."""
     for lost in range(1, 60):
         store.store.clear()
         _save(URL, 1)
@@ -171,7 +182,9 @@ def test_one_lost_request_loses_no_checkpoint(
     pytest.fail("the save never came to its end")
 
 
-def test_a_store_that_does_not_answer_is_not_an_empty_one(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_not_an_empty_one(
+    store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: Any, **__: Any) -> None:
         raise OSError("connection lost")
 
@@ -182,11 +195,17 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(store: MemoryFileSyste
         is_committed(URL)
 
 
-def test_a_failed_save_to_an_object_store_leaves_nothing(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_to_an_object_store_leaves_nothing(
+    store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save(URL, 1)
     before = _names(store)
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(OSError("connection lost")))
+        patch.setattr(
+            MemoryFileSystem,
+            "pipe_file",
+            lambda *_, **__: (_ for _ in ()).throw(OSError("connection lost")),
+        )
         with pytest.raises(CheckpointError, match="connection lost"):
             _save(URL, 2)
     assert _names(store) == before and _version(URL) == 1
@@ -194,10 +213,15 @@ def test_a_failed_save_to_an_object_store_leaves_nothing(store: MemoryFileSystem
 
 def test_leftovers_in_an_object_store_go_when_they_are_old(store: MemoryFileSystem) -> None:
     _save(URL, 1)
-    abandoned, running = ("tensors.0123456789ab.00000.000.safetensors", "tensors.ba9876543210.00000.000.safetensors")
+    abandoned, running = (
+        "tensors.0123456789ab.00000.000.safetensors",
+        "tensors.ba9876543210.00000.000.safetensors",
+    )
     for name in (abandoned, running):
         store.pipe_file(f"/bucket/run/step=1.ckpt/{name}", b"half")
-    store.store[f"/bucket/run/step=1.ckpt/{abandoned}"].modified = datetime.now(timezone.utc) - timedelta(days=2)
+    store.store[f"/bucket/run/step=1.ckpt/{abandoned}"].modified = datetime.now(
+        timezone.utc
+    ) - timedelta(days=2)
     _save(URL, 2)
     assert running in _names(store) and abandoned not in _names(store) and _version(URL) == 2
 
@@ -228,8 +252,11 @@ def test_a_truncated_and_a_flipped_object_are_found(store: MemoryFileSystem) -> 
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])
-def test_jobs_that_save_under_one_name_at_once(where: str, tmp_path: Path, store: MemoryFileSystem) -> None:
-    """Whoever is last is there, whole; nobody fails and nothing of the others is left (a local folder knows what is left)."""
+def test_jobs_that_save_under_one_name_at_once(
+    where: str, tmp_path: Path, store: MemoryFileSystem
+) -> None:
+    """Whoever is last is there, whole; nobody fails and nothing of the others is left (a local
+    folder knows what is left)."""
     path = str(tmp_path / "last.ckpt") if where == "local" else URL
     errors: list[BaseException] = []
 
@@ -257,7 +284,10 @@ def test_a_running_save_of_another_job_keeps_its_files(tmp_path: Path) -> None:
     running.begin(b"state")
     _save(tmp_path / "b.ckpt", 1)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt.tmp-0123456789ab", "b.ckpt"]
-    assert not is_committed(tmp_path / "a.ckpt") and not (tmp_path / "a.ckpt.tmp-0123456789ab" / MANIFEST).exists()
+    assert (
+        not is_committed(tmp_path / "a.ckpt")
+        and not (tmp_path / "a.ckpt.tmp-0123456789ab" / MANIFEST).exists()
+    )
     del running
 
 
@@ -284,6 +314,11 @@ def test_read_full_from_a_store(store: MemoryFileSystem) -> None:
 
 @pytest.mark.parametrize("url", ["no-such-protocol://run/a.ckpt", "dask://run/a.ckpt"])
 def test_a_store_that_cannot_be_reached_is_named(url: str) -> None:
-    for use in (open_checkpoint, lambda path: _save(path, 1), remove_checkpoint, lambda path: completed_file(path).__enter__()):
+    for use in (
+        open_checkpoint,
+        lambda path: _save(path, 1),
+        remove_checkpoint,
+        lambda path: completed_file(path).__enter__(),
+    ):
         with pytest.raises(CheckpointError, match=f"{url} cannot be reached"):
             use(url)

@@ -12,7 +12,9 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 
-SMALL = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=8, vocab_size=100, max_sequence_length=32)
+SMALL = TransformerConfig(
+    num_layers=4, hidden_size=64, num_attention_heads=8, vocab_size=100, max_sequence_length=32
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,10 @@ SMALL = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=8, v
         ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon is nan.*0 or more"),
         ({"rotary_base": 0.0}, "rotary_base is 0.0.*above 0"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
-        ({"hidden_size": 60}, "hidden_size=60 is not divisible by num_attention_heads=8.*kv_channels"),
+        (
+            {"hidden_size": 60},
+            "hidden_size=60 is not divisible by num_attention_heads=8.*kv_channels",
+        ),
         ({"num_query_groups": 3}, "num_attention_heads=8 is not divisible by num_query_groups=3"),
         ({"kv_channels": 7}, "kv_channels=7 rotates 7 channels"),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
@@ -42,7 +47,12 @@ def test_wrong_values_name_value_and_fix(changes: dict[str, Any], message: str) 
 
 def test_derived_sizes() -> None:
     config = replace(SMALL, num_query_groups=2, kv_channels=16)
-    assert (config.head_dim, config.query_groups, config.heads_per_group, config.ffn_size) == (16, 2, 4, 256)
+    assert (config.head_dim, config.query_groups, config.heads_per_group, config.ffn_size) == (
+        16,
+        2,
+        4,
+        256,
+    )
     assert config.qkv_rows == (8 + 2 + 2) * 16
     assert SMALL.query_groups == 8
     assert TransformerConfig(**config.to_dict()) == config
@@ -56,20 +66,46 @@ def tensor(size: int, **options: Any) -> ParallelLayout:
     ("changes", "layout", "world", "message"),
     [
         ({}, tensor(2), 3, "3 ranks cannot be divided.*2 ranks"),
-        ({"num_attention_heads": 6, "kv_channels": 8}, tensor(4), 4, "num_attention_heads=6.*tensor_model_parallel_size=4"),
+        (
+            {"num_attention_heads": 6, "kv_channels": 8},
+            tensor(4),
+            4,
+            "num_attention_heads=6.*tensor_model_parallel_size=4",
+        ),
         ({"ffn_hidden_size": 90}, tensor(4), 4, "ffn_hidden_size=90.*multiple of 4"),
         ({"num_query_groups": 2}, tensor(4), 4, None),
         (
-            {"num_query_groups": 8, "num_attention_heads": 24, "kv_channels": 8, "ffn_hidden_size": 96},
+            {
+                "num_query_groups": 8,
+                "num_attention_heads": 24,
+                "kv_channels": 8,
+                "ffn_hidden_size": 96,
+            },
             tensor(12),
             12,
-            "num_query_groups=8 and tensor_model_parallel_size=12: neither.*divisor or a multiple of 8",
+            "num_query_groups=8 and tensor_model_parallel_size=12: neither.*divisor or a multiple "
+            "of 8",
         ),
         ({"num_query_groups": 1, "kv_channels": 2}, tensor(8), 8, "the 20 rows.*multiple of 8"),
-        ({"vocab_size": 9}, tensor(8), 8, "vocab_size=9 leaves a rank without a row.*tensor_model_parallel_size=8"),
-        ({"max_sequence_length": 16}, tensor(1), 1, "24 tokens are longer than.*max_sequence_length=16"),
+        (
+            {"vocab_size": 9},
+            tensor(8),
+            8,
+            "vocab_size=9 leaves a rank without a row.*tensor_model_parallel_size=8",
+        ),
+        (
+            {"max_sequence_length": 16},
+            tensor(1),
+            1,
+            "24 tokens are longer than.*max_sequence_length=16",
+        ),
         ({}, tensor(8, sequence_parallel=True), 8, None),
-        ({}, ParallelLayout(pipeline_model_parallel_size=8), 8, "num_layers=4 are fewer than the 8 pipeline stages"),
+        (
+            {},
+            ParallelLayout(pipeline_model_parallel_size=8),
+            8,
+            "num_layers=4 are fewer than the 8 pipeline stages",
+        ),
         (
             {},
             ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3),
@@ -79,7 +115,9 @@ def tensor(size: int, **options: Any) -> ParallelLayout:
         ({}, ParallelLayout(expert_model_parallel_size=2), 2, "expert_model_parallel_size=2"),
     ],
 )
-def test_model_and_layout(changes: dict[str, Any], layout: ParallelLayout, world: int, message: str | None) -> None:
+def test_model_and_layout(
+    changes: dict[str, Any], layout: ParallelLayout, world: int, message: str | None
+) -> None:
     config = replace(SMALL, **changes)
     if message is None:
         check_model_layout(config, layout, world, sequence_length=24)
@@ -89,6 +127,8 @@ def test_model_and_layout(changes: dict[str, Any], layout: ParallelLayout, world
 
 
 def test_a_sequence_that_the_ranks_cannot_share() -> None:
-    with pytest.raises(ConfigError, match=r"samples of 27 tokens.*tensor_model_parallel_size=2.*multiple of 2"):
+    with pytest.raises(
+        ConfigError, match=r"samples of 27 tokens.*tensor_model_parallel_size=2.*multiple of 2"
+    ):
         check_model_layout(SMALL, tensor(2), 2, sequence_length=27)
     check_model_layout(SMALL, tensor(2, sequence_parallel=False), 2, sequence_length=27)

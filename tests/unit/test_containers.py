@@ -48,7 +48,9 @@ def _layers() -> list[nn.Linear]:
 
 def _cut(module: nn.Module, prefix: str = "") -> Any:
     """Return the module's list on the second of two stages."""
-    StagePartition(module, [[f"{prefix}{i}" for i in stage] for stage in ((0, 1), (2, 3))], own=(1,))
+    StagePartition(
+        module, [[f"{prefix}{i}" for i in stage] for stage in ((0, 1), (2, 3))], own=(1,)
+    )
     return module.get_submodule(prefix.rstrip("."))
 
 
@@ -64,7 +66,11 @@ def test_an_index_means_the_same_layer_on_every_stage(kind: str) -> None:
     layers = _layers()
     left = LISTS[kind](layers)
     assert left[2] is layers[2] and left[-1] is layers[3] and left[torch.tensor(2)] is layers[2]
-    assert isinstance(left[0], AbsentUnit) and isinstance(left[-4], AbsentUnit) and not list(left[0].parameters())
+    assert (
+        isinstance(left[0], AbsentUnit)
+        and isinstance(left[-4], AbsentUnit)
+        and not list(left[0].parameters())
+    )
     assert list(left[:2].parameters()) == []
     assert [id(p) for p in left[1:3].parameters()] == [id(p) for p in layers[2].parameters()]
     with pytest.raises(IndexError):
@@ -93,7 +99,9 @@ def test_a_forward_iterates_over_what_is_there(kind: Callable[..., nn.Module]) -
     assert torch.equal(module(x), layers[3](layers[2](x)))
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_copies_are_of_the_original_class(again: Callable[[Any], Any]) -> None:
     left, x = _cut(_Sequential(*_layers())), torch.ones(1, 2)
     copied = again(left)

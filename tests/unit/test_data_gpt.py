@@ -1,4 +1,5 @@
-"""GPTDataset: indices, samples and cache names equal megatron-core's; caches are safe, damage is refused."""
+"""GPTDataset: indices, samples and cache names equal megatron-core's; caches are safe, damage is
+refused."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ from megatron_lightning.data.tokenizers import NO_PAD
 from megatron_lightning.errors import ConfigError, DataError
 from tests.unit.test_indexed import document
 
-ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "datasets_gpt.json").read_text())["facts"]
-BASE = {"sequence_length": 16, "split": "90,8,2"}  # the oracle's defaults, as its cache description states them
+ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "datasets_gpt.json").read_text())[
+    "facts"
+]
+# The oracle's defaults, as its cache description states them.
+BASE = {"sequence_length": 16, "split": "90,8,2"}
 SPLITS: tuple[IndexSplit, ...] = ("train", "valid", "test")
 
 
@@ -48,12 +52,17 @@ class Tok:
 
 
 def config_of(case: dict[str, Any], cache_dir: Path | str | None = None) -> GPTDatasetConfig:
-    """The oracle's settings; how positions and attention restart at documents is the model's business, not the indices'."""
+    """The oracle's settings; how positions and attention restart at documents is the model's
+    business, not the indices'."""
     settings = {key: value for key, value in case["config"].items() if key not in ("tokenizer",)}
-    settings = {key: value for key, value in settings.items() if not key.startswith(("reset_", "create_"))}
+    settings = {
+        key: value for key, value in settings.items() if not key.startswith(("reset_", "create_"))
+    }
     pad = re.search(r"pad=(\d+)", case["config"].get("tokenizer", ""))
     tokenizer = Tok(int(pad[1])) if pad else Tok()
-    return GPTDatasetConfig(**{**BASE, **settings}, tokenizer=tokenizer, cache_dir=cache_dir and str(cache_dir))
+    return GPTDatasetConfig(
+        **{**BASE, **settings}, tokenizer=tokenizer, cache_dir=cache_dir and str(cache_dir)
+    )
 
 
 def write(prefix: Path, documents: list[Any], dtype: str = "int32") -> str:
@@ -70,10 +79,14 @@ def corp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return write(Path("corp"), [document(number) for number in range(40)])
 
 
-@pytest.mark.parametrize("case", ORACLE["gpt_dataset"], ids=lambda case: f"{case['config']}-{case['num_samples']}")
+@pytest.mark.parametrize(
+    "case", ORACLE["gpt_dataset"], ids=lambda case: f"{case['config']}-{case['num_samples']}"
+)
 def test_equals_megatron_core(case: dict[str, Any], corp: str) -> None:
     config = config_of(case)
-    assert [bounds and list(bounds) for bounds in split_matrix(config.split)] == case["split_matrix"]
+    assert [bounds and list(bounds) for bounds in split_matrix(config.split)] == case[
+        "split_matrix"
+    ]
     for name, num_samples in zip(SPLITS, case["num_samples"], strict=True):
         expected = case["splits"][name]
         if expected is None:
@@ -85,11 +98,18 @@ def test_equals_megatron_core(case: dict[str, Any], corp: str) -> None:
         for field in ("document_index", "sample_index", "shuffle_index"):
             assert getattr(data.indices, field).tolist() == expected[field], field
         indices = data.indices
-        dtypes = (indices.document_index.dtype, indices.sample_index.dtype, indices.shuffle_index.dtype)
+        dtypes = (
+            indices.document_index.dtype,
+            indices.sample_index.dtype,
+            indices.shuffle_index.dtype,
+        )
         assert dtypes == (np.int32, np.int32, np.uint32)
-        masks = np.stack([data[index]["loss_mask"].numpy() for index in range(len(expected["samples"]))])
+        masks = np.stack(
+            [data[index]["loss_mask"].numpy() for index in range(len(expected["samples"]))]
+        )
         if not config.eod_mask_loss:
-            # megatron-core 0.19.2 zeroes its cached mask in place: positions masked in one sample stay masked in all later ones
+            # megatron-core 0.19.2 zeroes its cached mask in place: positions masked in one sample
+            # stay masked in all later ones
             masks = np.minimum.accumulate(masks)
         for index, sample in enumerate(expected["samples"]):
             assert data[index]["tokens"].tolist() == sample["tokens"]
@@ -113,9 +133,20 @@ def test_settings_that_change_the_indices_change_the_name(corp: str) -> None:
     config = GPTDatasetConfig(**BASE)
     partial = replace(config, drop_last_partial_validation_sequence=False)
     no_extra = replace(config, add_extra_token_to_sequence=False)
-    names = {GPTDataset(corp, each, "valid", 4).unique_description_hash for each in (config, partial, no_extra)}
+    names = {
+        GPTDataset(corp, each, "valid", 4).unique_description_hash
+        for each in (config, partial, no_extra)
+    }
     assert len(names) == 3
-    assert len({GPTDataset(corp, each, "train", 4).unique_description_hash for each in (config, partial)}) == 1
+    assert (
+        len(
+            {
+                GPTDataset(corp, each, "train", 4).unique_description_hash
+                for each in (config, partial)
+            }
+        )
+        == 1
+    )
 
 
 def walk(lengths: list[int], num_samples: int, sequence_length: int, extra: int) -> list[list[int]]:
@@ -141,13 +172,23 @@ def test_vectorised_sample_index_equals_the_walk(seed: int) -> None:
     random = np.random.RandomState(seed)
     lengths = random.randint(1, 40, size=random.randint(1, 30)).astype(np.int32)
     lengths[:-1][random.rand(len(lengths) - 1) < 0.2] = 0  # empty sequences are legal in a file
-    sequence_length, extra, drop_last = int(random.randint(1, 50)), int(random.randint(2)), bool(random.randint(2))
-    plan = plan_epochs(int(lengths.sum()), int(random.randint(1, 60)), sequence_length, extra, drop_last)
+    sequence_length, extra, drop_last = (
+        int(random.randint(1, 50)),
+        int(random.randint(2)),
+        bool(random.randint(2)),
+    )
+    plan = plan_epochs(
+        int(lengths.sum()), int(random.randint(1, 60)), sequence_length, extra, drop_last
+    )
     sequences = np.arange(len(lengths), dtype=np.int32)
-    indices = build_indices(lengths, sequences, plan, sequence_length=sequence_length, extra=extra, seed=seed)
+    indices = build_indices(
+        lengths, sequences, plan, sequence_length=sequence_length, extra=extra, seed=seed
+    )
     stream = lengths[indices.document_index].tolist()
     if drop_last or stream[-1] > 0:
-        assert indices.sample_index.tolist() == walk(stream, plan.num_samples, sequence_length, extra)
+        assert indices.sample_index.tolist() == walk(
+            stream, plan.num_samples, sequence_length, extra
+        )
     assert sorted(indices.shuffle_index.tolist()) == list(range(plan.num_samples))
     assert sorted(indices.document_index.tolist()) == sorted(sequences.tolist() * plan.num_epochs)
 
@@ -173,7 +214,9 @@ def test_samples_tile_the_stream(corp: str) -> None:
 
 def test_partial_validation_sample_is_padded_and_masked(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[5] * 14])
-    config = GPTDatasetConfig(sequence_length=8, split="0,1", drop_last_partial_validation_sequence=False)
+    config = GPTDatasetConfig(
+        sequence_length=8, split="0,1", drop_last_partial_validation_sequence=False
+    )
     data = GPTDataset(prefix, config, "valid")
     last = data[data.indices.shuffle_index.tolist().index(1)]
     assert last["tokens"].tolist() == [5] * 6 + [0] * 2
@@ -183,7 +226,9 @@ def test_partial_validation_sample_is_padded_and_masked(tmp_path: Path) -> None:
 
 def test_pad_that_is_also_eod_masks_nothing(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[7, 0, 7, 0, 7]])
-    data = GPTDataset(prefix, GPTDatasetConfig(sequence_length=4, split="1", tokenizer=Tok(pad=0)), "train")
+    data = GPTDataset(
+        prefix, GPTDatasetConfig(sequence_length=4, split="1", tokenizer=Tok(pad=0)), "train"
+    )
     assert data[0]["loss_mask"].tolist() == [1.0] * 4
 
 
@@ -199,29 +244,46 @@ def test_cache_is_used_and_rebuilt_when_wrong(corp: str) -> None:
     expected = data.indices.shuffle_index.tolist()
     path = next(Path("corp/cache/GPTDataset_indices").glob("*-train-shuffle_index.npy"))
     np.save(path, np.arange(len(expected), dtype=np.uint32))
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == list(range(len(expected)))
+    assert GPTDataset(
+        corp, GPTDatasetConfig(**BASE), "train", 20
+    ).indices.shuffle_index.tolist() == list(range(len(expected)))
     path.write_bytes(path.read_bytes()[:40])
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == expected
+    assert (
+        GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist()
+        == expected
+    )
     np.save(path, np.arange(3, dtype=np.uint32))
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == expected
+    assert (
+        GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist()
+        == expected
+    )
     np.save(path, np.arange(len(expected), dtype=np.uint32))
     newer = path.stat().st_mtime + 5
     os.utime("corp.idx", (newer, newer))
-    assert GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist() == expected
+    assert (
+        GPTDataset(corp, GPTDatasetConfig(**BASE), "train", 20).indices.shuffle_index.tolist()
+        == expected
+    )
 
 
 def build(prefix: str, cache: str, barrier: Any, results: Any) -> None:
     barrier.wait()
     config = GPTDatasetConfig(**BASE, cache_dir=cache)
     results.put(
-        hashlib.md5(b"".join(GPTDataset(prefix, config, "train", 500)[i]["tokens"].numpy() for i in range(50))).hexdigest()
+        hashlib.md5(
+            b"".join(
+                GPTDataset(prefix, config, "train", 500)[i]["tokens"].numpy() for i in range(50)
+            )
+        ).hexdigest()
     )
 
 
 def test_many_processes_build_one_cache(corp: str) -> None:
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
-    workers = [context.Process(target=build, args=(corp, "cache", barrier, results)) for _ in range(4)]
+    workers = [
+        context.Process(target=build, args=(corp, "cache", barrier, results)) for _ in range(4)
+    ]
     for worker in workers:
         worker.start()
     hashes = {results.get(timeout=30) for _ in workers}
@@ -245,12 +307,19 @@ def test_interrupted_cache_write_leaves_nothing(corp: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("bad", [97, -3])
 def test_id_outside_the_vocabulary_names_file_and_place(bad: int, tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[1, 2, 3, 4], [5, 6, bad, 8, 9, 1]])
-    data = GPTDataset(prefix, GPTDatasetConfig(sequence_length=9, split="1", vocab_size=97), "train")
-    with pytest.raises(DataError, match=rf"d\.bin: token 2 of sequence 1 is id {bad}, but the vocabulary has 97 ids"):
+    data = GPTDataset(
+        prefix, GPTDatasetConfig(sequence_length=9, split="1", vocab_size=97), "train"
+    )
+    with pytest.raises(
+        DataError,
+        match=rf"d\.bin: token 2 of sequence 1 is id {bad}, but the vocabulary has 97 ids",
+    ):
         data[0]
     tokenizer = SimpleNamespace(vocab_size=96, eod=0, pad=-1, unique_identifiers={})
     with pytest.raises(DataError, match="the vocabulary has 96 ids"):
-        GPTDataset(prefix, GPTDatasetConfig(sequence_length=9, split="1", tokenizer=tokenizer), "train")[0]
+        GPTDataset(
+            prefix, GPTDatasetConfig(sequence_length=9, split="1", tokenizer=tokenizer), "train"
+        )[0]
 
 
 def test_sample_that_does_not_exist(corp: str) -> None:
@@ -271,7 +340,9 @@ def test_impossible_settings_are_refused(corp: str) -> None:
         GPTDatasetConfig(sequence_length=0)
     with pytest.raises(ConfigError, match="eod_mask_loss=True needs"):
         GPTDatasetConfig(sequence_length=8, eod_mask_loss=True)
-    with pytest.raises(DataError, match=r"the test part of split='999,999,1' gets 0 of 40 documents"):
+    with pytest.raises(
+        DataError, match=r"the test part of split='999,999,1' gets 0 of 40 documents"
+    ):
         GPTDataset(corp, GPTDatasetConfig(sequence_length=8, split="999,999,1"), "test")
     with pytest.raises(DataError, match=r"has 62 tokens, but a sample takes 1025"):
         GPTDataset(corp, GPTDatasetConfig(sequence_length=1024, split="90,8,2"), "test")

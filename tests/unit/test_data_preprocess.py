@@ -29,7 +29,10 @@ from megatron_lightning.data.tokenizers import (
 )
 from megatron_lightning.errors import ConfigError, DataError
 
-TEXTS = [f"def f{i}(x):\n    if x > {i}:\n        return 'é' * {i}\n\n\treturn None  # {'word ' * i}\n" for i in range(60)]
+TEXTS = [
+    f"def f{i}(x):\n    if x > {i}:\n        return 'é' * {i}\n\n\treturn None  # {'word ' * i}\n"
+    for i in range(60)
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "title": f"title {i}"}) + "\n" for i, text in enumerate(TEXTS)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": text, "title": f"title {i}"}) + "\n" for i, text in enumerate(TEXTS)
+        )
+    )
     return path
 
 
@@ -52,7 +59,13 @@ def files_in(folder: Path) -> list[str]:
 
 def test_sentencepiece_reproduces_any_text(model: str) -> None:
     tokenizer = SentencePieceTokenizer(model)
-    for text in [*TEXTS, "  leading, \t tabs\r\n\n\n  and 漢字 \U0001f600  trailing  ", "", "\n", "a"]:
+    for text in [
+        *TEXTS,
+        "  leading, \t tabs\r\n\n\n  and 漢字 \U0001f600  trailing  ",
+        "",
+        "\n",
+        "a",
+    ]:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert all(0 <= token < tokenizer.vocab_size for token in ids)
@@ -87,7 +100,9 @@ def hugging_face_folder(folder: Path, **special: str) -> str:
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
     core.train_from_iterator(TEXTS, trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
     return str(folder)
@@ -122,7 +137,11 @@ def test_a_hugging_face_name_without_network(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
     with pytest.raises(
-        DataError, match=r"some/name: .* without network, use a folder with the tokenizer's files.* couldn't connect"
+        DataError,
+        match=(
+            r"some/name: .* without network, use a folder with the tokenizer's files.* couldn't "
+            r"connect"
+        ),
     ):
         HuggingFaceTokenizer("some/name")
 
@@ -142,17 +161,28 @@ def test_stdlib_corpus_is_ordered_and_readable() -> None:
 def test_documents_keep_their_order(
     workers: int, jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 300)  # several documents a chunk, many chunks
+    # Several documents a chunk, many chunks.
+    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 300)
     prefixes = preprocess(
-        str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model, json_keys=["text", "title"], workers=workers
+        str(tmp_path / "out" / "x"),
+        str(jsonl),
+        tokenizer_model=model,
+        json_keys=["text", "title"],
+        workers=workers,
     )
-    assert prefixes == {key: str(tmp_path / "out" / f"x_{key}_document") for key in ("text", "title")}
-    assert files_in(tmp_path / "out") == [f"x_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")]
+    assert prefixes == {
+        key: str(tmp_path / "out" / f"x_{key}_document") for key in ("text", "title")
+    }
+    assert files_in(tmp_path / "out") == [
+        f"x_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")
+    ]
     tokenizer = load_tokenizer(model)
     text, title = IndexedDataset(prefixes["text"]), IndexedDataset(prefixes["title"])
     assert text.dtype == np.uint16
     assert [tokenizer.decode(ids.tolist()) for ids in text] == TEXTS
-    assert [tokenizer.decode(ids.tolist()) for ids in title] == [f"title {i}" for i in range(len(TEXTS))]
+    assert [tokenizer.decode(ids.tolist()) for ids in title] == [
+        f"title {i}" for i in range(len(TEXTS))
+    ]
     assert text.num_documents == len(TEXTS)
 
 
@@ -160,38 +190,76 @@ def test_trains_a_tokenizer_and_reads_text_files(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.py").write_text("".join(TEXTS[number::3]))
     inputs = [str(tmp_path / f"{number}.py") for number in (2, 0, 1)]
-    prefix = preprocess(str(tmp_path / "out" / "x"), inputs, vocab_size=350, append_eod=True)["text"]
+    prefix = preprocess(str(tmp_path / "out" / "x"), inputs, vocab_size=350, append_eod=True)[
+        "text"
+    ]
     tokenizer = load_tokenizer(tmp_path / "out" / "x_tokenizer.model")
     data = IndexedDataset(prefix)
-    assert [tokenizer.decode(ids[:-1].tolist()) for ids in data] == ["".join(TEXTS[number::3]) for number in (2, 0, 1)]
+    assert [tokenizer.decode(ids[:-1].tolist()) for ids in data] == [
+        "".join(TEXTS[number::3]) for number in (2, 0, 1)
+    ]
     assert all(ids[-1] == tokenizer.eod for ids in data)
-    assert files_in(tmp_path / "out") == ["x_text_document.bin", "x_text_document.idx", "x_tokenizer.model"]
+    assert files_in(tmp_path / "out") == [
+        "x_text_document.bin",
+        "x_text_document.idx",
+        "x_tokenizer.model",
+    ]
 
 
 BAD_LINES = [
     (b'{"text": "a"}\n\n{"text": "b"\n', r"in\.jsonl:3: invalid JSON at column 13: Expecting"),
-    (b'{"text": "a"}\n["b"]\n', r"in\.jsonl:2: a line must be a JSON object with a text, found list"),
-    (b'{"text": "a"}\n{"body": "b"}\n', r"in\.jsonl:2: no key 'text', only \['body'\]; set json_keys"),
+    (
+        b'{"text": "a"}\n["b"]\n',
+        r"in\.jsonl:2: a line must be a JSON object with a text, found list",
+    ),
+    (
+        b'{"text": "a"}\n{"body": "b"}\n',
+        r"in\.jsonl:2: no key 'text', only \['body'\]; set json_keys",
+    ),
     (b'{"text": "a"}\n{"text": 7}\n', r"in\.jsonl:2: int under key 'text'; set json_keys"),
     (b'{"text": "a"}\n{"text": "\xff"}\n', r"in\.jsonl:2: not UTF-8: byte 0xff"),
-    (b'{"text": "a"}\n{"text": "\\ud800 x"}\n', r"in\.jsonl:2: half a character under key 'text': '\\ud800' at character 1 is"),
-    (b'{"text": "a"}\n' + b"[" * 100_000, r"in\.jsonl:2: unreadable JSON \(maximum recursion depth"),
-    (b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"in\.jsonl:1: unreadable JSON \(Exceeds the limit"),
-    (b'{"text": "a"}\n{"text": ""}\n', r"in\.jsonl:2: empty document under key 'text'; .* empty_documents to skip"),
+    (
+        b'{"text": "a"}\n{"text": "\\ud800 x"}\n',
+        r"in\.jsonl:2: half a character under key 'text': '\\ud800' at character 1 is",
+    ),
+    (
+        b'{"text": "a"}\n' + b"[" * 100_000,
+        r"in\.jsonl:2: unreadable JSON \(maximum recursion depth",
+    ),
+    (
+        b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n",
+        r"in\.jsonl:1: unreadable JSON \(Exceeds the limit",
+    ),
+    (
+        b'{"text": "a"}\n{"text": ""}\n',
+        r"in\.jsonl:2: empty document under key 'text'; .* empty_documents to skip",
+    ),
 ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("content", "message"), BAD_LINES)
-def test_bad_line_is_named_and_leaves_nothing(content: bytes, message: str, workers: int, model: str, tmp_path: Path) -> None:
+def test_bad_line_is_named_and_leaves_nothing(
+    content: bytes, message: str, workers: int, model: str, tmp_path: Path
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model, workers=workers)
+        preprocess(
+            str(tmp_path / "out" / "x"),
+            str(tmp_path / "in.jsonl"),
+            tokenizer_model=model,
+            workers=workers,
+        )
     assert files_in(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize(("content", "message"), [*BAD_LINES[:-1], (b"\n \n", r"in\.jsonl: no document, only blank lines")])
-def test_bad_line_is_named_when_a_tokenizer_is_trained(content: bytes, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [*BAD_LINES[:-1], (b"\n \n", r"in\.jsonl: no document, only blank lines")],
+)
+def test_bad_line_is_named_when_a_tokenizer_is_trained(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=rf"^[^ ]*{message}"):
         preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "in.jsonl"), vocab_size=300)
@@ -228,7 +296,9 @@ def test_termination_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) == handled
 
 
-def test_a_full_disk_leaves_nothing(jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Full(io.BytesIO):
         def write(self, *_: object) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -242,7 +312,9 @@ def test_a_full_disk_leaves_nothing(jsonl: Path, model: str, tmp_path: Path, mon
             self._file = Full()
 
     monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
-    with pytest.raises(DataError, match=r"x: cannot be written \(\[Errno 28\] No space left .* or free space"):
+    with pytest.raises(
+        DataError, match=r"x: cannot be written \(\[Errno 28\] No space left .* or free space"
+    ):
         preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model)
     assert files_in(tmp_path / "out") == []
 
@@ -256,7 +328,12 @@ def test_undecodable_text_file_names_its_line(model: str, tmp_path: Path) -> Non
 
 def test_empty_documents_can_be_skipped(model: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
-    prefix = preprocess(str(tmp_path / "x"), str(tmp_path / "in.jsonl"), tokenizer_model=model, empty_documents="skip")["text"]
+    prefix = preprocess(
+        str(tmp_path / "x"),
+        str(tmp_path / "in.jsonl"),
+        tokenizer_model=model,
+        empty_documents="skip",
+    )["text"]
     assert len(IndexedDataset(prefix)) == 2
     (tmp_path / "in.jsonl").write_text('{"text": "a", "title": ""}\n' * 2)
     with pytest.raises(DataError, match=r"in\.jsonl: only empty documents under key 'title'"):
@@ -281,7 +358,12 @@ def test_a_disk_that_fills_up_with_the_last_of_several_datasets_leaves_none(
 
     monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
     with pytest.raises(DataError, match="No space left"):
-        preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model, json_keys=["text", "title"])
+        preprocess(
+            str(tmp_path / "out" / "x"),
+            str(jsonl),
+            tokenizer_model=model,
+            json_keys=["text", "title"],
+        )
     assert files_in(tmp_path / "out") == []
 
 
@@ -297,9 +379,13 @@ class _TooLarge:
         return ""
 
 
-def test_id_outside_the_vocabulary_is_refused(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_id_outside_the_vocabulary_is_refused(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preprocess_module, "load_tokenizer", lambda *_: _TooLarge())
-    with pytest.raises(DataError, match=r"in\.jsonl:1: token id 5 is outside the tokenizer's vocabulary of 5 ids"):
+    with pytest.raises(
+        DataError, match=r"in\.jsonl:1: token id 5 is outside the tokenizer's vocabulary of 5 ids"
+    ):
         preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model="any")
     assert files_in(tmp_path / "out") == []
 
@@ -309,7 +395,9 @@ class _Deadly(_TooLarge):
         os._exit(9)
 
 
-def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_ends_the_run(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sys.platform != "linux":
         pytest.skip("the replaced tokenizer reaches a forked worker only")
     monkeypatch.setattr(preprocess_module, "load_tokenizer", lambda *_: _Deadly())
@@ -322,12 +410,20 @@ def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pyte
     ("settings", "error", "message"),
     [
         ({"input": "missing.jsonl"}, DataError, r"missing\.jsonl: cannot be read \(No such file"),
-        ({"input": "."}, DataError, r"\. is a directory, and input takes files; list those in it, as in --input \./\*\.txt"),
+        (
+            {"input": "."},
+            DataError,
+            r"\. is a directory, and input takes files; list those in it, as in --input \./\*\.txt",
+        ),
         ({"input": []}, DataError, "names no file"),
         ({"workers": 0}, ConfigError, "workers=0"),
         ({"json_keys": []}, ConfigError, "json_keys"),
         ({"json_keys": ["a", "a"]}, ConfigError, "json_keys"),
-        ({"vocab_size": None}, ConfigError, "set tokenizer_model to use an existing tokenizer, or vocab_size"),
+        (
+            {"vocab_size": None},
+            ConfigError,
+            "set tokenizer_model to use an existing tokenizer, or vocab_size",
+        ),
         ({"tokenizer_model": "x.model"}, ConfigError, "and not both"),
         ({"tokenizer_type": "huggingface"}, ConfigError, "is never trained here"),
         ({"output_prefix": "file/x"}, DataError, "file/x: cannot be written"),
@@ -335,7 +431,12 @@ def test_dead_worker_ends_the_run(jsonl: Path, tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_impossible_settings_are_refused(
-    settings: dict[str, Any], error: type[Exception], message: str, jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")

@@ -1,4 +1,5 @@
-"""Rank arithmetic against the process groups that megatron-core builds, and the errors of sizes that do not fit."""
+"""Rank arithmetic against the process groups that megatron-core builds, and the errors of sizes
+that do not fit."""
 
 from __future__ import annotations
 
@@ -36,14 +37,22 @@ COORDINATES = {
     "expert_tensor_parallel": "etp",
     "expert_data_parallel": "edp",
 }
-INSTANCES = "num_distributed_optimizer_instances"  # no size of the grid; tests/distributed/test_context.py divides its groups
+# No size of the grid; tests/distributed/test_context.py divides its groups.
+INSTANCES = "num_distributed_optimizer_instances"
 NOT_OURS = ("hierarchical_context_parallel_sizes",)
 
 
 def _facts() -> list[Any]:
-    facts = [f for name in ("w8", "w16") for f in json.loads((ORACLES / f"process_groups_{name}.json").read_text())["facts"]]
+    facts = [
+        f
+        for name in ("w8", "w16")
+        for f in json.loads((ORACLES / f"process_groups_{name}.json").read_text())["facts"]
+    ]
     kept = [fact for fact in facts if not any(name in fact["args"] for name in NOT_OURS)]
-    return [pytest.param(f, id=f"{f['world']}-{'-'.join(f'{k[:6]}{v}' for k, v in f['args'].items())}") for f in kept]
+    return [
+        pytest.param(f, id=f"{f['world']}-{'-'.join(f'{k[:6]}{v}' for k, v in f['args'].items())}")
+        for f in kept
+    ]
 
 
 @pytest.mark.parametrize("fact", _facts())
@@ -52,7 +61,10 @@ def test_groups_equal_megatron_core(fact: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=r"\d+.*[Ss]et|Put pp last"):
             RankGrid(ParallelLayout(**fact["args"]), fact["world"])
         return
-    grid = RankGrid(ParallelLayout(**{name: size for name, size in fact["args"].items() if name != INSTANCES}), fact["world"])
+    grid = RankGrid(
+        ParallelLayout(**{name: size for name, size in fact["args"].items() if name != INSTANCES}),
+        fact["world"],
+    )
 
     def theirs(name: str) -> set[tuple[int, ...]]:
         groups = fact["groups"].get(name) or fact["groups"][fact["same_as"][name]]
@@ -69,7 +81,9 @@ def test_groups_equal_megatron_core(fact: dict[str, Any]) -> None:
     for rank, coordinates in fact["coords"].items():
         for name, axis in COORDINATES.items():
             if isinstance(coordinates[name], list):
-                assert [grid.coordinate(int(rank), axis), grid.size(axis)] == coordinates[name], name
+                assert [grid.coordinate(int(rank), axis), grid.size(axis)] == coordinates[name], (
+                    name
+                )
 
 
 @pytest.mark.parametrize(
@@ -77,8 +91,14 @@ def test_groups_equal_megatron_core(fact: dict[str, Any]) -> None:
     [
         ({"tensor_model_parallel_size": 0}, r"tensor_model_parallel_size is 0.*positive integer"),
         ({"pipeline_model_parallel_size": 1.5}, r"pipeline_model_parallel_size is 1\.5"),
-        ({"sequence_parallel": True}, r"sequence_parallel is True with tensor_model_parallel_size=1"),
-        ({"virtual_pipeline_model_parallel_size": 2}, r"virtual_pipeline_model_parallel_size=2 needs a pipeline"),
+        (
+            {"sequence_parallel": True},
+            r"sequence_parallel is True with tensor_model_parallel_size=1",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            r"virtual_pipeline_model_parallel_size=2 needs a pipeline",
+        ),
         ({"order": "tp-dp"}, r"order is 'tp-dp'.*each of tp, cp, ep, dp, pp once"),
     ],
 )
@@ -89,7 +109,8 @@ def test_sizes_that_contradict_themselves(sizes: dict[str, Any], message: str) -
 
 def test_a_world_that_does_not_fit_names_the_numbers() -> None:
     with pytest.raises(
-        ConfigError, match=r"6 ranks .*replicas of 4 ranks \(tensor 2 x context 1 x pipeline 2\).*multiple of 4"
+        ConfigError,
+        match=r"6 ranks .*replicas of 4 ranks \(tensor 2 x context 1 x pipeline 2\).*multiple of 4",
     ):
         RankGrid(ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 6)
 
@@ -99,7 +120,10 @@ def test_pipelines_of_which_experts_have_others_are_refused() -> None:
         tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1,
         pipeline_model_parallel_size=2, order="tp-pp-cp-ep-dp",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"dense layers pipelines of ranks 2 apart and experts of ranks 1 apart. Put pp last"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dense layers pipelines of ranks 2 apart and experts of ranks 1 apart. Put pp last",
+    ):
         RankGrid(layout, 8)
 
 
@@ -108,6 +132,7 @@ def test_a_group_has_axes_of_one_grid() -> None:
     assert grid.group_of(1, "ep") == grid.group_of(1, "dp") == (0, 1)
     for axes in ("tp-ep", "dp-edp", "expert"):
         with pytest.raises(
-            ConfigError, match=f"no group '{axes}': dense axes are tp, cp, dp, pp, axes of experts etp, ep, edp"
+            ConfigError,
+            match=f"no group '{axes}': dense axes are tp, cp, dp, pp, axes of experts etp, ep, edp",
         ):
             grid.size(axes)

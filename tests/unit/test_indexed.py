@@ -1,4 +1,5 @@
-"""Indexed files: equal to megatron-core's bytes, readable, refused when damaged, and never half-written."""
+"""Indexed files: equal to megatron-core's bytes, readable, refused when damaged, and never
+half-written."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ import pytest
 from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_lightning.errors import DataError
 
-ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "datasets_gpt.json").read_text())["facts"]
-WRITTEN: dict[str, dict[str, Any]] = {case["name"]: case for case in ORACLE["indexed_dataset"] if "num_docs" in case}
+ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "datasets_gpt.json").read_text())[
+    "facts"
+]
+WRITTEN: dict[str, dict[str, Any]] = {
+    case["name"]: case for case in ORACLE["indexed_dataset"] if "num_docs" in case
+}
 
 
 def document(number: int) -> np.ndarray:
@@ -73,7 +78,9 @@ def test_get_reads_a_part(tmp_path: Path) -> None:
     data = IndexedDataset(tmp_path / "data")
     assert data.get(1, 1, 3).tolist() == document(1)[1:4].tolist()
     assert data.get(1, 50).tolist() == document(1)[50:].tolist()
-    with pytest.raises(DataError, match=r"data\.bin: tokens 1 to 4 of sequence 0 do not exist: it has 3 tokens"):
+    with pytest.raises(
+        DataError, match=r"data\.bin: tokens 1 to 4 of sequence 0 do not exist: it has 3 tokens"
+    ):
         data.get(0, 1, 3)
 
 
@@ -86,7 +93,9 @@ def test_merge_equals_megatron_core(tmp_path: Path) -> None:
         for name in names:
             writer.append(tmp_path / name)
     assert (tmp_path / "merged.idx").read_bytes() == base64.b64decode(merged["idx_b64"])
-    assert hashlib.sha256((tmp_path / "merged.bin").read_bytes()).hexdigest() == merged["bin_sha256"]
+    assert (
+        hashlib.sha256((tmp_path / "merged.bin").read_bytes()).hexdigest() == merged["bin_sha256"]
+    )
     write_case(tmp_path / "small", WRITTEN["b_uint16"])
     with (
         pytest.raises(DataError, match=r"small\.idx: has tokens of uint16"),
@@ -102,7 +111,9 @@ def test_modes_of_multimodal_files_are_ignored(tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "data")) == 5
 
 
-@pytest.mark.parametrize(("vocab_size", "name"), [(65499, "uint16"), (65500, "int32"), (200_000, "int32")])
+@pytest.mark.parametrize(
+    ("vocab_size", "name"), [(65499, "uint16"), (65500, "int32"), (200_000, "int32")]
+)
 def test_token_dtype(vocab_size: int, name: str) -> None:
     assert token_dtype(vocab_size) == np.dtype(name)
 
@@ -119,9 +130,18 @@ def damage(path: Path, position: int, value: bytes) -> None:
         (lambda p: (p / "data.idx").unlink(), r"data\.idx: cannot be read \(No such file"),
         (lambda p: (p / "data.bin").unlink(), r"data\.bin: cannot be read \(No such file"),
         (lambda p: (p / "data.idx").write_bytes(b""), r"data\.idx: truncated: 0 bytes"),
-        (lambda p: (p / "data.idx").write_bytes((p / "data.idx").read_bytes()[:20]), r"data\.idx: truncated: 20 bytes"),
-        (lambda p: (p / "data.idx").write_bytes((p / "data.idx").read_bytes()[:-8]), r"data\.idx: .* truncated or damaged"),
-        (lambda p: (p / "data.bin").write_bytes((p / "data.bin").read_bytes()[:-1]), r"data\.bin: .* \.bin is truncated"),
+        (
+            lambda p: (p / "data.idx").write_bytes((p / "data.idx").read_bytes()[:20]),
+            r"data\.idx: truncated: 20 bytes",
+        ),
+        (
+            lambda p: (p / "data.idx").write_bytes((p / "data.idx").read_bytes()[:-8]),
+            r"data\.idx: .* truncated or damaged",
+        ),
+        (
+            lambda p: (p / "data.bin").write_bytes((p / "data.bin").read_bytes()[:-1]),
+            r"data\.bin: .* \.bin is truncated",
+        ),
         (lambda p: damage(p / "data.idx", 0, b"X"), r"data\.idx: bad header"),
         (lambda p: damage(p / "data.idx", 9, b"\x02"), r"data\.idx: bad version 2"),
         (lambda p: damage(p / "data.idx", 17, b"\x09"), r"data\.idx: bad token dtype code 9"),
@@ -141,13 +161,18 @@ def test_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         IndexedDatasetWriter(tmp_path / "d", "uint16") as w,
     ):
         w.add_document([1, 70000])
-    with pytest.raises(DataError, match="do not agree"), IndexedDatasetWriter(tmp_path / "d") as writer:
+    with (
+        pytest.raises(DataError, match="do not agree"),
+        IndexedDatasetWriter(tmp_path / "d") as writer,
+    ):
         writer.add_document([1, 2, 3], [1, 1])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_interrupted_write_leaves_nothing_and_keeps_the_old(error: type[BaseException], tmp_path: Path) -> None:
+def test_interrupted_write_leaves_nothing_and_keeps_the_old(
+    error: type[BaseException], tmp_path: Path
+) -> None:
     write_case(tmp_path / "data", WRITTEN["a_int32"])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(error), IndexedDatasetWriter(tmp_path / "data") as writer:
@@ -166,15 +191,23 @@ def test_ctrl_c_of_preprocess_leaves_nothing(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"text": f"document {i} " * 2000}) + "\n" for i in range(3000))
     (tmp_path / "in.jsonl").write_text(lines)
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+        # A background job ignores it.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from megatron_lightning.data.preprocess import preprocess\n"
-        f"preprocess({str(tmp_path / 'out' / 'x')!r}, {str(tmp_path / 'in.jsonl')!r}, vocab_size=400, workers=2)"
+        f"preprocess({str(tmp_path / 'out' / 'x')!r}, {str(tmp_path / 'in.jsonl')!r}, "
+        "vocab_size=400, workers=2)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 60
-        while not any(path.name.startswith(".x_text_document.bin") for path in tmp_path.glob("out/.*")):
-            assert time.monotonic() < deadline and process.poll() is None, process.stderr and process.stderr.read()
+        while not any(
+            path.name.startswith(".x_text_document.bin") for path in tmp_path.glob("out/.*")
+        ):
+            assert time.monotonic() < deadline and process.poll() is None, (
+                process.stderr and process.stderr.read()
+            )
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=30)

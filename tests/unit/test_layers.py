@@ -19,7 +19,9 @@ from megatron_lightning.parallel.rng import RngStreams
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 ROPE = json.loads((ORACLES / "rope_cp.json").read_text())["facts"]["rope"]
-STANDARD = [case for case in ROPE if case["args"].keys() <= {"kv_channels", "rotary_percent", "rotary_base"}]
+STANDARD = [
+    case for case in ROPE if case["args"].keys() <= {"kv_channels", "rotary_percent", "rotary_base"}
+]
 QKV = json.loads((ORACLES / "hf_layout.json").read_text())["facts"]["qkv"]
 
 
@@ -28,10 +30,14 @@ def test_rotary_equals_megatron_core(case: dict[str, Any]) -> None:
     args, shape = case["args"], case["applied_shape"]
     index = np.arange(np.prod(shape), dtype=np.float64)
     x = torch.from_numpy(np.sin(0.37 * index + 0.1).astype(np.float32)).view(shape)
-    rotary = RotaryEmbedding(int(args["kv_channels"] * args["rotary_percent"]), args.get("rotary_base", 10000.0))
+    rotary = RotaryEmbedding(
+        int(args["kv_channels"] * args["rotary_percent"]), args.get("rotary_base", 10000.0)
+    )
     rotated = apply_rotary(x, *rotary(shape[0], x))
     # recorded with 7 digits
-    torch.testing.assert_close(rotated.flatten(), torch.tensor(case["applied"]), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        rotated.flatten(), torch.tensor(case["applied"]), rtol=1e-5, atol=2e-6
+    )
     positions = torch.arange(shape[0])[None].expand(shape[1], -1)
     assert torch.equal(apply_rotary(x, *rotary(shape[0], x, positions)), rotated)
 
@@ -49,11 +55,14 @@ def test_a_rotary_table_from_inference_serves_training() -> None:
 def test_fused_rows_are_grouped_as_in_megatron_core(case: dict[str, Any]) -> None:
     heads, groups, d = case["heads"], case["groups"], case["head_dim"]
     config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=heads, num_query_groups=groups, kv_channels=d, vocab_size=8,
+        num_layers=1, hidden_size=8, num_attention_heads=heads, num_query_groups=groups,
+        kv_channels=d, vocab_size=8,
         position_embedding_type="none",
     )  # fmt: skip
     attention = SelfAttention(config, None)
-    rows = torch.tensor(case["megatron_row_source (q row r -> r, k -> 1000+r, v -> 2000+r)"], dtype=torch.float32)
+    rows = torch.tensor(
+        case["megatron_row_source (q row r -> r, k -> 1000+r, v -> 2000+r)"], dtype=torch.float32
+    )
     seen: list[torch.Tensor] = []
     attention.linear_qkv.forward = lambda hidden: rows.expand(*hidden.shape[:2], -1)  # type: ignore[method-assign]
     attention.core_attention.forward = lambda *qkv: seen.extend(qkv) or qkv[0].flatten(2)  # type: ignore[method-assign]
@@ -69,7 +78,9 @@ def test_attention_is_causal_and_grouped() -> None:
     q, k, v = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 2, 8), torch.randn(5, 2, 2, 8)
     scores = torch.einsum("sbnd,tbnd->bnst", q, k.repeat_interleave(2, 2)) / 8**0.5
     scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
-    expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v.repeat_interleave(2, 2)).flatten(2)
+    expected = torch.einsum(
+        "bnst,tbnd->sbnd", scores.softmax(-1), v.repeat_interleave(2, 2)
+    ).flatten(2)
     torch.testing.assert_close(CoreAttention(0.0)(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -84,12 +95,20 @@ def test_cross_entropy_leaves_ignored_targets_out() -> None:
 
 def test_streams_have_megatrons_seeds() -> None:
     """The stage moves all of them by 100; the tensor rank, and the expert ranks, only their own."""
-    streams = RngStreams(1234, device=torch.device("cpu"), tp_rank=1, pp_rank=2, ep_rank=3, etp_rank=4)
-    offsets = {"model-parallel-rng": 2718 + 1, "expert-parallel-rng": 1024 + 100 * 3 + 4, "data-parallel-rng": 0}
+    streams = RngStreams(
+        1234, device=torch.device("cpu"), tp_rank=1, pp_rank=2, ep_rank=3, etp_rank=4
+    )
+    offsets = {
+        "model-parallel-rng": 2718 + 1,
+        "expert-parallel-rng": 1024 + 100 * 3 + 4,
+        "data-parallel-rng": 0,
+    }
     for name, offset in offsets.items():
         with streams.fork(name):
             drawn = torch.rand(3)
-        assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(1234 + 100 * 2 + offset))), name
+        assert torch.equal(
+            drawn, torch.rand(3, generator=torch.Generator().manual_seed(1234 + 100 * 2 + offset))
+        ), name
 
 
 def test_dropout_draws_from_the_stream_of_its_rank() -> None:

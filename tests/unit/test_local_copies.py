@@ -25,7 +25,9 @@ class _Run:
         weight = TensorShards.full("weight", torch.full((2,), float(step)))
         snapshot = self._copies.take_snapshot(step, [weight], {"global_step": step})
         self._copies.write(snapshot)
-        Pointer(str(self.folder), 1, 1, step, {}).write(self._pointer, Path(snapshot.path).parent.name)
+        Pointer(str(self.folder), 1, 1, step, {}).write(
+            self._pointer, Path(snapshot.path).parent.name
+        )
         return sorted(int(name.split("-")[1]) for name in os.listdir(self.folder))
 
     def newest(self) -> int | None:
@@ -40,7 +42,8 @@ def test_a_run_that_goes_back_replaces_the_copies_of_later_steps(tmp_path: Path)
     run = _Run(tmp_path / "node", tmp_path / "local.ckpt")
     for step, left in ((1, [1]), (2, [1, 2]), (3, [2, 3])):
         assert run.save(step) == left and run.newest() == step
-    assert run.save(2) == [2]  # resumed from an older checkpoint: step 3 is of a run that was given up
+    # Resumed from an older checkpoint: step 3 is of a run that was given up.
+    assert run.save(2) == [2]
     assert run.save(3) == [2, 3]
     shutil.rmtree(next((tmp_path / "node").glob("step-*3-*")))
     assert run.newest() == 2

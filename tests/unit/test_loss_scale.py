@@ -1,4 +1,5 @@
-"""The dynamic loss scale against Megatron-Core's rule, worked out by hand for a script of overflows."""
+"""The dynamic loss scale against Megatron-Core's rule, worked out by hand for a script of
+overflows."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def _run(scale: DynamicLossScale, script: str) -> list[float]:
 
 
 def test_scale_follows_megatrons_rule() -> None:
-    assert _run(DynamicLossScale(LossScaleOptions(initial_scale=64, growth_interval=3)), SCRIPT) == SCALES
+    assert (
+        _run(DynamicLossScale(LossScaleOptions(initial_scale=64, growth_interval=3)), SCRIPT)
+        == SCALES
+    )
 
 
 @pytest.mark.parametrize("stop", range(len(SCRIPT)))
@@ -39,7 +43,8 @@ def test_scale_resumes_where_it_stopped(stop: int) -> None:
 
 def test_a_shorter_interval_than_the_run_before_had_ends_at_once() -> None:
     scale = DynamicLossScale(LossScaleOptions(initial_scale=64, growth_interval=3))
-    scale.load_state_dict({"scale": 8.0, "_growth_tracker": 1500})  # of torch's GradScaler, which counts to 2000
+    # Of torch's GradScaler, which counts to 2000.
+    scale.load_state_dict({"scale": 8.0, "_growth_tracker": 1500})
     assert _run(scale, "....") == [16, 16, 16, 32]
 
 
@@ -68,7 +73,11 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
 def test_unscale_divides_and_finds(bad: float | None) -> None:
-    gradients = [torch.full((3,), 8.0), torch.full((2, 2), 4.0, dtype=torch.bfloat16), torch.full((), 2.0, dtype=torch.float64)]
+    gradients = [
+        torch.full((3,), 8.0),
+        torch.full((2, 2), 4.0, dtype=torch.bfloat16),
+        torch.full((), 2.0, dtype=torch.float64),
+    ]
     if bad is not None:
         gradients[1][1, 0] = bad
     found = unscale_(gradients, 4.0, torch.device("cpu"))

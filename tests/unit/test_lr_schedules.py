@@ -1,4 +1,5 @@
-"""Learning rate and weight decay equal what megatron-core computed (``tests/oracles/lr_schedules.json``), to the last bit."""
+"""Learning rate and weight decay equal what megatron-core computed
+(``tests/oracles/lr_schedules.json``), to the last bit."""
 
 from __future__ import annotations
 
@@ -12,19 +13,25 @@ import torch
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import LRSchedule, ScheduledLR
 
-FACTS = json.loads((Path(__file__).parent.parent / "oracles" / "lr_schedules.json").read_text())["facts"]
+FACTS = json.loads((Path(__file__).parent.parent / "oracles" / "lr_schedules.json").read_text())[
+    "facts"
+]
 
 
 def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
     groups = groups or ({"lr": 1.0},)
-    return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups])
+    return torch.optim.AdamW(
+        [{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups]
+    )
 
 
 def _schedule(**values: Any) -> LRSchedule:
     return LRSchedule(**{"lr_decay_steps": 20, "lr_warmup_steps": 2, **values})
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: f"{fact['args']['lr_decay_style']}-{fact['increment']}")
+@pytest.mark.parametrize(
+    "fact", FACTS, ids=lambda fact: f"{fact['args']['lr_decay_style']}-{fact['increment']}"
+)
 def test_rates_are_megatron_cores(fact: dict[str, Any]) -> None:
     values = dict(fact["args"])
     optimizer = _optimizer(
@@ -33,7 +40,9 @@ def test_rates_are_megatron_cores(fact: dict[str, Any]) -> None:
         {"lr": 1e-3, "weight_decay": 0.0},
     )
     unit = "samples" if fact["increment"] > 1 else "steps"
-    scheduler = ScheduledLR(optimizer, LRSchedule(unit=unit, samples_per_step=fact["increment"], **values))
+    scheduler = ScheduledLR(
+        optimizer, LRSchedule(unit=unit, samples_per_step=fact["increment"], **values)
+    )
     rows = {row[0]: row[1:] for row in fact["rows"]}
     for step in range(max(rows) + 1):
         if step in rows:
@@ -46,12 +55,19 @@ def test_rates_are_megatron_cores(fact: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
 def test_every_tail_of_wsd_goes_from_peak_to_minimum(style: Any) -> None:
-    schedule = _schedule(lr_decay_style="WSD", wsd_decay_steps=8, lr_wsd_decay_style=style, min_lr=0.1)
+    schedule = _schedule(
+        lr_decay_style="WSD", wsd_decay_steps=8, lr_wsd_decay_style=style, min_lr=0.1
+    )
     rates = [schedule.lr(n, 1.0, 0.0, 0.1) for n in range(23)]
     assert rates[:3] == [0.0, 0.5, 1.0]
     assert rates[3:13] == [1.0] * 10
     assert rates[20:] == pytest.approx([0.1, 0.1, 0.1])
-    half = {"linear": 0.5, "cosine": 0.5, "exponential": 2 * 0.5**0.5 - 1, "minus_sqrt": 1 - 0.5**0.5}[style]
+    half = {
+        "linear": 0.5,
+        "cosine": 0.5,
+        "exponential": 2 * 0.5**0.5 - 1,
+        "minus_sqrt": 1 - 0.5**0.5,
+    }[style]
     assert rates[16] == pytest.approx(0.1 + 0.9 * half)
 
 
@@ -93,7 +109,8 @@ def test_counted_samples_go_before_the_configured_number_and_skipped_ones_do_not
 def test_resume() -> None:
     def made(peak: float = 1.0, **values: Any) -> ScheduledLR:
         return ScheduledLR(
-            _optimizer({"lr": peak, "weight_decay": 0.1}), _schedule(start_wd=0.0, end_wd=0.2, wd_incr_style="linear", **values)
+            _optimizer({"lr": peak, "weight_decay": 0.1}),
+            _schedule(start_wd=0.0, end_wd=0.2, wd_incr_style="linear", **values),
         )
 
     def after(scheduler: ScheduledLR) -> tuple[int, float, float]:
@@ -105,11 +122,19 @@ def test_resume() -> None:
     for _ in range(7):
         old.step()
     state = old.state_dict()
-    same, configured, theirs = made(), made(0.5, lr_decay_steps=40, on_resume="configured"), made(0.5, on_resume="checkpoint")
+    same, configured, theirs = (
+        made(),
+        made(0.5, lr_decay_steps=40, on_resume="configured"),
+        made(0.5, on_resume="checkpoint"),
+    )
     for scheduler in (same, configured, theirs):
         scheduler.load_state_dict(state)
     assert after(same) == after(theirs) == after(old)
-    assert after(configured) == (7, configured.schedule.lr(7, 0.5, 0.0, 0.0), pytest.approx(0.2 * 7 / 40))
+    assert after(configured) == (
+        7,
+        configured.schedule.lr(7, 0.5, 0.0, 0.0),
+        pytest.approx(0.2 * 7 / 40),
+    )
     same.step()
     old.step()
     assert after(same) == after(old)
@@ -122,11 +147,17 @@ def test_resume() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lr_decay_style": "step"}, "lr_decay_style is 'step', which is unknown. Set it to one of constant, linear"),
+        (
+            {"lr_decay_style": "step"},
+            "lr_decay_style is 'step', which is unknown. Set it to one of constant, linear",
+        ),
         ({"lr_decay_steps": None}, "lr_decay_style=cosine ends somewhere. Set lr_decay_steps"),
         ({"lr_warmup_steps": 20}, "lr_decay_steps=20 ends before lr_warmup_steps=20"),
         ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1 is a length"),
-        ({"lr_decay_style": "WSD"}, "wsd_decay_steps is None; the tail of WSD lies within lr_decay_steps=20"),
+        (
+            {"lr_decay_style": "WSD"},
+            "wsd_decay_steps is None; the tail of WSD lies within lr_decay_steps=20",
+        ),
         ({"lr_decay_style": "WSD", "wsd_decay_steps": 21}, "wsd_decay_steps is 21"),
         ({"min_lr": -1.0}, "min_lr=-1.0 are rates"),
         ({"start_wd": 0.1}, "start_wd=0.1 and end_wd=None; a change has two ends"),
@@ -140,5 +171,7 @@ def test_contradictions_are_refused(values: dict[str, Any], message: str) -> Non
 
 
 def test_a_minimum_above_the_peak_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parameter group 0 has min_lr=2.0 above its learning rate 1.0"):
+    with pytest.raises(
+        ConfigError, match=r"parameter group 0 has min_lr=2.0 above its learning rate 1.0"
+    ):
         ScheduledLR(_optimizer(), _schedule(min_lr=2.0))

@@ -1,4 +1,5 @@
-"""GPTModel on one process: names, initial weights, stages with absent units, training; and its LightningModule."""
+"""GPTModel on one process: names, initial weights, stages with absent units, training; and its
+LightningModule."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.spec import ShardSpec
 
-CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12)
+CONFIG = TransformerConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12
+)
 TIED = TransformerConfig(**(CONFIG.to_dict() | {"share_embeddings_and_output_weights": True}))  # type: ignore[arg-type]
 
 
@@ -28,7 +31,9 @@ def tokens(*shape: int) -> Tensor:
 def test_names_and_count() -> None:
     model = GPTModel(CONFIG)
     layer = "decoder.layers.1"
-    assert {name for name, _ in model.named_parameters() if not name.startswith("decoder.layers.0")} == {
+    assert {
+        name for name, _ in model.named_parameters() if not name.startswith("decoder.layers.0")
+    } == {
         "embedding.word_embeddings.weight",
         f"{layer}.input_layernorm.weight",
         f"{layer}.self_attention.linear_qkv.weight",
@@ -61,16 +66,22 @@ def test_the_configuration_counts_the_parameters(changes: dict[str, Any]) -> Non
 def test_initial_weights() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    config = TransformerConfig(num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=200, add_bias_linear=True)
+    config = TransformerConfig(
+        num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=200, add_bias_linear=True
+    )
     model = GPTModel(config)
     assert torch.equal(torch.get_rng_state(), before)
     layer = model.decoder.layers["3"]
     assert layer.mlp.linear_fc1.weight.std().item() == pytest.approx(0.02, rel=0.03)
     assert layer.mlp.linear_fc2.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
-    assert layer.self_attention.linear_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
+    assert layer.self_attention.linear_proj.weight.std().item() == pytest.approx(
+        0.02 / math.sqrt(16), rel=0.03
+    )
     assert (layer.input_layernorm.weight == 1).all()
     assert not layer.mlp.linear_fc1.bias.any()
-    assert not torch.equal(layer.mlp.linear_fc1.weight, model.decoder.layers["4"].mlp.linear_fc1.weight)
+    assert not torch.equal(
+        layer.mlp.linear_fc1.weight, model.decoder.layers["4"].mlp.linear_fc1.weight
+    )
     other = GPTModel(TransformerConfig(**(config.to_dict() | {"init_seed": 1})))  # type: ignore[arg-type]
     assert not torch.equal(other.output_layer.weight, model.output_layer.weight)
 
@@ -102,7 +113,13 @@ def stage(model: GPTModel, units: list[str]) -> GPTModel:
 def test_stages_compose_to_the_model(config: TransformerConfig) -> None:
     model = GPTModel(config)
     units = model.pipeline_units()
-    assert units == ["embedding", "decoder.layers.0", "decoder.layers.1", "decoder.final_layernorm", "output_layer"]
+    assert units == [
+        "embedding",
+        "decoder.layers.0",
+        "decoder.layers.1",
+        "decoder.final_layernorm",
+        "output_layer",
+    ]
     first, last = stage(model, units[:2]), stage(model, units[2:])
     x, labels = tokens(3, 8), tokens(3, 8).flip(0)
     hidden = first(x, labels=labels)
@@ -132,19 +149,26 @@ def test_a_meta_stage_materialises_to_the_same_weights() -> None:
 def test_a_meta_model_without_init_weights_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"0.weight is on the meta device.*init_weights\(name, tensor\)"):
+    with pytest.raises(
+        ConfigError, match=r"0.weight is on the meta device.*init_weights\(name, tensor\)"
+    ):
         materialize(model, "cpu")
 
 
 def test_tied_modules_of_unlike_styles_are_refused() -> None:
     class HalfTable:
-        def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        def apply(
+            self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+        ) -> nn.Module:
             half = nn.Embedding(10, 16)
             half.shard_specs = {"weight": ShardSpec.split((20, 16), dim=0, size=2, rank=0)}  # type: ignore[assignment]
             return half
 
     plan = ShardingPlan(modules={"embedding.word_embeddings": HalfTable()})
-    with pytest.raises(ShardingError, match=r"output_layer.weight and embedding.word_embeddings.weight were one parameter"):
+    with pytest.raises(
+        ShardingError,
+        match=r"output_layer.weight and embedding.word_embeddings.weight were one parameter",
+    ):
         parallelize(GPTModel(TIED), ParallelContext(ParallelLayout()), plan)
 
 
@@ -155,7 +179,9 @@ def test_labels_and_positions() -> None:
     losses, logits = model(x, labels=labels), model(x)
     assert logits.shape == (3, 8, 20)
     assert logits.is_contiguous()
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(3, 8)
+    expected = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(3, 8)
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(model(x, position_ids=torch.arange(8).expand(3, 8)), logits)
     changed = x.clone()

@@ -21,7 +21,8 @@ def test_the_listed_optimizers_are_elementwise(cls: type[torch.optim.Optimizer])
     optimizer = cls([nn.Parameter(torch.ones(3))], **options)
     whole, pieces = probe(optimizer, optimizer.param_groups[0])
     assert whole.abs().max() > 0
-    torch.testing.assert_close(whole, pieces, rtol=1e-6, atol=1e-7)  # the same arithmetic; only vector lanes differ
+    # The same arithmetic; only vector lanes differ.
+    torch.testing.assert_close(whole, pieces, rtol=1e-6, atol=1e-7)
 
 
 class Lion(torch.optim.Optimizer):
@@ -53,7 +54,8 @@ class Lars(torch.optim.SGD):
 
 
 class Around(torch.optim.Optimizer):
-    """A user's optimizer that lets another one step, in groups that they share or that both have."""
+    """A user's optimizer that lets another one step, in groups that they share or that both
+    have."""
 
     def __init__(self, inner: torch.optim.Optimizer, *, shares: bool) -> None:
         super().__init__([{"params": group["params"]} for group in inner.param_groups], {"lr": 0.1})
@@ -70,7 +72,10 @@ def test_what_steps_something_else_than_its_groups_is_refused() -> None:
         return Around(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), shares=shares)
 
     require_elementwise(made(shares=True))
-    with pytest.raises(ConfigError, match=r'Around did not move a small matrix .* steps something else.*data_parallel="ddp"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'Around did not move a small matrix .* steps something else.*data_parallel="ddp"',
+    ):
         require_elementwise(made(shares=False))
 
 
@@ -78,12 +83,18 @@ def test_what_steps_something_else_than_its_groups_is_refused() -> None:
 def test_an_unknown_optimizer_is_tried(rate: float) -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = Lion([parameter], lr=rate)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps step, which must not count the trial
+    # Wraps step, which must not count the trial.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     generator = torch.get_rng_state()
     require_elementwise(optimizer)
-    assert optimizer.num_calls == 0 and not optimizer.state and torch.equal(parameter, torch.ones(3))
+    assert (
+        optimizer.num_calls == 0 and not optimizer.state and torch.equal(parameter, torch.ones(3))
+    )
     assert torch.equal(torch.get_rng_state(), generator)
-    with pytest.raises(ConfigError, match=r'Lars does not treat every element.* differs by .*Set data_parallel="ddp"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'Lars does not treat every element.* differs by .*Set data_parallel="ddp"',
+    ):
         require_elementwise(Lars([parameter], lr=rate))
 
 

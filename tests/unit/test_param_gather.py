@@ -1,4 +1,5 @@
-"""Who waits for parameters that are gathered beside the forward: whoever reads them, also without a call of their module."""
+"""Who waits for parameters that are gathered beside the forward: whoever reads them, also without a
+call of their module."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class _Reading(nn.Module):
 
 
 class _Borrowed(nn.Module):
-    """Two modules read the weight of a third, which is never called; the one that owns it is called last."""
+    """Two modules read the weight of a third, which is never called; the one that owns it is called
+    last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,8 @@ def _gather(module: nn.Module) -> tuple[ParameterGather, list[_Bucket]]:
 
 
 def _start(gather: ParameterGather, buckets: list[_Bucket]) -> None:
-    """Do what a step of the optimizer does, whose gathers complete at once until it is known who waits."""
+    """Do what a step of the optimizer does, whose gathers complete at once until it is known who
+    waits."""
     for bucket in buckets:
         bucket.gathering = _Way(bucket.parameters[0])
     if not gather._overlapped:
@@ -91,7 +94,13 @@ def _start(gather: ParameterGather, buckets: list[_Bucket]) -> None:
 
 @pytest.mark.parametrize(
     "inner",
-    [_Attention, _Borrowed, _Sometimes, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Identity],
+    [
+        _Attention,
+        _Borrowed,
+        _Sometimes,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.Identity,
+    ],
     ids=["attention", "borrowed", "sometimes", "weight-norm", "nothing"],
 )
 def test_every_reader_waits(inner: Any) -> None:
@@ -123,18 +132,22 @@ def test_modules_wait_for_their_own_parameters_alone() -> None:
     root.model = nn.Sequential(nn.Linear(4, 4), _Attention(), nn.Linear(4, 4))
     gather, buckets = _gather(root)
     under_way: list[int] = []
-    root.model[1].register_forward_pre_hook(lambda *_: under_way.append(sum(b.gathering is not None for b in buckets)))
+    root.model[1].register_forward_pre_hook(
+        lambda *_: under_way.append(sum(b.gathering is not None for b in buckets))
+    )
     for _ in range(3):
         _start(gather, buckets)
         gather.begin_step()
         root.model(torch.randn(2, 3, 4))
-    assert under_way == [0, 0, 6]  # in the third step, the four parameters of the attention and those of the last layer
+    # In the third step, the four parameters of the attention and those of the last layer.
+    assert under_way == [0, 0, 6]
 
 
 def test_old_weight_norm_computes_its_weight_after_the_wait() -> None:
     root = nn.Module()
     with pytest.warns(FutureWarning):
-        root.model = nn.utils.weight_norm(nn.Linear(4, 4))  # by a hook before the forward, which was there first
+        # By a hook before the forward, which was there first.
+        root.model = nn.utils.weight_norm(nn.Linear(4, 4))
     gather, buckets = _gather(root)
     for _ in range(3):
         _start(gather, buckets)

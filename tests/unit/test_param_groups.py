@@ -1,4 +1,5 @@
-"""The table of parameter groups: the same groups on every pipeline stage, and what each of them has of its own."""
+"""The table of parameter groups: the same groups on every pipeline stage, and what each of them has
+of its own."""
 
 from __future__ import annotations
 
@@ -11,22 +12,37 @@ from torch import nn
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
-from megatron_lightning.optim import NO_DECAY, LRSchedule, ParamGroup, ScheduledLR, make_param_groups
+from megatron_lightning.optim import (
+    NO_DECAY,
+    LRSchedule,
+    ParamGroup,
+    ScheduledLR,
+    make_param_groups,
+)
 from megatron_lightning.parallel.sharding import compile_pattern
 from megatron_lightning.pipeline.stage import StagePartition
 
 CONFIG = TransformerConfig(
-    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, share_embeddings_and_output_weights=True,
+    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20,
+    share_embeddings_and_output_weights=True,
     add_bias_linear=True,
 )  # fmt: skip
-EMBEDDINGS = ParamGroup(name="embeddings", params=["**word_embeddings.weight"], lr=1e-4, min_lr=1e-5)
-TABLE = (EMBEDDINGS, NO_DECAY, ParamGroup(name="out", params=["**.linear_fc2.*"], lr_mult=0.5, options={"betas": (0.8, 0.9)}))
+EMBEDDINGS = ParamGroup(
+    name="embeddings", params=["**word_embeddings.weight"], lr=1e-4, min_lr=1e-5
+)
+TABLE = (
+    EMBEDDINGS,
+    NO_DECAY,
+    ParamGroup(name="out", params=["**.linear_fc2.*"], lr_mult=0.5, options={"betas": (0.8, 0.9)}),
+)
 
 
 def _groups(module: nn.Module, table: Any = TABLE) -> list[dict[str, Any]]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = make_param_groups(module, table, lr=1e-3, weight_decay=0.1)
-    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups]
+    return [
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups
+    ]
 
 
 def _stage(model: nn.Module, stage: int) -> nn.Module:
@@ -37,9 +53,15 @@ def _stage(model: nn.Module, stage: int) -> nn.Module:
 
 def test_the_first_matching_row_takes_a_parameter() -> None:
     default, embeddings, no_decay, out = _groups(GPTModel(CONFIG))
-    assert [group["name"] for group in (default, embeddings, no_decay, out)] == ["default", "embeddings", "no_decay", "out"]
+    assert [group["name"] for group in (default, embeddings, no_decay, out)] == [
+        "default",
+        "embeddings",
+        "no_decay",
+        "out",
+    ]
     assert embeddings == {
-        "params": ["embedding.word_embeddings.weight"], "name": "embeddings", "lr": 1e-4, "min_lr": 1e-5,
+        "params": ["embedding.word_embeddings.weight"], "name": "embeddings", "lr": 1e-4,
+        "min_lr": 1e-5,
         "weight_decay": 0.1, "wd_mult": 1.0,
     }  # fmt: skip
     assert all(name.endswith(("bias", "norm.weight")) for name in no_decay["params"])
@@ -56,7 +78,9 @@ def test_every_stage_has_the_same_groups_and_a_tied_copy_is_in_its_owners() -> N
     for groups in stages:
         assert [{**g, "params": 0} for g in groups] == [{**g, "params": 0} for g in whole]
     assert stages[1][1]["params"] == ["output_layer.weight"]
-    rows = _groups(_stage(GPTModel(CONFIG), 1), (ParamGroup(name="first", params=["embedding.position*"]),))
+    rows = _groups(
+        _stage(GPTModel(CONFIG), 1), (ParamGroup(name="first", params=["embedding.position*"]),)
+    )
     assert rows[1]["params"] == []
 
 
@@ -64,7 +88,9 @@ def test_optimizers_and_schedules_take_them() -> None:
     model = GPTModel(CONFIG)
     table = (*TABLE, ParamGroup(name="nothing", params=["nothing"]))
     optimizer = torch.optim.AdamW(make_param_groups(model, table, lr=1e-3, weight_decay=0.1))
-    schedule = LRSchedule(lr_decay_style="linear", lr_decay_steps=2, min_lr=1e-4, start_wd=0.2, end_wd=0.2)
+    schedule = LRSchedule(
+        lr_decay_style="linear", lr_decay_steps=2, min_lr=1e-4, start_wd=0.2, end_wd=0.2
+    )
     scheduler = ScheduledLR(optimizer, schedule)
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).sum().backward()
     optimizer.step()
@@ -77,10 +103,16 @@ def test_optimizers_and_schedules_take_them() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ParamGroup(name="a", lr_mult=-1.0), "lr_mult=-1.0 of parameter group 'a' is negative"),
+        (
+            lambda: ParamGroup(name="a", lr_mult=-1.0),
+            "lr_mult=-1.0 of parameter group 'a' is negative",
+        ),
         (lambda: ParamGroup(name="a", lr=1.0, lr_mult=2.0), "both lr=1.0 and lr_mult=2.0"),
         (lambda: ParamGroup(name="a", params="x"), "params='x' of parameter group 'a' is no list"),
-        (lambda: make_param_groups(nn.Linear(1, 1), (NO_DECAY, NO_DECAY), lr=1.0), "one name occurs twice"),
+        (
+            lambda: make_param_groups(nn.Linear(1, 1), (NO_DECAY, NO_DECAY), lr=1.0),
+            "one name occurs twice",
+        ),
     ],
 )
 def test_contradictions_are_refused(make: Any, message: str) -> None:
@@ -102,4 +134,8 @@ def test_contradictions_are_refused(make: Any, message: str) -> None:
 )
 def test_patterns(pattern: str, names: list[str]) -> None:
     """Two stars match any number of segments, none included."""
-    assert [name for name in ("", "norm", "prenorm", "a.norm", "a.b.norm") if compile_pattern(pattern).fullmatch(name)] == names
+    assert [
+        name
+        for name in ("", "norm", "prenorm", "a.norm", "a.b.norm")
+        if compile_pattern(pattern).fullmatch(name)
+    ] == names

@@ -73,7 +73,10 @@ def test_stages_one_after_the_other_are_the_whole_model(num_stages: int) -> None
 def test_views_of_several_stages_share_everything(num_ranks: int) -> None:
     stages = _stages(4)
     models = [Model() for _ in range(num_ranks)]
-    partitions = [StagePartition(model, stages, range(rank, 4, num_ranks)) for rank, model in enumerate(models)]
+    partitions = [
+        StagePartition(model, stages, range(rank, 4, num_ranks))
+        for rank, model in enumerate(models)
+    ]
     calls: list[int] = []
     for rank, model in enumerate(models):
         model.register_forward_hook(lambda *_, rank=rank: calls.append(rank))
@@ -95,7 +98,9 @@ def test_views_of_several_stages_share_everything(num_ranks: int) -> None:
     assert torch.equal(hidden, expected) and calls == [stage % num_ranks for stage in range(4)]
     expected.sum().backward()
     hidden.sum().backward()
-    grads = {name: parameter.grad for model in models for name, parameter in model.named_parameters()}
+    grads = {
+        name: parameter.grad for model in models for name, parameter in model.named_parameters()
+    }
     for name, parameter in reference.named_parameters():
         assert torch.equal(grads[name], parameter.grad)
 
@@ -103,11 +108,19 @@ def test_views_of_several_stages_share_everything(num_ranks: int) -> None:
 def test_what_is_left_keeps_its_names_and_can_be_copied() -> None:
     model = Model()
     partition = StagePartition(model, _stages(2), [1])
-    assert model.embed is None and model.positions is None and list(model.body.layers._modules) == ["2", "3"]
+    assert (
+        model.embed is None
+        and model.positions is None
+        and list(model.body.layers._modules) == ["2", "3"]
+    )
     assert list(model.state_dict())[:2] == ["body.offset", "body.layers.2.weight"]
     assert len(list(model.body.layers)) == 2 and len(list(model.body.layers[:4])) == 2
     assert StagePartition(model, _stages(2), [1], has_all_units=False).view(1) is model
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(partition).view(1)]
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(partition).view(1),
+    ]
     buffer = io.BytesIO()
     torch.save(model, buffer)
     hidden = torch.randn(1, 4)
@@ -128,13 +141,21 @@ def test_a_compiled_container_of_two_stages_runs_the_units_of_one() -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        (["embed", "positions", "body", "norm", "head"], "lists 'head', and Model has no such submodule"),
-        (["embed", "positions", "body", "body.layers.0", "norm"], r"'body' contains unit 'body\.layers\.0'"),
+        (
+            ["embed", "positions", "body", "norm", "head"],
+            "lists 'head', and Model has no such submodule",
+        ),
+        (
+            ["embed", "positions", "body", "body.layers.0", "norm"],
+            r"'body' contains unit 'body\.layers\.0'",
+        ),
         (["embed", "body", "norm"], "parameter 'positions' of Model belongs to no pipeline unit"),
         (["embed", "positions", "nobody.layers.0", "body", "norm"], r"lists 'nobody\.layers\.0'"),
     ],
 )
-def test_units_that_do_not_fit_are_named(units: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_do_not_fit_are_named(
+    units: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Model, "pipeline_units", lambda self: units)
     with pytest.raises(ConfigError, match=message):
         StagePartition(Model(), [units], [0])
@@ -169,7 +190,10 @@ def test_the_pipelined_module_is_found() -> None:
 
     model = Model()
     assert find_pipelined_module(Root(model=model, other=nn.Linear(1, 1))) == ("model", model)
-    with pytest.raises(ConfigError, match=r"Root has 0 \(none\).*pipeline_units\(\).*pipeline_model_parallel_size to 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Root has 0 \(none\).*pipeline_units\(\).*pipeline_model_parallel_size to 1",
+    ):
         find_pipelined_module(Root())
     with pytest.raises(ConfigError, match=r"Root has 2 \('a', 'b'\)"):
         find_pipelined_module(Root(a=Model(), b=Model()))

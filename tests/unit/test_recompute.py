@@ -1,4 +1,5 @@
-"""Recomputation on one process: bit-equal losses and gradients, the same random numbers, and the memory that it says."""
+"""Recomputation on one process: bit-equal losses and gradients, the same random numbers, and the
+memory that it says."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ FLOAT = 4
 
 
 def _config(**changes: Any) -> TransformerConfig:
-    sizes: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": H, "num_attention_heads": 2, "ffn_hidden_size": F}
+    sizes: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": H,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": F,
+    }
     return TransformerConfig(**{**sizes, "vocab_size": 20, "init_method_std": 0.2, **changes})
 
 
@@ -41,8 +47,10 @@ def _options(kind: str) -> RecomputeOptions:
 
 
 KINDS = [
-    "uniform:1", "uniform:2", "block:3", "selective:core_attn", "selective:mlp", "selective:layernorm",
-    "selective:core_attn,mlp,layernorm", "selective:activation,layernorm", "selective:**.self_attention",
+    "uniform:1", "uniform:2", "block:3", "selective:core_attn", "selective:mlp",
+    "selective:layernorm",
+    "selective:core_attn,mlp,layernorm", "selective:activation,layernorm",
+    "selective:**.self_attention",
 ]  # fmt: skip
 
 
@@ -62,7 +70,8 @@ def _step(model: GPTModel) -> tuple[Tensor, list[Tensor]]:
 def _with_streams(model: GPTModel) -> RngStreams:
     streams = RngStreams(3, device=torch.device("cpu"))
     for name, module in model.named_modules():
-        if name.endswith("dropout") and "layers.1" not in name:  # some layers draw from the default generator
+        # Some layers draw from the default generator.
+        if name.endswith("dropout") and "layers.1" not in name:
             module.streams = streams  # type: ignore[assignment]
     return streams
 
@@ -70,7 +79,9 @@ def _with_streams(model: GPTModel) -> RngStreams:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_equal(kind: str, dropout: float) -> None:
-    model = GPTModel(_config(hidden_dropout=dropout, attention_dropout=dropout, normalization="LayerNorm"))
+    model = GPTModel(
+        _config(hidden_dropout=dropout, attention_dropout=dropout, normalization="LayerNorm")
+    )
     other = copy.deepcopy(model)
     plain_streams, streams = _with_streams(model), _with_streams(other)
     apply_recompute(other, _options(kind))
@@ -120,7 +131,9 @@ def test_full_recomputation_keeps_the_inputs_of_layers_only(kind: str) -> None:
     assert _saved_bytes(model, _tokens()) == rest + LAYERS * layer
     apply_recompute(model, _options(kind))
     hidden = S * B * H * FLOAT
-    inputs, whole = (count, LAYERS - count) if kind.startswith("block") else (-(-LAYERS // count), 0)
+    inputs, whole = (
+        (count, LAYERS - count) if kind.startswith("block") else (-(-LAYERS // count), 0)
+    )
     assert _saved_bytes(model, _tokens()) == rest + inputs * hidden + whole * layer
 
 
@@ -132,7 +145,8 @@ def test_selective_recomputation_keeps_what_is_left() -> None:
         model = _without_positions()
         apply_recompute(model, _options(kind))
         saved[kind] = (_saved_bytes(model, _tokens()) - rest) / LAYERS
-    # SwiGLU keeps fc1's output (2f), the activated gate (f) and the product (f); a norm's output (h) is the next one's input.
+    # SwiGLU keeps fc1's output (2f), the activated gate (f) and the product (f); a norm's output
+    # (h) is the next one's input.
     assert saved["selective:mlp"] == layer - 4 * inner
     assert saved["selective:layernorm"] == layer - 2 * hidden
     assert saved["selective:activation,layernorm"] == layer - 2 * hidden - inner
@@ -160,7 +174,10 @@ def test_it_can_be_undone_copied_and_pickled() -> None:
 
 def test_only_the_first_layers_of_each_stage_are_recomputed() -> None:
     model = GPTModel(_config())
-    stages = [["embedding", "decoder.layers.0", "decoder.layers.1"], ["decoder.layers.3", "decoder.layers.4", "output_layer"]]
+    stages = [
+        ["embedding", "decoder.layers.0", "decoder.layers.1"],
+        ["decoder.layers.3", "decoder.layers.4", "output_layer"],
+    ]
     apply_recompute(model, _options("block:1"), stages=stages)
     assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == [
         "decoder.layers.0", "decoder.layers.3",
@@ -172,7 +189,9 @@ class _Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Dropout(0.5), nn.GELU()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(H, H), nn.Dropout(0.5), nn.GELU()) for _ in range(3)
+        )
         self.log: list[int] = []
         for index, block in enumerate(self.blocks):
             block.register_forward_hook(lambda *_, index=index: self.log.append(index))
@@ -191,13 +210,20 @@ def _run(model: _Blocks, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_a_model_of_ones_own(granularity: Any) -> None:
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1, "recompute_layers": ["**blocks.*"]}
-    named: dict[str, Any] = full if granularity == "full" else {"recompute_modules": ["blocks.*.0", "blocks.*.2"]}
+    full = {
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_layers": ["**blocks.*"],
+    }
+    named: dict[str, Any] = (
+        full if granularity == "full" else {"recompute_modules": ["blocks.*.0", "blocks.*.2"]}
+    )
     options = RecomputeOptions(recompute_granularity=granularity, **named)
     model, x = _Blocks(), torch.randn(3, H)
     expected = _run(model, x)
     check_patterns(
-        nn.ModuleDict({"model": model}), RecomputeOptions(recompute_granularity="selective", recompute_modules=["blocks"])
+        nn.ModuleDict({"model": model}),
+        RecomputeOptions(recompute_granularity="selective", recompute_modules=["blocks"]),
     )
     apply_recompute(model, options)
     assert all(map(torch.equal, _run(model, x), expected))
@@ -254,7 +280,9 @@ def test_an_input_changed_in_place_is_an_error() -> None:
             return out
 
     model = nn.ModuleDict({"careless": Careless()})
-    apply_recompute(model, RecomputeOptions(recompute_granularity="selective", recompute_modules=["norm"]))
+    apply_recompute(
+        model, RecomputeOptions(recompute_granularity="selective", recompute_modules=["norm"])
+    )
     with pytest.raises(RecomputeError, match="changed in place"):
         model["careless"](torch.randn(2, H)).backward()
 
@@ -269,28 +297,54 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _bad("core_attn", recompute_granularity="full"), "recompute_method=None and recompute_num_layers=None: which"),
-        (lambda: _bad("core_attn", recompute_granularity="selective", recompute_num_layers=1), "choose full layers"),
-        (lambda: _bad("core_attn", **{**FULL, "recompute_num_layers": 0}), "recompute_num_layers is 0"),
-        (lambda: _bad("core_attn", recompute_granularity="all"), "recompute_granularity is 'all', which is unknown"),
-        (lambda: _bad("core_attn", recompute_method="half"), "recompute_method is 'half', which is unknown"),
+        (
+            lambda: _bad("core_attn", recompute_granularity="full"),
+            "recompute_method=None and recompute_num_layers=None: which",
+        ),
+        (
+            lambda: _bad("core_attn", recompute_granularity="selective", recompute_num_layers=1),
+            "choose full layers",
+        ),
+        (
+            lambda: _bad("core_attn", **{**FULL, "recompute_num_layers": 0}),
+            "recompute_num_layers is 0",
+        ),
+        (
+            lambda: _bad("core_attn", recompute_granularity="all"),
+            "recompute_granularity is 'all', which is unknown",
+        ),
+        (
+            lambda: _bad("core_attn", recompute_method="half"),
+            "recompute_method is 'half', which is unknown",
+        ),
         (lambda: _bad(recompute_granularity="selective"), "recompute_modules is empty"),
         (lambda: RecomputeOptions(offload_modules="mlp"), "offload_modules='mlp' is no list"),
         (
             lambda: check_patterns(_Blocks(), _bad("moe", recompute_granularity="selective")),
             "'moe' of recompute_modules matches no module of",
         ),
-        (lambda: check_patterns(_Blocks(), RecomputeOptions(offload_modules=["mlp"])), "'mlp' of offload_modules matches"),
+        (
+            lambda: check_patterns(_Blocks(), RecomputeOptions(offload_modules=["mlp"])),
+            "'mlp' of offload_modules matches",
+        ),
         (
             lambda: check_patterns(_Blocks(), _bad("x", **FULL)),
             "match no module of _Blocks. It has lists of modules at 'blocks'. ",
         ),
-        (lambda: check_patterns(_Blocks(), _bad("x", layers=["blocks.*"], **FULL)), "_Blocks runs its layers one by one"),
         (
-            lambda: check_patterns(GPTModel(_config()), _bad("mpl", recompute_granularity="selective")),
+            lambda: check_patterns(_Blocks(), _bad("x", layers=["blocks.*"], **FULL)),
+            "_Blocks runs its layers one by one",
+        ),
+        (
+            lambda: check_patterns(
+                GPTModel(_config()), _bad("mpl", recompute_granularity="selective")
+            ),
             "Did you mean 'mlp'. Its",
         ),
-        (lambda: apply_recompute(_Blocks(), _bad("x", layers=["blocks.*"], **FULL)), "_Blocks runs its layers one by one"),
+        (
+            lambda: apply_recompute(_Blocks(), _bad("x", layers=["blocks.*"], **FULL)),
+            "_Blocks runs its layers one by one",
+        ),
     ],
 )
 def test_contradictions_are_refused(make: Any, message: str) -> None:
@@ -301,13 +355,17 @@ def test_contradictions_are_refused(make: Any, message: str) -> None:
 def test_offload_changes_nothing_on_the_cpu() -> None:
     model = GPTModel(_config())
     expected = _step(model)
-    apply_recompute(model, RecomputeOptions(offload_modules=["layers.*", "**.layers.*"], offload_min_bytes=0))
+    apply_recompute(
+        model, RecomputeOptions(offload_modules=["layers.*", "**.layers.*"], offload_min_bytes=0)
+    )
     loss, gradients = _step(model)
     assert torch.equal(loss, expected[0])
     assert all(map(torch.equal, gradients, expected[1]))
 
 
-@pytest.mark.parametrize("modules", [["self_attn", "norm1"], ["self_attn"]], ids=["dropped", "packed"])
+@pytest.mark.parametrize(
+    "modules", [["self_attn", "norm1"], ["self_attn"]], ids=["dropped", "packed"]
+)
 def test_attention_on_one_tensor_is_recomputed_inside_other_hooks(modules: list[str]) -> None:
     """Hooks give back a tensor for each of query, key and value, which are one in the first run."""
     ids, model = torch.arange(16).view(2, 8), ToyDecoder(2)
@@ -318,5 +376,9 @@ def test_attention_on_one_tensor_is_recomputed_inside_other_hooks(modules: list[
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
     plain = losses_and_gradients()
-    apply_recompute(model, RecomputeOptions(recompute_granularity="selective", recompute_modules=modules))
-    assert all(torch.equal(one, other) for one, other in zip(losses_and_gradients(), plain, strict=True))
+    apply_recompute(
+        model, RecomputeOptions(recompute_granularity="selective", recompute_modules=modules)
+    )
+    assert all(
+        torch.equal(one, other) for one, other in zip(losses_and_gradients(), plain, strict=True)
+    )

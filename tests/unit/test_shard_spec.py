@@ -1,4 +1,5 @@
-"""Axes of a parameter, as its spec records them at every size: where it is replicated, and which rank writes it."""
+"""Axes of a parameter, as its spec records them at every size: where it is replicated, and which
+rank writes it."""
 
 from __future__ import annotations
 
@@ -56,11 +57,16 @@ def test_the_axes_that_a_spec_names_say_the_others(
 
 def _rank(grid: RankGrid, rank: int) -> Any:
     """Return as much of a context as arithmetic gives."""
-    return SimpleNamespace(axis=lambda name: AxisGroup(name, grid.group_of(rank, name), grid.coordinate(rank, name), None))
+    return SimpleNamespace(
+        axis=lambda name: AxisGroup(
+            name, grid.group_of(rank, name), grid.coordinate(rank, name), None
+        )
+    )
 
 
 def _experts(grid: RankGrid, rank: int) -> ShardSpec:
-    """Return the spec of 4 experts' matrices [4, 6, 5]: experts over ``ep``, the rows of each over ``etp``."""
+    """Return the spec of 4 experts' matrices [4, 6, 5]: experts over ``ep``, the rows of each over
+    ``etp``."""
     experts, rows = 4 // grid.size("ep"), 6 // grid.size("etp")
     offset = (grid.coordinate(rank, "ep") * experts, grid.coordinate(rank, "etp") * rows, 0)
     return ShardSpec((4, 6, 5), (Box(offset, (experts, rows, 5)),), sharded_over=("ep", "etp"))
@@ -68,14 +74,18 @@ def _experts(grid: RankGrid, rank: int) -> ShardSpec:
 
 def test_one_dim_over_one_axis_and_another_over_a_second() -> None:
     layout = ParallelLayout(
-        tensor_model_parallel_size=4, expert_model_parallel_size=2, expert_tensor_parallel_size=2, context_parallel_size=2
+        tensor_model_parallel_size=4,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=2,
+        context_parallel_size=2,
     )
     grid = RankGrid(layout, 8)
     full, seen = torch.arange(120.0).view(4, 6, 5), torch.zeros(4, 6, 5)
     for rank in range(8):
         spec, context = _experts(grid, rank), _rank(grid, rank)
         assert spec.local_shape == (2, 3, 5) and spec.data_axes == "edp" and spec.replica_axes == ()
-        assert is_writer(spec, context)  # every box has its own group of replicas, which divides the work
+        # Every box has its own group of replicas, which divides the work.
+        assert is_writer(spec, context)
         local = spec.shard(full)
         [shard] = spec.shards(local)
         assert torch.equal(full[shard.box.slices], local)
@@ -104,12 +114,20 @@ def test_over_one_rank_modules_stay_and_specs_record_the_axis() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3, 4))
 
-    model = nn.ModuleDict({"column": nn.Linear(4, 6), "row": nn.Linear(6, 4), "own": OwnLinear(), "norm": nn.LayerNorm(4)})
+    model = nn.ModuleDict(
+        {
+            "column": nn.Linear(4, 6),
+            "row": nn.Linear(6, 4),
+            "own": OwnLinear(),
+            "norm": nn.LayerNorm(4),
+        }
+    )
     model["words"] = nn.Embedding(5, 4)
     model["norm_of_heads"], model["logits"] = nn.LayerNorm(2), nn.Identity()
     table = ShardingPlan(
         modules={
-            "column": ColumnParallel(num_blocks=4),  # 6 rows are no 4 blocks, which one rank need not cut
+            # 6 rows are no 4 blocks, which one rank need not cut.
+            "column": ColumnParallel(num_blocks=4),
             "row": RowParallel(),
             "own": ColumnParallel(),
             "words": VocabParallel(),
@@ -126,17 +144,26 @@ def test_over_one_rank_modules_stay_and_specs_record_the_axis() -> None:
     assert {name for name, spec in specs.items() if spec.sharded_over == ("tp",)} == {
         "column.weight", "column.bias", "row.weight", "own.weight", "words.weight"
     }  # fmt: skip
-    assert {name for name, spec in specs.items() if spec.partial_over} == {"norm_of_heads.weight", "norm_of_heads.bias"}
-    assert all(len(spec.boxes) == 1 and spec.local_shape == spec.global_shape for spec in specs.values())
+    assert {name for name, spec in specs.items() if spec.partial_over} == {
+        "norm_of_heads.weight",
+        "norm_of_heads.bias",
+    }
+    assert all(
+        len(spec.boxes) == 1 and spec.local_shape == spec.global_shape for spec in specs.values()
+    )
 
 
 def test_a_plan_records_the_same_axes_over_one_rank_and_over_two() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=8)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=8
+    )
     model = GPTModel(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     parallelize(model, ParallelContext(ParallelLayout()), model.sharding_plan())
     assert not any(isinstance(module, ColumnParallelLinear) for module in model.modules())
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters()
+    )
     one = {name: spec.sharded_over for name, spec in named_shard_specs(model).items()}
     context = ParallelContext(ParallelLayout())
     context.tp = context._groups["tp"] = AxisGroup("tp", (0, 1), 0, None)

@@ -53,7 +53,9 @@ class _Block(nn.Module):
         return checkpoint(self._inner, x, use_reentrant=self.recompute == "reentrant")
 
 
-def _gradients(split: bool, recompute: str, autocast: bool, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
+def _gradients(
+    split: bool, recompute: str, autocast: bool, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[str]]:
     block, store = _Block(recompute).to(dtype), WeightGradients()
     for parameter in block.parameters():  # as the buckets do: fp32 sums of bf16 gradients
         parameter.grad_dtype = None
@@ -79,9 +81,12 @@ def _gradients(split: bool, recompute: str, autocast: bool, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize(("autocast", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("autocast", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
 def test_halves_equal_the_whole(recompute: str, autocast: bool, dtype: torch.dtype) -> None:
-    """Bit-equal in fp32, under autocast and with bf16 weights, whose gradients are summed in fp32."""
+    """Bit-equal in fp32, under autocast and with bf16 weights, whose gradients are summed in
+    fp32."""
     expected, whole_calls = _gradients(False, recompute, autocast, dtype)
     actual, calls = _gradients(True, recompute, autocast, dtype)
     assert calls == whole_calls  # nothing custom ran more often
@@ -95,7 +100,11 @@ class _Plain(nn.Module):
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8, bias=False)
+        self.first, self.norm, self.second = (
+            nn.Linear(8, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 8, bias=False),
+        )
         self.recompute = recompute
 
     def _inner(self, x: Tensor) -> Tensor:
@@ -105,10 +114,15 @@ class _Plain(nn.Module):
         return checkpoint(self._inner, x, use_reentrant=False) if self.recompute else self._inner(x)
 
 
-def _blocks(backend: str | None, recompute: str, autocast: bool) -> tuple[list[Tensor], list[list[str]]]:
+def _blocks(
+    backend: str | None, recompute: str, autocast: bool
+) -> tuple[list[Tensor], list[list[str]]]:
     """Train three blocks of one shape on two micro-batches; without a backend nothing is split."""
     torch.manual_seed(0)
-    blocks, store = nn.ModuleList([_Plain(recompute == "inside") for _ in range(3)]), WeightGradients()
+    blocks, store = (
+        nn.ModuleList([_Plain(recompute == "inside") for _ in range(3)]),
+        WeightGradients(),
+    )
     fired = list[str]()
     for name, parameter in blocks.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
@@ -118,10 +132,16 @@ def _blocks(backend: str | None, recompute: str, autocast: bool) -> tuple[list[T
             block.compile(backend=backend, fullgraph=True)
     losses, events = [], []
     for microbatch in range(2):
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(microbatch), requires_grad=True)
+        x = torch.randn(
+            2, 3, 8, generator=torch.Generator().manual_seed(microbatch), requires_grad=True
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             for block in blocks:
-                x = checkpoint(block, x, use_reentrant=False) if recompute == "outside" else block(x)
+                x = (
+                    checkpoint(block, x, use_reentrant=False)
+                    if recompute == "outside"
+                    else block(x)
+                )
         losses.append(x.float().square().mean())
     for microbatch, loss in enumerate(losses):
         with store.collect((0, microbatch)):
@@ -142,13 +162,18 @@ def _check_compiled(backend: str, recompute: str, autocast: bool, tolerance: flo
     actual, (first, all_) = _blocks(backend, recompute, autocast)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # shared by the blocks
     weights = ("first.weight", "second.weight")
-    assert first == [name for name in everything if not name.endswith(weights)] and all_ == everything
+    assert (
+        first == [name for name in everything if not name.endswith(weights)] and all_ == everything
+    )
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("recompute", "autocast"), [("none", False), ("inside", True), ("outside", False)])
+@pytest.mark.parametrize(
+    ("recompute", "autocast"), [("none", False), ("inside", True), ("outside", False)]
+)
 def test_compiled_blocks_defer(recompute: str, autocast: bool) -> None:
-    """Bit-equal to whole backwards of uncompiled blocks; hooks of a parameter fire when its gradient is there."""
+    """Bit-equal to whole backwards of uncompiled blocks; hooks of a parameter fire when its
+    gradient is there."""
     _check_compiled("aot_eager", recompute, autocast, 0.0)
 
 
@@ -172,14 +197,20 @@ def test_a_compiled_layer_without_a_schedule() -> None:
             module.weight.data = module.weight.data * scale
             store.begin()
             module(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
-        assert torch.equal(linear.weight.grad, plain.weight.grad) and torch.equal(linear.bias.grad, plain.bias.grad)
-    assert copy.deepcopy(linear).hidden_weight is None and pickle.loads(pickle.dumps(linear)).hidden_weight is None
+        assert torch.equal(linear.weight.grad, plain.weight.grad) and torch.equal(
+            linear.bias.grad, plain.bias.grad
+        )
+    assert (
+        copy.deepcopy(linear).hidden_weight is None
+        and pickle.loads(pickle.dumps(linear)).hidden_weight is None
+    )
 
 
 def test_what_is_split_is_told_and_undone() -> None:
     block, store = _Block(), WeightGradients()
     split, whole = split_backwards(block, store)
-    assert split == ["first", "second"]  # weight norm makes a class of its own, and computes its weight from others
+    # Weight norm makes a class of its own, and computes its weight from others.
+    assert split == ["first", "second"]
     assert whole == ["attention", "attention.out_proj", "normed.parametrizations.weight"]
     assert type(block.first) is SplitLinear and block.first.hidden_weight.store is store
     join_backwards(block)
@@ -215,8 +246,14 @@ def test_without_a_schedule_the_gradient_is_there_at_once() -> None:
     linear, plain = nn.Linear(4, 4), nn.Linear(4, 4)
     plain.load_state_dict(linear.state_dict())
     split_backwards(linear, WeightGradients())
-    for x in (torch.ones(2, 4), torch.ones(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)):
+    for x in (
+        torch.ones(2, 4),
+        torch.ones(2, 4, requires_grad=True),
+        torch.ones(4, requires_grad=True),
+    ):
         for module in (linear, plain):
             module.zero_grad()
             module(x).square().sum().backward()
-        assert torch.equal(linear.weight.grad, plain.weight.grad) and torch.equal(linear.bias.grad, plain.bias.grad)
+        assert torch.equal(linear.weight.grad, plain.weight.grad) and torch.equal(
+            linear.bias.grad, plain.bias.grad
+        )

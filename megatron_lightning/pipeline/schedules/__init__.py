@@ -2,7 +2,8 @@
 
 Each generator names its paper. All of them place the last stage on pp rank 0 (see
 :class:`~megatron_lightning.pipeline.actions.Placement`); a table is proven by
-:func:`megatron_lightning.pipeline.simulate.validate` and run by the executor, which decides nothing.
+:func:`megatron_lightning.pipeline.simulate.validate` and run by the executor, which decides
+nothing.
 """
 
 from megatron_lightning.pipeline.schedules.choice import (

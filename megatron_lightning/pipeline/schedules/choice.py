@@ -12,12 +12,18 @@ from typing import Any
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import Kind, Placement, Schedule
 from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b, sweep
-from megatron_lightning.pipeline.schedules.tables import FixedTable, OwnFunction, read_csv, read_rows
+from megatron_lightning.pipeline.schedules.tables import (
+    FixedTable,
+    OwnFunction,
+    read_csv,
+    read_rows,
+)
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
 from megatron_lightning.pipeline.simulate import validate
 
 Generator = Callable[[int, int, int], Schedule]
-"""A function of (pipeline ranks, micro-batches, chunks on each pipeline rank) that returns a table."""
+"""A function of (pipeline ranks, micro-batches, chunks on each pipeline rank) that returns a
+table."""
 
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1, "zbv": zbv}
@@ -45,7 +51,9 @@ class ScheduleChoice:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed after input gradients, by actions of their own."""
-        return any(action.kind is Kind.WEIGHT_GRADIENT for row in self.sample.actions for action in row)
+        return any(
+            action.kind is Kind.WEIGHT_GRADIENT for row in self.sample.actions for action in row
+        )
 
     def __str__(self) -> str:
         """Return name and reason, for logs."""
@@ -58,19 +66,23 @@ class ScheduleChoice:
             ConfigError: If the schedule cannot run that many, or is invalid.
         """
         if num_microbatches < 1:
-            raise ConfigError(f"num_microbatches is {num_microbatches}; it must be a positive integer.")
+            raise ConfigError(
+                f"num_microbatches is {num_microbatches}; it must be a positive integer."
+            )
         schedule = self.generator(self.placement.num_ranks, num_microbatches, self.num_chunks)
         if schedule.placement != self.placement or schedule.num_microbatches != num_microbatches:
             raise ConfigError(
-                f"schedule {self.name} returned a table for {schedule.num_microbatches} micro-batches on the placement "
-                f"{schedule.placement.pp_ranks}; asked for were {num_microbatches}, and the first table had "
-                f"{self.placement.pp_ranks}. Return what is asked for, on one placement for all numbers of micro-batches."
+                f"schedule {self.name} returned a table for {schedule.num_microbatches} "
+                f"micro-batches on the placement {schedule.placement.pp_ranks}; asked for were "
+                f"{num_microbatches}, and the first table had {self.placement.pp_ranks}. Return "
+                "what is asked for, on one placement for all numbers of micro-batches."
             )
         validate(schedule)
         return schedule
 
     def table_or_sweep(self, num_microbatches: int) -> Schedule:
-        """Return the table for ``num_microbatches``, or :func:`sweep` where the schedule cannot run that many.
+        """Return the table for ``num_microbatches``, or :func:`sweep` where the schedule cannot run
+        that many.
 
         The last batch of the data may be smaller than those that a table was written for.
         """
@@ -80,22 +92,30 @@ class ScheduleChoice:
             return sweep(self.placement, num_microbatches)
 
     def forward_table(self, num_microbatches: int) -> Schedule:
-        """Return only the forwards, for any number of micro-batches, as validation and prediction run them."""
+        """Return only the forwards, for any number of micro-batches, as validation and prediction
+        run them.
+        """
         return forward_only(self.table_or_sweep(num_microbatches))
 
 
 def resolve(
-    spec: str | Sequence[str], *, num_ranks: int, num_chunks: int = 1, microbatch_group_size: int | None = None
+    spec: str | Sequence[str],
+    *,
+    num_ranks: int,
+    num_chunks: int = 1,
+    microbatch_group_size: int | None = None,
 ) -> ScheduleChoice:
     """Return the schedule of a user's ``pipeline_schedule`` for a layout.
 
     ``"auto"`` is 1F1B with one chunk on each pipeline rank and interleaved 1F1B with several.
 
     Args:
-        spec: A key of :data:`SCHEDULES`, ``"auto"``, a CSV file, the class path of a :data:`Generator`, or rows of actions.
+        spec: A key of :data:`SCHEDULES`, ``"auto"``, a CSV file, the class path of a
+            :data:`Generator`, or rows of actions.
         num_ranks: Pipeline ranks.
         num_chunks: Model chunks on each pipeline rank.
-        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved schedule.
+        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved
+            schedule.
 
     Raises:
         ConfigError: If the name is unknown, or the schedule cannot run on this layout.
@@ -107,7 +127,9 @@ def resolve(
     if name == "auto":
         name = "1f1b" if num_chunks == 1 else "interleaved"
         holds = "one model chunk" if num_chunks == 1 else f"{num_chunks} model chunks"
-        ranks = "the one pipeline rank" if num_ranks == 1 else f"each of the {num_ranks} pipeline ranks"
+        ranks = (
+            "the one pipeline rank" if num_ranks == 1 else f"each of the {num_ranks} pipeline ranks"
+        )
         reason = f"{ranks} holds {holds}"
     if isinstance(name, str) and name in SCHEDULES:
         label, generator = name, SCHEDULES[name]
@@ -116,7 +138,8 @@ def resolve(
     if microbatch_group_size is not None:
         if label != "interleaved":
             raise ConfigError(
-                f"microbatch_group_size_per_vp_stage is {microbatch_group_size}, and schedule {label} does not group "
+                f"microbatch_group_size_per_vp_stage is {microbatch_group_size}, and schedule "
+                f"{label} does not group "
                 'micro-batches. Leave it unset, or set pipeline_schedule to "interleaved".'
             )
         generator = partial(interleaved, group_size=microbatch_group_size)
@@ -132,19 +155,32 @@ def make_schedule(
     num_chunks: int = 1,
     microbatch_group_size: int | None = None,
 ) -> Schedule:
-    """Return the proven table of a schedule; the arguments are :func:`resolve`'s and the number of micro-batches."""
-    choice = resolve(name, num_ranks=num_ranks, num_chunks=num_chunks, microbatch_group_size=microbatch_group_size)
+    """Return the proven table of a schedule; the arguments are :func:`resolve`'s and the number of
+    micro-batches.
+    """
+    choice = resolve(
+        name,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        microbatch_group_size=microbatch_group_size,
+    )
     return choice.table(num_microbatches)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of a schedule in their order, as validation and prediction run them."""
-    actions = tuple(tuple(action for action in row if action.kind is Kind.FORWARD) for row in schedule.actions)
+    actions = tuple(
+        tuple(action for action in row if action.kind is Kind.FORWARD) for row in schedule.actions
+    )
     return replace(schedule, actions=actions)
 
 
-def _sample(label: str, generator: Generator, num_ranks: int, num_chunks: int, num_microbatches: int | None) -> Schedule:
-    """Return one table of a schedule, which shows its placement and proves a schedule of the user's own."""
+def _sample(
+    label: str, generator: Generator, num_ranks: int, num_chunks: int, num_microbatches: int | None
+) -> Schedule:
+    """Return one table of a schedule, which shows its placement and proves a schedule of the user's
+    own.
+    """
     num_stages = num_ranks * num_chunks
     if isinstance(generator, FixedTable):
         num_microbatches = generator.schedule.num_microbatches
@@ -152,13 +188,17 @@ def _sample(label: str, generator: Generator, num_ranks: int, num_chunks: int, n
     placement = schedule.placement
     if (placement.num_ranks, placement.num_stages) != (num_ranks, num_stages):
         raise ConfigError(
-            f"pipeline_schedule={label} places {placement.num_stages} stages on {placement.num_ranks} pipeline ranks, "
-            f"and the layout has {num_stages} on {num_ranks}. Place as many as pipeline_model_parallel_size x "
+            f"pipeline_schedule={label} places {placement.num_stages} stages on "
+            f"{placement.num_ranks} pipeline ranks, and the layout has {num_stages} on "
+            f"{num_ranks}. Place as many as pipeline_model_parallel_size x "
             "virtual_pipeline_model_parallel_size."
         )
     validate(schedule)
     if all(action.kind is Kind.FORWARD for row in schedule.actions for action in row):
-        raise ConfigError(f"pipeline_schedule={label} has no backwards, which training needs. Write B (or I and W) of every F.")
+        raise ConfigError(
+            f"pipeline_schedule={label} has no backwards, which training needs. Write B (or I and "
+            "W) of every F."
+        )
     return schedule
 
 
@@ -172,16 +212,19 @@ def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
     if not module:
         known = ", ".join(("auto", *SCHEDULES))
         raise ConfigError(
-            f"pipeline_schedule is {spec!r}, which names no schedule. Set it to one of {known}, to a CSV file, or to the class "
-            "path of a function that makes a Schedule."
+            f"pipeline_schedule is {spec!r}, which names no schedule. Set it to one of {known}, to "
+            "a CSV file, or to the class path of a function that makes a Schedule."
         )
     try:
         generator: Any = getattr(import_module(module), function)
     except (ImportError, AttributeError, TypeError) as error:  # a TypeError is a relative path's
         raise ConfigError(
-            f"pipeline_schedule is {spec!r}, which cannot be imported: {error}. Set it to the class path of a function of "
-            "(num_ranks, num_microbatches, num_chunks) that returns a Schedule."
+            f"pipeline_schedule is {spec!r}, which cannot be imported: {error}. Set it to the "
+            "class path of a function of (num_ranks, num_microbatches, num_chunks) that returns a "
+            "Schedule."
         ) from error
     if not callable(generator):
-        raise ConfigError(f"pipeline_schedule is {spec!r}, a {type(generator).__name__}. Set it to a function.")
+        raise ConfigError(
+            f"pipeline_schedule is {spec!r}, a {type(generator).__name__}. Set it to a function."
+        )
     return spec, OwnFunction(spec, generator)

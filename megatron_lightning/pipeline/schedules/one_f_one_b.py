@@ -1,7 +1,7 @@
 """GPipe and the one-forward-one-backward schedules, plain and interleaved. No torch here.
 
-Notation: P pipeline ranks, V model chunks on each, M micro-batches of a pipeline run, N micro-batches that visit a
-chunk in one go; stage s of the P * V stages.
+Notation: P pipeline ranks, V model chunks on each, M micro-batches of a pipeline run, N
+micro-batches that visit a chunk in one go; stage s of the P * V stages.
 """
 
 from __future__ import annotations
@@ -18,16 +18,29 @@ from megatron_lightning.pipeline.simulate import validate
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Return the schedule that runs all forwards, then all backwards.
 
-    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (arXiv:1811.06965),
-    section 2.3; with several chunks it is the breadth-first schedule of Lamy-Poirier, "Breadth-First Pipeline Parallelism"
-    (arXiv:2211.05953), section 4. The backwards run in the order of the forwards, so that gradients are summed in the
-    order of one process. Bubble (P-1)/(MV+P-1); every micro-batch's activations are alive at once.
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+    (arXiv:1811.06965), section 2.3; with several chunks it is the breadth-first schedule of
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv:2211.05953), section 4. The backwards
+    run in the order of the forwards, so that gradients are summed in the order of one process.
+    Bubble (P-1)/(MV+P-1); every micro-batch's activations are alive at once.
     """
-    return sweep(Placement.loop(num_ranks, num_chunks), num_microbatches, group_size=num_microbatches, name="gpipe")
+    return sweep(
+        Placement.loop(num_ranks, num_chunks),
+        num_microbatches,
+        group_size=num_microbatches,
+        name="gpipe",
+    )
 
 
-def sweep(placement: Placement, num_microbatches: int, *, group_size: int | None = None, name: str = "sweep") -> Schedule:
-    """Return a schedule for any placement and any number of micro-batches: all forwards, then all backwards.
+def sweep(
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    group_size: int | None = None,
+    name: str = "sweep",
+) -> Schedule:
+    """Return a schedule for any placement and any number of micro-batches: all forwards, then all
+    backwards.
 
     Groups of ``group_size`` micro-batches (None: as many as pp ranks) visit the stages in turn.
     """
@@ -40,63 +53,78 @@ def sweep(placement: Placement, num_microbatches: int, *, group_size: int | None
                     yield Action(stage, kind, microbatch)
 
     owned = [placement.stages_of(pp_rank) for pp_rank in range(placement.num_ranks)]
-    rows = tuple((*visits(Kind.FORWARD, stages), *visits(Kind.BACKWARD, stages[::-1])) for stages in owned)
+    rows = tuple(
+        (*visits(Kind.FORWARD, stages), *visits(Kind.BACKWARD, stages[::-1])) for stages in owned
+    )
     return Schedule(name, placement, num_microbatches, rows)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Return the schedule that warms up with forwards, then alternates one forward and one backward.
+    """Return the schedule that warms up with forwards, then alternates one forward and one
+    backward.
 
-    PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv:2006.09503), section
-    3.1; schedule 1 of "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-    (arXiv:2104.04473), section 2.2.1. GPipe's bubble, but stage s holds at most P-s micro-batches' activations.
+    PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training"
+    (arXiv:2006.09503), section 3.1; schedule 1 of "Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM" (arXiv:2104.04473), section 2.2.1. GPipe's bubble, but stage s
+    holds at most P-s micro-batches' activations.
     """
     if num_chunks != 1:
         raise ConfigError(
-            f"schedule 1f1b runs one model chunk on each pipeline rank, and there are {num_chunks}. "
-            'Set virtual_pipeline_model_parallel_size to 1, or pipeline_schedule to "interleaved" or "gpipe".'
+            "schedule 1f1b runs one model chunk on each pipeline rank, and there are "
+            f"{num_chunks}. "
+            'Set virtual_pipeline_model_parallel_size to 1, or pipeline_schedule to "interleaved" '
+            'or "gpipe".'
         )
     placement = Placement.loop(num_ranks)
 
     def actions_of(stage: int) -> tuple[Action, ...]:
         forward, backward = (stage, Kind.FORWARD), (stage, Kind.BACKWARD)
-        # One more forward for every stage that the first micro-batch still has to pass before its gradient returns.
+        # One more forward for every stage that the first micro-batch still has to pass before its
+        # gradient returns.
         warmup = min(num_ranks - 1 - stage, num_microbatches)
         steady = num_microbatches - warmup
-        return count_microbatches([forward] * warmup + [forward, backward] * steady + [backward] * warmup, num_microbatches)
+        return count_microbatches(
+            [forward] * warmup + [forward, backward] * steady + [backward] * warmup,
+            num_microbatches,
+        )
 
     actions = tuple(actions_of(placement.stages_of(pp_rank)[0]) for pp_rank in range(num_ranks))
     return Schedule("1f1b", placement, num_microbatches, actions)
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> Schedule:
-    """Return the 1F1B schedule in which each pp rank holds V chunks and groups of N micro-batches visit them in turn.
+def interleaved(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+) -> Schedule:
+    """Return the 1F1B schedule in which each pp rank holds V chunks and groups of N micro-batches
+    visit them in turn.
 
-    Schedule 2 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-    (arXiv:2104.04473), section 2.2.2, with Megatron-Core's group size N. The bubble is V times smaller than 1F1B's; the
-    first stages' pp rank holds up to 2(P-1)+(V-1)N+1 activations of a chunk, V times smaller than those of all chunks.
-    One chunk is 1F1B.
+    Schedule 2 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM" (arXiv:2104.04473), section 2.2.2, with Megatron-Core's group size N. The
+    bubble is V times smaller than 1F1B's; the first stages' pp rank holds up to 2(P-1)+(V-1)N+1
+    activations of a chunk, V times smaller than those of all chunks. One chunk is 1F1B.
 
     Args:
         num_ranks: P.
         num_microbatches: M.
         num_chunks: V.
-        group_size: N, at least P; the last group may be smaller, but a last one of several below P can lead to a deadlock
-            and is refused where it does. None: the smallest N that leaves no such group.
+        group_size: N, at least P; the last group may be smaller, but a last one of several below P
+            can lead to a deadlock and is refused where it does. None: the smallest N that leaves no
+            such group.
     """
     if num_chunks == 1:
         if group_size is not None:
             raise ConfigError(
-                f"microbatch_group_size_per_vp_stage is {group_size}, and with one model chunk on each pipeline rank there is "
-                "nothing to group. Leave it unset, or set virtual_pipeline_model_parallel_size to 2 or more."
+                f"microbatch_group_size_per_vp_stage is {group_size}, and with one model chunk on "
+                "each pipeline rank there is nothing to group. Leave it unset, or set "
+                "virtual_pipeline_model_parallel_size to 2 or more."
             )
         schedule = one_f_one_b(num_ranks, num_microbatches)
         return Schedule("interleaved", schedule.placement, num_microbatches, schedule.actions)
     size = smallest_group_size(num_ranks, num_microbatches) if group_size is None else group_size
     if size < num_ranks:
         raise ConfigError(
-            f"microbatch_group_size_per_vp_stage is {size}, below the {num_ranks} pipeline ranks: the first would wait "
-            f"for its own next chunk. Set it to {num_ranks} or more."
+            f"microbatch_group_size_per_vp_stage is {size}, below the {num_ranks} pipeline ranks: "
+            f"the first would wait for its own next chunk. Set it to {num_ranks} or more."
         )
     visits = [
         (chunk, microbatch)
@@ -107,9 +135,12 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 1, grou
 
     def actions_of(stage: int) -> tuple[Action, ...]:  # of the pp rank whose first stage this is
         forwards = [Action(stage + chunk * num_ranks, Kind.FORWARD, m) for chunk, m in visits]
-        backwards = [Action(stage + (num_chunks - 1 - chunk) * num_ranks, Kind.BACKWARD, m) for chunk, m in visits]
-        # Two more forwards for every stage behind this one, since the last chunk's gradient has to travel back through all
-        # pp ranks; and all earlier chunks of a group before its last chunk.
+        backwards = [
+            Action(stage + (num_chunks - 1 - chunk) * num_ranks, Kind.BACKWARD, m)
+            for chunk, m in visits
+        ]
+        # Two more forwards for every stage behind this one, since the last chunk's gradient has to
+        # travel back through all pp ranks; and all earlier chunks of a group before its last chunk.
         warmup = min(2 * (num_ranks - 1 - stage) + (num_chunks - 1) * size, len(visits))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         return (*forwards[:warmup], *steady, *backwards[len(visits) - warmup :])
@@ -127,8 +158,8 @@ def smallest_group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def groups_fill(num_ranks: int, num_microbatches: int, group_size: int) -> bool:
-    """Return whether every group has at least P micro-batches, unless there is only one: the interleaved schedule then runs, as
-    fast as its formula says.
+    """Return whether every group has at least P micro-batches, unless there is only one: the
+    interleaved schedule then runs, as fast as its formula says.
     """
     tail = num_microbatches % group_size
     return tail == 0 or tail >= num_ranks or num_microbatches < group_size
@@ -151,8 +182,10 @@ def _check_groups(schedule: Schedule, group_size: int) -> None:
         sizes = _fitting_sizes(num_ranks, num_microbatches)
         nearest = sorted(sorted(sizes, key=lambda size: abs(size - group_size))[:2])
         raise ConfigError(
-            f"{num_microbatches} micro-batches in groups of microbatch_group_size_per_vp_stage={group_size} leave a last group "
-            f"of {tail}, smaller than the {num_ranks} pipeline ranks, which would wait for each other forever. Set "
-            f"microbatch_group_size_per_vp_stage to {' or '.join(map(str, nearest))}, or run {num_microbatches - tail} or "
-            f"{num_microbatches - tail + num_ranks} micro-batches."
+            f"{num_microbatches} micro-batches in groups of "
+            f"microbatch_group_size_per_vp_stage={group_size} leave a last group of {tail}, "
+            f"smaller than the {num_ranks} pipeline ranks, which would wait for each other "
+            f"forever. Set microbatch_group_size_per_vp_stage to {' or '.join(map(str, nearest))}, "
+            f"or run {num_microbatches - tail} or {num_microbatches - tail + num_ranks} "
+            "micro-batches."
         ) from error

@@ -1,8 +1,9 @@
-"""The user's own schedules: rows of text, in Python, in YAML or in a CSV file, and functions. No torch here.
+"""The user's own schedules: rows of text, in Python, in YAML or in a CSV file, and functions. No
+torch here.
 
-One row a pipeline rank, actions in order of execution: ``1F0 1B0``; separated by spaces or, in a file, commas. Cells may be
-empty, so that the tables which PyTorch's pipeline schedules print are valid too; those have the first stage on the first row,
-and are reversed (see :class:`Placement`).
+One row a pipeline rank, actions in order of execution: ``1F0 1B0``; separated by spaces or, in a
+file, commas. Cells may be empty, so that the tables which PyTorch's pipeline schedules print are
+valid too; those have the first stage on the first row, and are reversed (see :class:`Placement`).
 """
 
 from __future__ import annotations
@@ -25,20 +26,29 @@ class OwnFunction:
 
     def __call__(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
         """Return the function's table."""
-        numbers = f"num_ranks={num_ranks}, num_microbatches={num_microbatches}, num_chunks={num_chunks}"
+        numbers = (
+            f"num_ranks={num_ranks}, num_microbatches={num_microbatches}, num_chunks={num_chunks}"
+        )
         called = f"pipeline_schedule={self.class_path}, called with {numbers},"
         try:
             schedule = self.function(num_ranks, num_microbatches, num_chunks)
         except Exception as error:
             raise ConfigError(
-                f"{called} raised {type(error).__name__}: {error}. Return a Schedule for these numbers, or use others."
+                f"{called} raised {type(error).__name__}: {error}. Return a Schedule for these "
+                "numbers, or use others."
             ) from error
         if not isinstance(schedule, Schedule):
             raise ConfigError(f"{called} returned {type(schedule).__name__}. Return a Schedule.")
-        wrong = [a for row in schedule.actions for a in row if not (isinstance(a, Action) and isinstance(a.kind, Kind))]
+        wrong = [
+            a
+            for row in schedule.actions
+            for a in row
+            if not (isinstance(a, Action) and isinstance(a.kind, Kind))
+        ]
         if wrong:
             raise ConfigError(
-                f"{called} returned a Schedule with {wrong[0]!r} among its actions. Write Action(stage, Kind.FORWARD, "
+                f"{called} returned a Schedule with {wrong[0]!r} among its actions. Write "
+                "Action(stage, Kind.FORWARD, "
                 'microbatch), or Action.parse("0F0").'
             )
         return schedule
@@ -65,8 +75,9 @@ class FixedTable:
         for name, wanted, found, setting in zip(names, asked, has, settings, strict=True):
             if wanted != found:
                 raise ConfigError(
-                    f"schedule {schedule.name} is a table for {found} {name}, and the run has {wanted}. Write a table for "
-                    f"{wanted}, name a function that makes one for any number, or {setting}."
+                    f"schedule {schedule.name} is a table for {found} {name}, and the run has "
+                    f"{wanted}. Write a table for {wanted}, name a function that makes one for any "
+                    f"number, or {setting}."
                 )
         return schedule
 
@@ -80,8 +91,8 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
         places: Names of the rows in messages; None: "row 1" and so on.
 
     Raises:
-        ConfigError: If a word is no action, a row is empty, a stage is on two rows, the stages are not numbered from 0, or the
-            last one is on neither the first nor the last row.
+        ConfigError: If a word is no action, a row is empty, a stage is on two rows, the stages are
+            not numbered from 0, or the last one is on neither the first nor the last row.
     """
     places = places or [f"row {number}" for number in range(1, len(rows) + 1)]
     table = [_read_row(name, place, row) for place, row in zip(places, rows, strict=True)]
@@ -90,18 +101,21 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
         for action in row:
             if holders.setdefault(action.stage, number) != number:
                 raise ConfigError(
-                    f"schedule {name} has stage {action.stage} in {places[holders[action.stage]]} and in {places[number]}; "
-                    "a stage lives on one rank. Move its actions into one row."
+                    f"schedule {name} has stage {action.stage} in {places[holders[action.stage]]} "
+                    f"and in {places[number]}; a stage lives on one rank. Move its actions into "
+                    "one row."
                 )
     if not table or sorted(holders) != list(range(len(holders))):
         raise ConfigError(
-            f"schedule {name} has the stages {', '.join(map(str, sorted(holders))) or 'none'}. Number them from 0 without gaps."
+            f"schedule {name} has the stages {', '.join(map(str, sorted(holders))) or 'none'}. "
+            "Number them from 0 without gaps."
         )
     last_stage, last_row = len(holders) - 1, len(table) - 1
     if holders[last_stage] not in {0, last_row}:
         raise ConfigError(
-            f"schedule {name} has the last stage, {last_stage}, in {places[holders[last_stage]]}, and the first rank logs the "
-            f"loss. Put it into {places[0]} (or {places[-1]}: the rows are reversed then)."
+            f"schedule {name} has the last stage, {last_stage}, in {places[holders[last_stage]]}, "
+            f"and the first rank logs the loss. Put it into {places[0]} (or {places[-1]}: the rows "
+            "are reversed then)."
         )
     if holders[last_stage] != 0:
         table.reverse()
@@ -129,7 +143,8 @@ def read_csv(path: str) -> Schedule:
             lines = [(f"line {reader.line_num}", " ".join(cells)) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"pipeline_schedule is {path!r}, which cannot be read as a CSV file: {error}. Set it to a table."
+            f"pipeline_schedule is {path!r}, which cannot be read as a CSV file: {error}. Set it "
+            "to a table."
         ) from error
     lines = [(place, text) for place, text in lines if text.strip()]
     return read_rows(Path(path).name, [text for _, text in lines], [place for place, _ in lines])
