@@ -188,6 +188,10 @@ class _Program:
     def signature(self, microbatch: int) -> Hashable:
         return None
 
+    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return an empty context: nothing is recomputed."""
+        return nullcontext()
+
     def completing(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext()
 

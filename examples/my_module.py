@@ -8,15 +8,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from megatron_lightning.strategies import MegatronStrategy
 
 
-class Net(nn.Sequential):  # its forward runs the layers that are there
-    def pipeline_units(self) -> list[str]:
-        return [name for name, _ in self.named_children()]
-
-
 class Classifier(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+        self.net = nn.Sequential(*layers)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, y = batch

@@ -320,6 +320,9 @@ class PipelineOptions:
     Megatron-Core's names.
     """
 
+    units: list[str] | None = None
+    """Path patterns of the units between which the model may be divided, in the order in which one
+    forward calls them; None: the model's own, or else they are found."""
     pipeline_model_parallel_layout: str | list[list[str]] | None = None
     """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of
     "embedding", "decoder", "mtp" and "loss"; None: layers are spread evenly."""

@@ -118,7 +118,12 @@ def place_module(
     check_replicas(built, part.specs, context)
     if options.data_parallel == "fsdp" and part.units is None and context.dp_cp.size > 1:
         units = shard_units(
-            module, part, context, options.data, micro_batches=not options.is_native
+            module,
+            part,
+            context,
+            options.data,
+            options.pipeline,
+            micro_batches=not options.is_native,
         )
         part = replace(part, units=units)
     module.to(device)

@@ -43,6 +43,7 @@ class _Record(NamedTuple):
     """As in :class:`Part`, like the fields below."""
     stages: tuple[tuple[str, ...], ...]
     """Unit paths of every stage; empty with one stage."""
+    everywhere: frozenset[str]
     names: tuple[str, ...]
     num_parameters: int
 
@@ -81,8 +82,9 @@ def assemble(
         # Last, so that a rank never holds more than its shards and one full parameter.
         materialize(module, context.device)
     stages = () if partition is None else partition.stages
+    everywhere = frozenset[str]() if partition is None else partition.everywhere
     module.__dict__[_RECORD] = _Record(
-        context.layout, placement, options, path, stages, names, num_parameters
+        context.layout, placement, options, path, stages, everywhere, names, num_parameters
     )
     return describe_part(module, names, num_parameters, path, partition)
 
@@ -117,7 +119,11 @@ def reattach(
     if record.path is not None:
         own = placement.stages_of(context.pp.rank)
         partition = StagePartition(
-            module.get_submodule(record.path), record.stages, own, has_all_units=False
+            module.get_submodule(record.path),
+            record.stages,
+            own,
+            record.everywhere,
+            has_all_units=False,
         )
     return describe_part(module, record.names, record.num_parameters, record.path, partition)
 
@@ -153,11 +159,8 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
 
 
 def can_be_partitioned(module: nn.Module) -> bool:
-    """Return whether the model exists and declares how it is partitioned or sharded."""
-    return any(
-        hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan")
-        for child in module.modules()
-    )
+    """Return whether the model exists."""
+    return any(True for _ in module.parameters())
 
 
 def find_plans(module: nn.Module, plan: ShardingPlan | None) -> dict[str, ShardingPlan]:
@@ -175,8 +178,9 @@ def _partition(
     """
     if context.layout.num_stages == 1:
         return None, None
-    path, pipelined, stages = find_stages(module, placement, options)
-    return path, StagePartition(pipelined, stages, placement.stages_of(context.pp.rank))
+    path, pipelined, stages, everywhere = find_stages(module, placement, options)
+    own = placement.stages_of(context.pp.rank)
+    return path, StagePartition(pipelined, stages, own, everywhere)
 
 
 def _parallelize(module: nn.Module, context: ParallelContext, plan: ShardingPlan | None) -> None:

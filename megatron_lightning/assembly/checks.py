@@ -5,18 +5,24 @@ before assembly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from torch import nn
 
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.sharding import sharding_plans, shared_names
+from megatron_lightning.parallel.sharding import sharding_plans
 from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.analysis import ExampleRun
+from megatron_lightning.pipeline.call_analysis import check_boundaries
 from megatron_lightning.pipeline.layouts import split_units
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.pipeline.stage import check_units, find_pipelined_module, pipeline_units
+from megatron_lightning.pipeline.stage import check_units
+from megatron_lightning.pipeline.taint import Uses
+from megatron_lightning.pipeline.units import find_pipelined
 
 
 def check_partition(
@@ -26,80 +32,99 @@ def check_partition(
     is built.
 
     Raises:
-        ConfigError: If no submodule, or more than one, has ``pipeline_units()``, or these do not
-            fit the model or the stages.
+        ConfigError: If no units are found, or they do not fit the model or the stages.
     """
     if placement.num_stages == 1 and options == PipelineOptions():
         return
     config = getattr(module, "config", None)
-    if any(hasattr(child, "pipeline_units") for child in module.modules()):
+    if is_built:
         find_stages(module, placement, options)
-    elif placement.num_stages > 1 and is_built:
-        find_pipelined_module(module)  # raises
     elif isinstance(config, TransformerConfig):
         layers = [f"layers.{index}" for index in range(config.num_layers)]
         split_units(["embedding", *layers, "output_layer"], placement, options)
 
 
-def find_stages(
-    module: nn.Module, placement: Placement, options: PipelineOptions
-) -> tuple[str, nn.Module, tuple[tuple[str, ...], ...]]:
-    """Return (path, module, unit paths of every stage) of the one submodule that has
-    ``pipeline_units()``.
+class Stages(NamedTuple):
+    """How a full module is divided into stages."""
+
+    path: str
+    """Path of the pipelined module."""
+    module: nn.Module
+    """The pipelined module."""
+    units: tuple[tuple[str, ...], ...]
+    """Unit paths of every stage."""
+    everywhere: frozenset[str]
+    """Parameters of units that every rank keeps, since several stages use them."""
+
+
+def find_stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> Stages:
+    """Return how a full module is divided.
 
     Raises:
-        ConfigError: If there is none, or more than one, or its units do not fit it or the stages.
+        ConfigError: If no units are found, or they do not fit the model or the stages.
     """
-    path, pipelined = find_pipelined_module(module)
-    units = pipeline_units(pipelined)
-    stages = split_units(units, placement, options)
+    example = ExampleRun(module)
+    path, pipelined, units = find_pipelined(module, options.units or (), example.calls)
+    names = unit_names(units)
+    check_units(pipelined, names)
+    uses = None
     if placement.num_stages > 1:
-        check_units(pipelined, unit_names(units))
-    _check_ties(module, path, stages, placement)
-    return path, pipelined, stages
+        uses = example.uses(path, names)
+    allows = uses.allows if uses else (lambda _: True)
+    stages = split_units(units, placement, options, allows)
+    if uses is not None:
+        starts = [0, *accumulate(map(len, stages[:-1]))]
+        check_boundaries(uses, names, starts)
+    return Stages(path, pipelined, stages, _everywhere(pipelined, stages, placement, uses))
 
 
-def _check_ties(
-    module: nn.Module, path: str, stages: Sequence[Sequence[str]], placement: Placement
-) -> None:
-    """Check that parameters tied across stages lie on ranks that add up their gradients."""
-    prefix, ends = f"{path}." if path else "", {0, placement.num_ranks - 1}
-    where = {
-        f"{prefix}{unit}": placement.pp_ranks[index]
-        for index, units in enumerate(stages)
-        for unit in units
-    }
-    for names in shared_names(module):
-        ranks = {
-            name: rank
-            for name in names
-            for unit, rank in where.items()
-            if name == unit or name.startswith(f"{unit}.")
-        }
-        if len(set(ranks.values())) > 1 and not ends.issuperset(ranks.values()):
-            raise ConfigError(
-                f"{' and '.join(ranks)} are one parameter and would lie on the pipeline ranks "
-                f"{list(ranks.values())}. Only the first and the last of the {placement.num_ranks} "
-                "ranks add up the gradients of such parameters. Put the units that share it on "
-                "one rank (pipeline_options), or give each a parameter of its own."
-            )
+def _everywhere(
+    module: nn.Module,
+    stages: Sequence[Sequence[str]],
+    placement: Placement,
+    uses: Uses | None,
+) -> frozenset[str]:
+    """Return the parameters of units that every rank keeps, by all of their names.
+
+    A parameter that units on several ranks read is one of them, unless it is tied: has a name in
+    each of these units, on the first and the last rank, which add up the gradients of their copies.
+    """
+    units = [unit for stage in stages for unit in stage]
+    rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
+    ends, found = {0, placement.num_ranks - 1}, set[str]()
+    first_name: dict[int, str] = {id(p): name for name, p in reversed([*module.named_parameters()])}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    read = uses.parameters if uses else frozenset[tuple[str, int]]()
+    between = uses.read_between if uses else frozenset[str]()
+    for identity, own in names.items():
+        homes = {index for index, unit in enumerate(units) for n in own if n.startswith(f"{unit}.")}
+        if not homes:
+            continue
+        readers = {index for name, index in read if name == first_name[identity]} - homes
+        ranks = {rank_of[index] for index in homes}
+        outside = first_name[identity] in between or any(
+            not n.startswith(tuple(f"{unit}." for unit in units)) for n in own
+        )
+        reached = ranks | {rank_of[index] for index in readers if index < len(units)}
+        if outside or reached != ranks or (len(ranks) > 1 and not ends.issuperset(ranks)):
+            found.update(own)
+    return frozenset(found) if placement.num_ranks > 1 else frozenset()
 
 
-def check_sharded_units(module: nn.Module) -> None:
+def check_sharded_units(module: nn.Module, options: PipelineOptions) -> None:
     """Check that FSDP2 finds units to shard.
 
     Raises:
-        ConfigError: For a model without ``pipeline_units()``.
+        ConfigError: If the model has none.
     """
     try:
-        find_pipelined_module(module)
+        find_pipelined(module, options.units or ())
     except ConfigError as error:
         raise ConfigError(
-            'data_parallel="fsdp" shards the units that a model lists in pipeline_units(), and '
-            f"{type(module).__name__} "
-            "does not have exactly one submodule with that method. Give it to the model that the "
-            "step calls, or set "
-            'data_parallel="zero1".'
+            f'data_parallel="fsdp" shards the units of a model, as a pipeline does. {error} '
+            'Or set data_parallel="zero1".'
         ) from error
 
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import main_dtype
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import initial_value, materialize
 from megatron_lightning.pipeline.partition import unit_names
-from megatron_lightning.pipeline.stage import find_pipelined_module, pipeline_units
+from megatron_lightning.pipeline.units import find_pipelined
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -52,6 +52,7 @@ def shard_units(
     part: Part,
     context: ParallelContext,
     options: DataParallelOptions,
+    pipeline: PipelineOptions,
     *,
     micro_batches: bool,
 ) -> ShardedUnits:
@@ -61,21 +62,18 @@ def shard_units(
     filled one full parameter at a time. ``micro_batches``: a step runs several.
 
     Raises:
-        ConfigError: If no submodule, or more than one, has ``pipeline_units()``.
+        ConfigError: If the model has no units.
     """
-    path, pipelined = find_pipelined_module(module)
-    prefix = f"{path}." if path else ""
-    stages = part.units_of_stage or {
-        0: [prefix + unit for unit in unit_names(pipeline_units(pipelined))]
-    }
+    stages, path, pipelined = part.units_of_stage, part.path or "", module
+    if part.partition is None:
+        path, pipelined, found = find_pipelined(module, pipeline.units or ())
+        prefix = f"{path}." if path else ""
+        stages = {0: [prefix + unit for unit in unit_names(found)]}
     units = ShardedUnits(
         module,
-        {
-            stage: [unit for unit in units if _is_module(module, unit)]
-            for stage, units in stages.items()
-        },
+        stages,
         root=path if part.partition is None else None,
-        excluded={*part.tied, *part.tied.values()},
+        excluded={*part.tied, *part.tied.values(), *part.everywhere},
         specs=part.specs,
         context=context,
         options=options,
@@ -93,12 +91,6 @@ def shard_units(
         units.fill(name, shard, full, spec)
     materialize(module, context.device)
     return units
-
-
-def _is_module(module: nn.Module, path: str) -> bool:
-    """Return whether a unit is a module, not a parameter or buffer."""
-    parent, _, name = path.rpartition(".")
-    return isinstance(module.get_submodule(parent)._modules.get(name), nn.Module)
 
 
 def _low_dtype(module: nn.Module) -> torch.dtype | None:

@@ -5,8 +5,9 @@ generate.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,12 @@ from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.pipeline.channel import StageTensors
+from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.pipeline.taint import Uses
+from megatron_lightning.pipeline.visit import CallFacts
 
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""
@@ -78,11 +83,12 @@ class LanguageModel:
             self.model = GPTModel(self.config).eval()
         part = assemble(self.model, context, None, choice.placement, PipelineOptions())
         ModuleState(self.model, part, context).load_module(source, prefix=_PREFIX)
-        partition = part.partition
-        self._stages = (
-            {0: self.model}
-            if partition is None
-            else {stage: partition.view(stage) for stage in partition.own}
+        self._crossing = (
+            None
+            if part.partition is None
+            else StageCrossing(
+                "generate", part.partition, context, CallFacts(Uses()), run_stage=_run_stage
+            )
         )
         self._placement = choice.placement
         self._schedule = choice.forward_table(1)
@@ -93,8 +99,9 @@ class LanguageModel:
         """Return the logits [b, v] after position ``last`` [b] of ``tokens`` [b, s], equal on every
         rank; a collective.
         """
-        program = _Forward(self._stages, self._placement.num_stages, tokens.to(self.context.device))
-        self._executor.run(self._schedule, program, backward=False)
+        program = _Forward(self.model, self._crossing, tokens.to(self.context.device))
+        with nullcontext() if self._crossing is None else self._crossing.installed():
+            self._executor.run(self._schedule, program, backward=False)
         pipeline = self.context.pp
         if program.logits is None:
             logits = torch.empty(len(tokens), self.config.vocab_size, device=self.context.device)
@@ -109,29 +116,39 @@ class LanguageModel:
         return logits
 
 
+def _run_stage(stage: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
 class _Forward:
     """Forward of this rank's stages, called by the pipeline executor."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], num_stages: int, tokens: Tensor) -> None:
-        self._stages = stages
-        self._num_stages = num_stages
+    def __init__(self, model: nn.Module, crossing: StageCrossing | None, tokens: Tensor) -> None:
+        self._model = model
+        self._crossing = crossing
         self._tokens = tokens
         self.logits: Tensor | None = None
         """[b, s, v], on the last stage."""
 
     def forward(
-        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+        self, stage: int, microbatch: int, received: StageTensors | None
     ) -> tuple[Tensor, ...] | None:
-        """Run the stage on the tokens, or on the output of the stage before."""
-        output: Tensor = self._stages[stage](self._tokens if received is None else received[0])
-        if stage < self._num_stages - 1:
-            return (output,)
-        self.logits = output
+        """Run the model on the tokens as the stage sees it."""
+        if self._crossing is not None:
+            self._crossing.enter(stage, microbatch, received, self.signature(microbatch))
+        try:
+            self.logits = self._model(self._tokens)
+        except StageExit as left:
+            return left.outputs
         return None
 
     def signature(self, microbatch: int) -> Hashable:
         """Return a key of the shapes between stages."""
         return tuple(self._tokens.shape)
+
+    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return an empty context: there is no backward."""
+        return nullcontext()
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Return an empty context: there is no backward."""

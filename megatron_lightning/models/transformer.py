@@ -4,8 +4,7 @@ names.
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``v`` vocabulary. Inputs and outputs are
 batch-first; inside, activations are sequence-major [s, b, h], so that a sequence shard is
 contiguous. The model runs on one CPU without a process group; ``models.plans`` describes how it is
-split over ranks. Pipeline units of other ranks may be absent: ``embedding``, ``output_layer`` or
-``decoder.final_layernorm`` None, layers missing from ``decoder.layers``.
+split over ranks.
 """
 
 from __future__ import annotations
@@ -94,19 +93,20 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)}
         )
-        self.final_layernorm: nn.Module | None = build_norm(config, config.hidden_size)
+        self.final_layernorm = build_norm(config, config.hidden_size)
         self.layers_at_once = 1
         """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed
         together."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h] through the units that are present."""
+        """Map [s, b, h] to [s, b, h]."""
         layers = list(self.layers.values())
         for start in range(0, len(layers), self.layers_at_once):
             hidden = self.run_layers(
                 layers[start : start + self.layers_at_once], hidden, position_ids
             )
-        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
+        out: Tensor = self.final_layernorm(hidden)
+        return out
 
     def run_layers(
         self, layers: Sequence[nn.Module], hidden: Tensor, position_ids: Tensor | None
@@ -130,11 +130,9 @@ class GPTModel(nn.Module):
         self.config = config
         device = torch.empty(0).device
         with torch.device("meta"):
-            self.embedding: LanguageModelEmbedding | None = LanguageModelEmbedding(config)
+            self.embedding = LanguageModelEmbedding(config)
             self.decoder = TransformerBlock(config)
-            self.output_layer: nn.Module | None = nn.Linear(
-                config.hidden_size, config.vocab_size, bias=False
-            )
+            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.output_gather: nn.Module = nn.Identity()
         self.loss: nn.Module = CrossEntropy()
         if device.type != "meta":
@@ -148,24 +146,20 @@ class GPTModel(nn.Module):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Run the units that are present.
+        """Predict the next token of every position.
 
         Args:
-            tokens: [b, s] token ids; on a pipeline stage without the embedding, the previous
-                stage's hidden [s, b, h].
+            tokens: [b, s] token ids.
             labels: [b, s] next tokens, already shifted; -100 is ignored.
             position_ids: [b, s] positions; None: 0 to s-1.
 
         Returns:
-            Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32; on a pipeline
-            stage without the output layer the hidden state [s, b, h].
+            Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32.
         """
-        hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens, position_ids)
+        hidden: Tensor = self.embedding(tokens, position_ids)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         hidden = self.decoder(hidden, position_ids)
-        if self.output_layer is None:
-            return hidden
         logits = self.output_layer(hidden)
         if labels is None:
             full: Tensor = self.output_gather(logits)
@@ -180,10 +174,6 @@ class GPTModel(nn.Module):
         """
         layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
         return ["embedding", *layers, "decoder.final_layernorm", "output_layer"]
-
-    def tied_parameters(self) -> dict[str, str]:
-        """Return copy -> owner, both as parameter paths of this module."""
-        return {_OUTPUT: _WORDS} if self.config.share_embeddings_and_output_weights else {}
 
     def sharding_plan(self) -> ShardingPlan:
         """Return the plan by which this model is split over tensor-parallel ranks."""
@@ -200,7 +190,9 @@ class GPTModel(nn.Module):
         used. Matrices are normal with the config's standard deviation, divided by sqrt(2 x layers)
         for projections into the residual stream (Megatron-LM, GPT-2); norms are one, biases zero.
         """
-        config, name = self.config, self.tied_parameters().get(name, name)
+        config = self.config
+        if config.share_embeddings_and_output_weights and name == _OUTPUT:
+            name = _WORDS
         if name.endswith("bias"):
             tensor.zero_()
         elif name.endswith("norm.weight"):

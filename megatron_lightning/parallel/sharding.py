@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_lightning.compat import avoid_fused_inference
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.parallel.spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -50,29 +51,17 @@ def record_ties(model: nn.Module) -> None:
 
     Call it before partitioning, which may send the names of one tensor to different ranks.
     """
-    declared = tied_names(model)
-    found: dict[str, str] = {}
-    for names in shared_names(model):
-        owner = next((declared[name] for name in names if name in declared), names[0])
-        found |= {name: owner for name in names if name != owner}
-    model.__dict__[_RECORDED_TIES] = found
+    model.__dict__[_RECORDED_TIES] = {
+        name: owner for owner, *names in shared_names(model) for name in names
+    }
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return copy -> owner for every parameter of ``model`` that is tied to another.
 
-    A module whose parameters tie to others may declare them in ``tied_parameters()``: a dict from
-    its own parameter path to the owner's path, both relative to that module, also where this rank
-    holds only one of them. :func:`record_ties` records those that a full model shares.
+    :func:`record_ties` has recorded them, also where this rank holds only one of the names.
     """
-    ties: dict[str, str] = dict(vars(model).get(_RECORDED_TIES, {}))
-    for path, module in model.named_modules():
-        if hasattr(module, "tied_parameters"):
-            prefix = f"{path}." if path else ""
-            ties.update(
-                {prefix + copy: prefix + owner for copy, owner in module.tied_parameters().items()}
-            )
-    return ties
+    return dict(vars(model).get(_RECORDED_TIES, {}))
 
 
 def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
@@ -178,7 +167,7 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
             two names.
     """
     tied, swaps = shared_names(model), False
-    for path, module in list(model.named_modules()):
+    for path, module in list(present_modules(model)):
         style = plan.style_of(path)
         if style is None:
             continue
@@ -195,7 +184,7 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
     for owner, *copies in tied:
         _tie(model, owner, copies)
     rewrites = [(compile_pattern(pattern), rewrite) for pattern, rewrite in plan.attributes.items()]
-    for path, module in model.named_modules():
+    for path, module in present_modules(model):
         prefix = f"{path}." if path else ""
         for name, value in list(vars(module).items()):
             rewrite = next((f for pattern, f in rewrites if pattern.fullmatch(prefix + name)), None)

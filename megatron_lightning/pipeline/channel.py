@@ -8,11 +8,13 @@ stream of a communicator, where a receive posted early would block a later send.
 the model, direction along the pp ranks) therefore has a process group of its own. gloo matches by
 tag and order.
 
-A forward message whose shapes the receiver cannot know is preceded by a header of fixed size.
+A forward message whose shapes the receiver cannot know is preceded by a header: its length, and the
+metadata of the tensors with a note of the program as JSON.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -21,29 +23,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.plan import Message
 
 # Messages received ahead on a channel: one in transfer, one ready for the next action.
 _NUM_AHEAD = 2
-_HEADER_NUMBERS = 256  # 2 KiB: 40 tensors of three dims
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-)
+
+
+class StageTensors(tuple[Tensor, ...]):
+    """Tensors from one stage to the next, with a note of the program about them."""
+
+    note: str
+
+    def __new__(cls, tensors: Iterable[Tensor] = (), note: str = "") -> StageTensors:
+        """Make one of ``tensors``."""
+        made = super().__new__(cls, tensors)
+        made.note = note
+        return made
 
 
 class TensorMeta(NamedTuple):
@@ -58,47 +56,44 @@ class TensorMeta(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{gradient}"
 
 
-Boundary = tuple[TensorMeta, ...]
+class Boundary(NamedTuple):
+    """Metadata of a message."""
+
+    tensors: tuple[TensorMeta, ...]
+    note: str = ""
+    """The note of the program that sends it."""
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.tensors)) or "nothing"
 
 
-def describe(tensors: Iterable[Tensor], *, backward: bool) -> Boundary:
+def describe(tensors: tuple[Tensor, ...], *, backward: bool) -> Boundary:
     """Return the metadata of a stage's outputs; no tensor takes a gradient in a step without
     backward.
     """
-    return tuple(TensorMeta(t.dtype, backward and t.requires_grad, tuple(t.shape)) for t in tensors)
+    metas = [TensorMeta(t.dtype, backward and t.requires_grad, tuple(t.shape)) for t in tensors]
+    return Boundary(tuple(metas), getattr(tensors, "note", ""))
 
 
-def encode_header(boundary: Boundary, device: torch.device) -> Tensor:
-    """Write metadata into an int64 tensor of fixed size."""
-    numbers = [len(boundary)]
-    for dtype, requires_grad, shape in boundary:
-        if dtype not in _DTYPES:
-            raise PipelineError(
-                f"a tensor between stages has dtype {dtype}, which messages do not carry. Cast it "
-                "before."
-            )
-        numbers += [_DTYPES.index(dtype), requires_grad, len(shape), *shape]
-    if len(numbers) > _HEADER_NUMBERS:
-        raise PipelineError(
-            f"a stage sends {len(boundary)} tensors, described by {len(numbers)} numbers, and a "
-            f"header holds {_HEADER_NUMBERS}. Stack them into fewer tensors."
-        )
-    return torch.tensor(
-        numbers + [0] * (_HEADER_NUMBERS - len(numbers)), dtype=torch.int64, device=device
-    )
+def encode_header(boundary: Boundary, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the length of a header, an int64, and its bytes."""
+    tensors = [
+        [str(dtype).removeprefix("torch."), requires_grad, shape]
+        for dtype, requires_grad, shape in boundary.tensors
+    ]
+    data = bytearray(json.dumps([tensors, boundary.note]).encode())
+    content = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    return torch.tensor([len(data)], device=device), content
 
 
-def decode_header(header: Tensor) -> Boundary:
-    """Return the metadata that :func:`encode_header` wrote."""
-    numbers = iter(header.tolist())
-
-    def tensor() -> TensorMeta:
-        dtype, requires_grad, num_dims = next(numbers), next(numbers), next(numbers)
-        return TensorMeta(
-            _DTYPES[dtype], bool(requires_grad), tuple(next(numbers) for _ in range(num_dims))
-        )
-
-    return tuple(tensor() for _ in range(next(numbers)))
+def decode_header(content: Tensor) -> Boundary:
+    """Return the metadata in the bytes that :func:`encode_header` wrote."""
+    tensors, note = json.loads(bytes(content.tolist()))
+    metas = [
+        TensorMeta(getattr(torch, dtype), requires_grad, tuple(shape))
+        for dtype, requires_grad, shape in tensors
+    ]
+    return Boundary(tuple(metas), note)
 
 
 class Transport:
@@ -216,9 +211,7 @@ class Inbox:
             message = self._expected[0]
             boundary = self._book.expected(message)
             if boundary is None:
-                header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-                self._group.recv([header], self._peer, message.tag).wait()
-                boundary = decode_header(header)
+                boundary = self._receive_header(message)
                 self._book.record(message, boundary)
             self._post(boundary)
         buffers, works = self._posted.popleft()
@@ -226,9 +219,16 @@ class Inbox:
             work.wait()
         return buffers
 
+    def _receive_header(self, message: Message) -> Boundary:
+        length = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._group.recv([length], self._peer, message.tag).wait()
+        content = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        self._group.recv([content], self._peer, message.tag).wait()
+        return decode_header(content)
+
     def _post(self, boundary: Boundary) -> None:
         tag, buffers, works = self._expected.popleft().tag, [], []
-        for dtype, _, shape in boundary:
+        for dtype, _, shape in boundary.tensors:
             buffer = torch.empty(shape, dtype=dtype, device=self._device)
             buffers.append(buffer)
             works.append(self._group.recv([_real(buffer)], self._peer, tag))

@@ -35,6 +35,7 @@ from megatron_lightning.pipeline.channel import (
     Boundary,
     Inbox,
     Outbox,
+    StageTensors,
     Transport,
     describe,
     encode_header,
@@ -50,7 +51,7 @@ class StageProgram(Protocol):
     """Computation of the stages of this rank."""
 
     def forward(
-        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+        self, stage: int, microbatch: int, received: StageTensors | None
     ) -> tuple[Tensor, ...] | Tensor | None:
         """Run one stage on one micro-batch.
 
@@ -60,8 +61,13 @@ class StageProgram(Protocol):
             received: Outputs of the stage before, which may be modified in place; None on stage 0.
 
         Returns:
-            The tensors for the next stage; on the last stage the scalar to back-propagate, or None.
+            The tensors for the next stage, with a note if they are :class:`StageTensors`; on the
+            last stage the scalar to back-propagate, or None.
         """
+        ...
+
+    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context for the backward of a stage, which may recompute its forward."""
         ...
 
     def signature(self, microbatch: int) -> Hashable:
@@ -287,20 +293,23 @@ class _Run:
         # Only inputs that take a gradient are kept; the others live as long as the graph needs
         # them.
         inputs: tuple[Tensor, ...] = ()
-        if received is not None and self._backward:
+        given: StageTensors | None = None
+        if received is not None:
             boundary = self._boundaries[self._key(stage, microbatch)]
-            inputs = tuple(
-                [
-                    t.requires_grad_()
-                    for t, meta in zip(received, boundary, strict=True)
-                    if meta.requires_grad
-                ]
-            )
-            enter: Callable[[Tensor], Tensor] = _Entrance.apply
-            received = tuple(
-                [enter(tensor) if tensor.requires_grad else tensor for tensor in received]
-            )
-        outputs = self._program.forward(stage, microbatch, received)
+            if self._backward:
+                inputs = tuple(
+                    [
+                        t.requires_grad_()
+                        for t, meta in zip(received, boundary.tensors, strict=True)
+                        if meta.requires_grad
+                    ]
+                )
+                enter: Callable[[Tensor], Tensor] = _Entrance.apply
+                received = tuple(
+                    [enter(tensor) if tensor.requires_grad else tensor for tensor in received]
+                )
+            given = StageTensors(received, boundary.note)
+        outputs = self._program.forward(stage, microbatch, given)
         flight = (
             self._end(outputs, inputs)
             if planned.gives is None
@@ -315,15 +324,16 @@ class _Run:
 
     def _end(self, loss: object, inputs: tuple[Tensor, ...]) -> _InFlight:
         if loss is None:
-            return _InFlight(inputs, (), ())
+            return _InFlight(inputs, (), Boundary(()))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PipelineError(
                 f"the last stage returned {_kind_of(loss)}; a backward starts from one number. "
                 "Return a scalar tensor, or None for no backward."
             )
         if not (self._backward and loss.requires_grad):
-            return _InFlight(inputs, (), ())
-        return _InFlight(inputs, (get_gradient_edge(loss),), (), (torch.ones_like(loss),))
+            return _InFlight(inputs, (), Boundary(()))
+        seed = (torch.ones_like(loss),)
+        return _InFlight(inputs, (get_gradient_edge(loss),), Boundary(()), seed)
 
     def _send_outputs(
         self, message: Message, outputs: object, inputs: tuple[Tensor, ...]
@@ -341,10 +351,11 @@ class _Run:
         self._send(message, self._with_header(message, boundary, tensors))
         edges = tuple(
             get_gradient_edge(tensor)
-            for tensor, meta in zip(tensors, boundary, strict=True)
+            for tensor, meta in zip(tensors, boundary.tensors, strict=True)
             if meta.requires_grad
         )
-        return _InFlight(inputs, edges, tuple(meta for meta in boundary if meta.requires_grad))
+        gradients = tuple(meta for meta in boundary.tensors if meta.requires_grad)
+        return _InFlight(inputs, edges, Boundary(gradients))
 
     def _with_header(
         self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]
@@ -354,20 +365,17 @@ class _Run:
         is_new = key not in self._boundaries
         known = self._boundaries.setdefault(key, boundary)
         if known != boundary:
-            promised, found = (
-                ", ".join(map(str, metas)) or "nothing" for metas in (known, boundary)
-            )
             signature = self._program.signature(message.microbatch)
             raise PipelineError(
-                f"stage {message.stage - 1} sends {found} for micro-batch {message.microbatch}, "
-                f"and an earlier micro-batch with the same signature {signature!r} had {promised}; "
+                f"stage {message.stage - 1} sends {boundary} for micro-batch {message.microbatch}, "
+                f"and an earlier micro-batch with the same signature {signature!r} had {known}; "
                 "the next stage has posted buffers for that. Where shapes follow from values in a "
                 "batch, or layers are frozen within an epoch, set variable_seq_lengths of "
                 "pipeline_options; your own program returns different signatures for the two, or "
                 "calls forget_boundaries()."
             )
         if is_new and message.peer is not None:
-            return (encode_header(boundary, self._executor.context.device), *tensors)
+            return (*encode_header(boundary, self._executor.context.device), *tensors)
         return tensors
 
     def backward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
@@ -378,7 +386,10 @@ class _Run:
         if kind is not Kind.WEIGHT_GRADIENT:
             flight = self._in_flight.pop((stage, microbatch))
             gradients = flight.seed if received is None else received
-            with self._weight_gradients.collect((stage, microbatch)):
+            with (
+                self._weight_gradients.collect((stage, microbatch)),
+                self._program.recomputing(stage, microbatch),
+            ):
                 if flight.edges:
                     compat.run_backward(flight.edges, gradients)
             if planned.gives is not None:

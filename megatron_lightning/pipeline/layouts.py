@@ -9,7 +9,7 @@ chunk v of Megatron's pipeline rank r, as in the interleaved schedule.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from megatron_lightning.config import PipelineOptions
@@ -77,10 +77,13 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
 
 
 def split_units(
-    units: Sequence[Unit], placement: Placement, options: PipelineOptions
+    units: Sequence[Unit],
+    placement: Placement,
+    options: PipelineOptions,
+    allows: Callable[[int], bool] = lambda _: True,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the unit paths of every stage, by the options or else balanced by
-    :func:`partition_units`.
+    :func:`partition_units`, which begins a stage only with a unit whose index ``allows`` it.
     """
     kinds = [_kind(name) for name in unit_names(units)]
     num_layers, num_predicting = kinds.count("decoder"), kinds.count("mtp")
@@ -96,7 +99,7 @@ def split_units(
         counts = _uneven_counts(num_layers, placement, first, last)
         stages = [("decoder",) * count for count in counts]
         return _by_slots(units, (*stages[:-1], (*stages[-1], *("mtp",) * num_predicting)))
-    return partition_units(_counted(units, options), placement.num_stages)
+    return partition_units(_counted(units, options), placement.num_stages, allows)
 
 
 def _expand(text: str) -> str:

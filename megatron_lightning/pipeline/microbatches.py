@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from megatron_lightning.errors import ConfigError
 
@@ -36,6 +37,14 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
         yield batch
     for item in _children(batch):
         yield from tensors_of(item)
+
+
+def kinds_of(batch: Any) -> Hashable:
+    """Return the structure of a batch with the dtypes and numbers of dims of its tensors."""
+    leaves, spec = tree_flatten(batch)
+    return str(spec), tuple(
+        (leaf.dtype, leaf.ndim) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
+    )
 
 
 def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:

@@ -7,7 +7,7 @@ stage's time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from megatron_lightning.errors import ConfigError
@@ -43,9 +43,13 @@ def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     return tuple(weights) if any(weights) else (1.0,) * len(weights)
 
 
-def partition_units(units: Sequence[Unit], num_stages: int) -> tuple[tuple[str, ...], ...]:
+def partition_units(
+    units: Sequence[Unit], num_stages: int, allows: Callable[[int], bool] = lambda _: True
+) -> tuple[tuple[str, ...], ...]:
     """Partition the units into contiguous stages of weights as equal as possible; return the unit
     paths of each stage.
+
+    A stage begins only with a unit whose index ``allows`` it.
 
     The heaviest stage is as light as possible; among such partitions the weights differ least (in
     squares), and among those the earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2.
@@ -55,21 +59,29 @@ def partition_units(units: Sequence[Unit], num_stages: int) -> tuple[tuple[str, 
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise ConfigError(
-            f"pipeline_units() lists {repeated!r} twice; a unit runs on one stage. List it once."
+            f"the units list {repeated!r} twice; a unit runs on one stage. List it once."
         )
-    weighing = [weight for weight in weights if weight > 0]
+    # Units between which no stage may begin are one block.
+    weighing: list[float] = []
+    begins: list[bool] = []
+    for index, weight in enumerate(weights):
+        begins.append(weight > 0 and (not weighing or allows(index)))
+        if begins[-1]:
+            weighing.append(weight)
+        elif weight > 0:
+            weighing[-1] += weight
     if len(weighing) < num_stages:
         raise ConfigError(
-            f"{num_stages} pipeline stages need at least {num_stages} layers, and pipeline_units() "
-            f"lists {len(weighing)} that weigh anything ({', '.join(names) or 'no unit at all'}). "
+            f"{num_stages} pipeline stages need at least {num_stages} layers, and the model lists "
+            f"{len(weighing)} that may begin one ({', '.join(names) or 'no unit at all'}). "
             "Set pipeline_model_parallel_size x virtual_pipeline_model_parallel_size to "
             f"{max(len(weighing), 1)} or less, or give the model more layers."
         )
     stage_ends = list(accumulate(_balanced_counts(weighing, num_stages)))
     stages: list[list[str]] = [[] for _ in range(num_stages)]
     stage = taken = 0
-    for name, weight in zip(names, weights, strict=True):
-        if weight > 0:
+    for name, is_first in zip(names, begins, strict=True):
+        if is_first:
             stage += taken == stage_ends[stage]
             taken += 1
         stages[stage].append(name)

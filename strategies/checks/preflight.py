@@ -144,7 +144,7 @@ def _check_trained_by(
     check_callbacks(trainer, options.layout, options.data_parallel, replicas, overlapped=overlapped)
     if options.data_parallel == "fsdp" and replicas > 1:
         if not is_built_later(module):
-            checks.check_sharded_units(module)
+            checks.check_sharded_units(module, options.pipeline)
         if fitting:
             check_one_backward(module, replicas)
     if fitting:

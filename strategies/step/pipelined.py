@@ -7,7 +7,7 @@ drains the pipeline once, as in PipeDream-Flush (https://arxiv.org/abs/2006.0950
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,11 +21,17 @@ from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.advice import advice_on_few_microbatches
 from megatron_lightning.pipeline.broadcast import StageBroadcast
+from megatron_lightning.pipeline.crossing import StageCrossing
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
 from megatron_lightning.pipeline.lists import ListSync
-from megatron_lightning.pipeline.microbatches import batch_size_of, merge_outputs, split_batch
-from megatron_lightning.pipeline.parallel_call import StageCrossing
+from megatron_lightning.pipeline.microbatches import (
+    batch_size_of,
+    kinds_of,
+    merge_outputs,
+    split_batch,
+)
+from megatron_lightning.pipeline.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.logs import replay
 from megatron_lightning.strategies.step.overrides import users_hooks
@@ -54,6 +60,7 @@ class PipelinedSteps(Steps):
         self._broadcast = StageBroadcast(scope.context.pp, scope.context.device)
         self._lists = ListSync(scope.module, pl.LightningModule, scope.context.device)
         self._explicit: ExplicitCalls | None = None
+        self._facts: dict[Hashable, CallFacts] = {}
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class; gradients are computed here."""
@@ -118,20 +125,20 @@ class PipelinedSteps(Steps):
         """
         trains = hook == "training_step" and not skips_backward(self._scope.module.trainer)
         schedule = self._schedule(len(microbatches), trains)
-        crossing = self._crossing(hook)
-        program = UserProgram(
+        self._forget_shapes()
+        make_program = partial(
+            UserProgram,
             self._scope.module,
             hook,
             call,
             microbatches,
             indices,
-            crossing=crossing,
             around=partial(self._around, hook),
             begin_microbatch=self._begin_microbatch,
-            training=self.training if trains else None,
             variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
         )
-        self._forget_shapes()
+        crossing = self._crossing(hook, microbatches[0], make_program)
+        program = make_program(crossing=crossing, training=self.training if trains else None)
         self._rng.begin_step()
         self._lists.begin()
         if trains:
@@ -173,7 +180,9 @@ class PipelinedSteps(Steps):
         if output is None:  # Lightning skips the batch
             accumulation.drop_run()
 
-    def _crossing(self, hook: str) -> StageCrossing | None:
+    def _crossing(
+        self, hook: str, first: Any, make_program: Callable[..., UserProgram]
+    ) -> StageCrossing | None:
         """Return what runs this rank's stages where the step calls the pipelined module; None with
         one stage.
         """
@@ -187,9 +196,32 @@ class PipelinedSteps(Steps):
             with units.in_order(hook, stage):
                 return units.call(stage, forward, *args, **kwargs)
 
-        return StageCrossing(
-            hook, partition, self._scope.context, run_stage=run_stage, reached=self._rng.at_call
+        kind = (hook, self._scope.module.trainer.sanity_checking, kinds_of(first))
+        is_new = kind not in self._facts
+        facts = self._facts.setdefault(kind, CallFacts())
+        crossing = StageCrossing(
+            hook,
+            partition,
+            self._scope.context,
+            facts,
+            run_stage=run_stage,
+            reached=self._rng.at_call,
         )
+        if is_new:
+            self._analyze(crossing, make_program(crossing=crossing, training=None))
+        return crossing
+
+    def _analyze(self, crossing: StageCrossing, program: UserProgram) -> None:
+        """Run the first micro-batch of a kind of step once without values, to learn what stages
+        have to send; nothing else comes of it.
+        """
+        state, streams = self._rng.state(), self._scope.context.rng.state_dict()
+        self._rng.begin_step()
+        with self._in_step(crossing, trains=False), crossing.analyzing():
+            self._executor.run(self._schedule(1, backward=False), program, backward=False)
+        self._executor.forget_boundaries()  # those of the analysis held no tensors
+        self._rng.set_state(state)
+        self._scope.context.rng.load_state_dict(streams)
 
     @contextmanager
     def _around(self, hook: str) -> Iterator[None]:
@@ -213,6 +245,8 @@ class PipelinedSteps(Steps):
         if self._scope.options.pipeline.variable_seq_lengths or epoch != self._epoch:
             self._epoch = epoch
             self._executor.forget_boundaries()
+            for facts in self._facts.values():
+                facts.notes.clear()
 
     def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
         """Return the action table, proven once for each number of micro-batches.

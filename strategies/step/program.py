@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.pipeline.channel import StageTensors
+from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
 from megatron_lightning.pipeline.microbatches import batch_size_of, tensors_of
-from megatron_lightning.pipeline.parallel_call import StageCrossing, StageExit
 from megatron_lightning.strategies.step.logs import LogRecorder
 from megatron_lightning.strategies.step.training import Training
 
@@ -69,7 +70,7 @@ class UserProgram:
         self.outputs: dict[int, Any] = {}
 
     def forward(
-        self, stage: int, microbatch: int, received: tuple[Tensor, ...] | None
+        self, stage: int, microbatch: int, received: StageTensors | None
     ) -> tuple[Tensor, ...] | Tensor | None:
         """Run the user's step on ``microbatch`` as ``stage`` sees it."""
         crossing = self._crossing
@@ -77,24 +78,24 @@ class UserProgram:
         self.recorder.microbatch = microbatch
         self._begin_microbatch(microbatch)
         if crossing is not None:
-            crossing.enter(stage, microbatch, received)
+            crossing.enter(stage, microbatch, received, self.signature(microbatch))
         try:
             # The last stage logs what others log before the call.
             with self._around(), self.recorder.installed(keep=is_last):
                 output = self._call(self._microbatches[microbatch], *self._indices)
         except StageExit as left:
-            return left.outputs
+            return None if is_last else left.outputs
         if crossing is not None and not crossing.crossed:
             self._check_uncrossed(stage, received)
             if not is_last:
-                return ()
+                return StageTensors()
         return self._finish(microbatch, output)
 
-    def _check_uncrossed(self, stage: int, received: tuple[Tensor, ...] | None) -> None:
+    def _check_uncrossed(self, stage: int, received: StageTensors | None) -> None:
         """Allow evaluation steps that do not call the module on any stage: these have nothing to
         send.
         """
-        if self._training is None and not received:
+        if self._training is None and not (received and received.note):
             return
         raise PipelineError(
             f"{self._hook} returned on stage {stage} without calling the pipelined module. Call it "
@@ -153,6 +154,11 @@ class UserProgram:
         )
         # Steps may leave out a sanity check.
         return (self._hook, self._module.trainer.sanity_checking, shapes)
+
+    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Let a backward recompute the forward of a stage."""
+        crossing = self._crossing
+        return nullcontext() if crossing is None else crossing.recomputing(stage, microbatch)
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Mark the stage's gradients as complete at exit; their reduction starts."""

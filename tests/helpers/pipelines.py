@@ -2,7 +2,7 @@
 boundary."""
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,10 @@ class Program:
 
     def signature(self, microbatch: int) -> Hashable:
         return self.lengths[microbatch]
+
+    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return an empty context: nothing is recomputed."""
+        return nullcontext()
 
     @contextmanager
     def completing(self, stage: int) -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""An ordinary LightningModule of a user's own; the only pipeline-specific parts are
-``pipeline_units`` and absent units."""
+"""An ordinary LightningModule of a user's own; the only part for a pipeline is
+``pipeline_units``."""
 
 from __future__ import annotations
 

@@ -26,11 +26,10 @@ class ToyDecoder(nn.Module):
         return ["embed", *(f"layers.{key}" for key in self.layers), "norm", "head"]
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x) if self.embed is not None else x
+        h = self.embed(x)
         mask = nn.Transformer.generate_square_subsequent_mask(
             h.shape[1], device=h.device, dtype=h.dtype
         )
         for layer in self.layers.values():
             h = layer(h, src_mask=mask, is_causal=True)
-        h = self.norm(h) if self.norm is not None else h
-        return self.head(h) if self.head is not None else h
+        return self.head(self.norm(h))

@@ -202,7 +202,7 @@ def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
 
 def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
     expected = [
-        r"\"fsdp\" shards the units .* _Uncut does not have exactly one submodule with that method",
+        r"\"fsdp\" shards the units .* _Uncut has no list of modules",
         r"_ByHand optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
         (
             r"StochasticWeightAveraging copies full modules, and data_parallel=\"fsdp\" .* 2 "

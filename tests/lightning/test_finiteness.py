@@ -127,7 +127,7 @@ def _train(
     return {
         "message": message,
         "found": module.found,
-        "has_layer": "1" in module.model.layers,
+        "has_layer": any(True for _ in module.model.layers["1"].parameters()),
         "has_loss": module.model.head is not None,
         "moved": weights.moved,
         "rates": weights.rates,

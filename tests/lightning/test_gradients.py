@@ -208,14 +208,13 @@ class _SoftDecoder(nn.Module):
     """ToyDecoder with a mixture of tokens as input, so that gradients reach what made it."""
 
     def pipeline_units(self) -> list[str]:
-        return ["embed", *(f"layers.{key}" for key in self.layers), "norm", "head"]
+        return [*(f"layers.{key}" for key in self.layers), "norm", "head"]
 
     def forward(self, soft: Tensor) -> Tensor:
-        h = soft @ self.embed.weight if self.embed is not None else soft
+        h = soft @ self.embed.weight
         for layer in self.layers.values():
             h = layer(h)
-        h = self.norm(h) if self.norm is not None else h
-        return self.head(h) if self.head is not None else h
+        return self.head(self.norm(h))
 
 
 def _outside(layout: Layout, folder: str) -> dict[str, Any]:
@@ -258,8 +257,7 @@ class _Freezing(ToyModule):
     def configure_model(self) -> None:
         super().configure_model()
         self.model.requires_grad_(False)
-        if self.model.head is not None:
-            self.model.head.requires_grad_(True)
+        self.model.head.requires_grad_(True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

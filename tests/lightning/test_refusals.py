@@ -173,7 +173,9 @@ class _Never(ToyModule):
 
 class _Unequal(ToyModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        return None if self.model.head is None else super().validation_step(batch, batch_idx)
+        if not list(self.model.head.parameters()):
+            return None
+        return super().validation_step(batch, batch_idx)
 
 
 class _Whole(nn.Module):
@@ -220,8 +222,7 @@ class _TooFewUnits(ToyModule):
 class _NotATensor(ToyModule):
     def configure_model(self) -> None:
         super().configure_model()
-        original = self.model.forward
-        self.model.forward = lambda x: {"h": original(x)}
+        self.model.layers["1"].forward = lambda *_, **__: object()
 
 
 class _ForeignMetric(ToyModule):
@@ -254,21 +255,25 @@ class _Sparse(ToyModule):
         self.model.embed.sparse = True
 
 
-class _Orphan(ToyModule):
-    """Exists from the start, and has a parameter in no unit."""
+class _Built(ToyModule):
+    """Exists from the start."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         ToyModule.configure_model(self)
-        self.model.scale = nn.Parameter(torch.ones(1))
 
     configure_model = pl.LightningModule.configure_model
 
 
-class _Compiled(_Orphan):
+class _Nested(_Built):
     def __init__(self) -> None:
         super().__init__()
-        del self.model.scale
+        self.model.pipeline_units = lambda: ["embed", "layers", "layers.0", "norm", "head"]
+
+
+class _Compiled(_Built):
+    def __init__(self) -> None:
+        super().__init__()
         self.model.head.compile()
 
 
@@ -326,14 +331,14 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
         PipelineError,
         r"validation_step called the pipelined module on stage 1 and not on the stage",
     ),
-    "no-units": (PP2, _NoUnits, MegatronLightningError, r"pipeline_units"),
+    "no-units": (PP2, _NoUnits, MegatronLightningError, r"has no list of modules"),
     "two-pipelines": (PP2, _TwoPipelines, MegatronLightningError, r"pipeline_units"),
     "too-few-units": (PP2, _TooFewUnits, MegatronLightningError, r"at least 2 layers.*lists 1"),
     "not-a-tensor": (
         PP2,
         _NotATensor,
         PipelineError,
-        r"returned \(dict\); only tensors travel between stages",
+        r"unit 'layers.1' returns a object, and only tensors, plain values",
     ),
     "foreign-metric": (
         PP2,
@@ -467,19 +472,19 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             _Unlaunched,
             [],
             {"pipeline_model_parallel_size": 2},
-            r"pipeline_units\(\), and _Unlaunched has 0",
+            r"_Unlaunched has no list of modules",
         ),
         (
-            _Orphan,
+            _Nested,
             [],
             {"pipeline_model_parallel_size": 2},
-            r"parameter 'scale' of ToyDecoder belongs to no pipeline unit",
+            r"pipeline unit 'layers' contains unit 'layers.0'",
         ),
         (
-            _Orphan,
+            _Built,
             [],
             {"tensor_model_parallel_size": 2},
-            r"no module of _Orphan declares how it is split",
+            r"no module of _Built declares how it is split",
         ),
         (
             _Compiled,
@@ -540,7 +545,7 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             "manual",
             "backward",
             "units",
-            "orphan",
+            "nested",
             "table",
             "compiled",
             "recompute",

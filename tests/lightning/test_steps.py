@@ -110,13 +110,18 @@ def test_split_batch_of_the_users_own(layout: Layout, owner: str, tmp_path: Path
     _compare(layout, tmp_path, _cut, owner)
 
 
+class _EmbedAndKeep(nn.Embedding):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x.float().unsqueeze(-1)
+
+
 class _Wide(nn.Module):
-    """Two tensors cross each boundary, one of them without a gradient; positions reach every stage
-    as a keyword."""
+    """Two tensors cross each boundary, one of them without a gradient, as every layer uses it;
+    positions reach every stage as a keyword."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.embed = _EmbedAndKeep(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleDict({str(i): nn.Linear(HIDDEN, HIDDEN) for i in range(4)})
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
@@ -124,13 +129,10 @@ class _Wide(nn.Module):
         return ["embed", *(f"layers.{key}" for key in self.layers), "head"]
 
     def forward(self, x: Any, *, positions: Tensor) -> Any:
-        if self.embed is not None:
-            h, first = self.embed(x), x.float().unsqueeze(-1)
-        else:
-            h, first = x
+        h, first = self.embed(x)
         for layer in self.layers.values():
             h = h + torch.tanh(layer(h) + first * 0.01 + positions.unsqueeze(-1) * 0.1)
-        return (h, first) if self.head is None else self.head(h)
+        return self.head(h)
 
 
 class _WideModule(ToyModule):
@@ -170,7 +172,7 @@ class _Itself(pl.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in (self.first, self.second, self.third):
-            x = unit(x) if unit is not None else x
+            x = unit(x)
         return x
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:

@@ -55,7 +55,7 @@ class _Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in (self.embed, self.first, self.second, self.head):
-            x = unit(x) if unit is not None else x
+            x = unit(x)
         return x
 
 
@@ -90,43 +90,34 @@ def test_weights_tied_by_hand(layout: Layout, tmp_path: Path) -> None:
 
 
 class _Shared(VectorModule):
-    """Uses one layer in two places of the pipeline."""
+    """Two layers on ranks in the middle of the pipeline share their weight."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._build()
-
-    def _build(self) -> None:
-        layer = nn.Linear(8, 8)
-        self.net = Net(nn.Linear(8, 8), layer, nn.Linear(8, 8), layer, nn.Linear(8, 4))
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8) for _ in range(5)]
+        layers[3].weight = layers[1].weight
+        super().__init__(nn.Sequential(*layers[:4], nn.Linear(8, 4)))
 
 
-class _SharedLater(_Shared):
-    """Known to share when it is built, in the ranks."""
-
-    def __init__(self) -> None:
-        pl.LightningModule.__init__(self)
-
-    def configure_model(self) -> None:
-        self._build()
+def _shared(layout: Layout, folder: str) -> dict[str, Any]:
+    record, module = Losses(), _Shared()
+    fit = layout.trainer(folder, max_epochs=2, callbacks=[record])
+    fit.fit(module, loader(layout))
+    return {"norms": record.norms, "metrics": metrics_of(fit)}
 
 
-_SHARED = (
-    r"net.1.weight and net.3.weight are one parameter and .* pipeline ranks \[3, 1\]. Only the "
-    r"first and the last of the 4"
-)
+@layouts(make_layout("pp4", 4, 1, pipeline_model_parallel_size=4, micro_batch_size=2))
+def test_weights_tied_between_any_stages(layout: Layout, tmp_path: Path) -> None:
+    for rank in run(layout, _shared, tmp_path):
+        assert_close(rank, single(_shared))
 
 
-def _shared(layout: Layout, folder: str) -> None:
-    with pytest.raises(ConfigError, match=_SHARED):
-        layout.trainer(folder, max_epochs=1).fit(_SharedLater(), loader(layout))
-
-
-def test_ties_between_other_stages_are_refused(tmp_path: Path) -> None:
-    options = {"pipeline_model_parallel_size": 4, "micro_batch_size": 2}
-    with pytest.raises(ConfigError, match=_SHARED):
-        trainer(MegatronStrategy(**options), devices=4, max_epochs=1).fit(_Shared(), loader(PP2))
-    run(make_layout("pp4", 4, 1, **options), _shared, tmp_path)
+def test_a_module_that_is_two_layers_is_no_unit() -> None:
+    layer = nn.Linear(8, 8)
+    module = VectorModule(Net(nn.Linear(8, 8), layer, nn.Linear(8, 8), layer, nn.Linear(8, 4)))
+    strategy = MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"units '1' and '3' are one module"):
+        trainer(strategy, devices=2, max_epochs=1).fit(module, loader(PP2))
 
 
 class _Normalised(VectorModule):

@@ -30,7 +30,8 @@ class _Calls(pl.Callback):
                 child.register_forward_hook(self._note)
 
     def _note(self, child: torch.nn.Module, *_: Any) -> None:
-        self.count += child.training
+        # The run that only follows what units use is not recorded.
+        self.count += child.training and torch.is_grad_enabled()
 
 
 def _train(

@@ -19,7 +19,7 @@ from megatron_lightning.optim import (
     ScheduledLR,
     make_param_groups,
 )
-from megatron_lightning.parallel.sharding import compile_pattern
+from megatron_lightning.parallel.sharding import compile_pattern, record_ties
 from megatron_lightning.pipeline.stage import StagePartition
 
 CONFIG = TransformerConfig(
@@ -47,6 +47,7 @@ def _groups(module: nn.Module, table: Any = TABLE) -> list[dict[str, Any]]:
 
 def _stage(model: nn.Module, stage: int) -> nn.Module:
     units = model.pipeline_units()
+    record_ties(model)
     StagePartition(model, [units[:2], units[2:]], [stage])
     return model
 

@@ -1,0 +1,117 @@
+"""Find out what the stages of a pipelined module have to send, in a run without values.
+
+Before the first micro-batch of a kind of call is run, every stage runs its forward once on
+placeholders, in order, under :class:`~megatron_lightning.pipeline.taint.Taint`. What the stages
+have seen together says which outputs a boundary carries. A run of the full model on example inputs
+(``analysis``) also sees what crosses stages by other ways, but a step may call the model otherwise
+than the example does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.parallel.absent import absent_tensors
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.taint import Taint, Uses
+from megatron_lightning.pipeline.visit import CallFacts
+
+
+class CallAnalysis:
+    """One run of all stages without values.
+
+    Args:
+        partition: The pipelined module and its stages.
+    """
+
+    def __init__(self, partition: StagePartition) -> None:
+        self._partition = partition
+        self._absent = absent_tensors(partition.module)
+        self._uses: list[Uses] = []
+
+    def follow(self) -> Taint:
+        """Return the mode under which a stage runs its forward."""
+        return Taint({**dict(self._partition.module.named_parameters()), **self._absent})
+
+    def learn(self, stage: int, taint: Taint) -> None:
+        """Keep what the forward of a stage has shown.
+
+        Raises:
+            ShardingError: If it reads a parameter that this rank does not have.
+        """
+        uses = taint.uses()
+        read = {name for name, _ in uses.parameters} | uses.read_between
+        missing = sorted(read & self._absent.keys())
+        if missing:
+            raise ShardingError(
+                f"stage {stage} of {type(self._partition.module).__name__} reads "
+                f"{', '.join(missing[:3])}, a parameter of a unit on another pipeline rank. Give "
+                "the LightningModule an example_input_array (transformers models have "
+                "dummy_inputs), so that it is known before the model is divided and stays on "
+                "every rank."
+            )
+        self._uses.append(uses)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of the run: nothing is recorded, and buffers are restored at the end."""
+        with _unchanged(self._partition.module), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def conclude(self, facts: CallFacts, context: ParallelContext) -> None:
+        """Write what all stages have shown to ``facts``; a collective of the pipeline.
+
+        Raises:
+            ConfigError: If state that units hand on by other ways crosses a stage boundary.
+        """
+        partition = self._partition
+        facts.notes.clear()  # dtypes may be others than with values: autocast, fused paths
+        ranks: list[list[Uses]] = context.pp.all_gather_object(self._uses)
+        shown = [uses for of_rank in ranks for uses in of_rank]
+        # Fewer where the step calls the units itself: everything is carried then.
+        if len(shown) == len(partition.stages):
+            facts.uses = Uses.union(shown)
+            check_boundaries(facts.uses, partition.units, [first for first, _ in partition.bounds])
+
+
+def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) -> None:
+    """Check that no state that units hand on by other ways than their outputs crosses a boundary.
+
+    Args:
+        uses: What the units use.
+        units: Their paths.
+        starts: The first unit of every stage.
+
+    Raises:
+        ConfigError: Naming the units and the boundaries that work.
+    """
+    for start in starts:
+        if start and not uses.allows(start):
+            source, reader = min((j, i) for j, i in uses.leaks if j < start <= i)
+            by = "the code behind the units" if reader >= len(units) else repr(units[reader])
+            works = ", ".join(repr(units[cut]) for cut in range(1, len(units)) if uses.allows(cut))
+            raise ConfigError(
+                f"unit {units[source]!r} hands state to {by} by a list, an attribute or a hook, "
+                f"and a stage begins with {units[start]!r} between them. Return it from the unit, "
+                "or switch it off (transformers: output_router_logits=False); or begin stages "
+                f"only with {works or 'no unit, as this model cannot be divided'} "
+                "(pipeline_model_parallel_layout)."
+            )
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of the module after the block."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,428 @@
+"""Run the user's step on one pipeline stage, without a change to any forward.
+
+Every stage runs the user's own step and the pipelined module's own forward on the real batch. The
+calls of its units are intercepted:
+
+    unit before the stage    returns what was received, in the structure of the real output, or a
+                             placeholder: zeros of the real shape, where nothing depends on it
+    unit of the stage        runs; what later stages use of its output is kept to be sent
+    first unit behind it     is not entered: the step is unwound
+
+Code between two units thus runs on both of their stages and only counts on the later one. On the
+last stage the rest of the forward and of the step runs. Before the call of the module all stages
+compute the same.
+
+A boundary carries the output of the unit before it and whatever earlier output is still used behind
+it (``taint``). The first micro-batch of every kind of call runs twice: once without values to learn
+that (:class:`CallFacts`), and then with NaN in the placeholders, which must reach nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_lightning.errors import PipelineError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.pipeline.analysis import intercepted
+from megatron_lightning.pipeline.call_analysis import CallAnalysis
+from megatron_lightning.pipeline.channel import StageTensors
+from megatron_lightning.pipeline.parallel_call import replaced_attribute
+from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.structure import Like, dump, flatten
+from megatron_lightning.pipeline.taint import Taint
+from megatron_lightning.pipeline.visit import CallFacts, Visit
+
+_FOREIGN_HOOKS = ("torch.distributed.fsdp", "megatron_lightning")
+
+
+class StageExit(BaseException):
+    """Unwinds the user's step on entry to the first unit behind the stage."""
+
+    def __init__(self, outputs: StageTensors) -> None:
+        super().__init__("the step left a pipeline stage")
+        self.outputs = outputs
+
+
+class StageCrossing:
+    """Interception of the pipelined module and its units, for one pipeline run.
+
+    Args:
+        hook: Name of the user's step, for messages.
+        partition: The pipelined module and its stages.
+        context: Groups of this rank.
+        facts: What is known of this kind of call.
+        run_stage: Called with a stage, its forward and the forward's arguments; runs it with its
+            parameters gathered.
+        reached: Called with the micro-batch, right before the stage runs.
+    """
+
+    def __init__(
+        self,
+        hook: str,
+        partition: StagePartition,
+        context: ParallelContext,
+        facts: CallFacts,
+        *,
+        run_stage: Callable[..., Any],
+        reached: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._hook = hook
+        self._partition = partition
+        self._context = context
+        self._facts = facts
+        self._run_stage = run_stage
+        self._reached = reached
+        self._microbatch = 0
+        self._visit = Visit(0, 0, 0, (), {}, {}, None, True)
+        self._visits: dict[tuple[int, int], Visit] = {}
+        self._signature: Hashable = None
+        self._analysis: CallAnalysis | None = None
+        self._taint: Taint | None = None  # follows the visit of an analysis
+        self._fill = 0.0
+        self._placeholders: dict[Like, Tensor] = {}
+        self._recomputes = False
+        self._forward = partition.module.forward
+
+    # ------------------------------------------------------------------------------- of the program
+
+    def is_last(self, stage: int) -> bool:
+        """Return whether the step runs to its end on ``stage``."""
+        return stage == len(self._partition.stages) - 1
+
+    @property
+    def crossed(self) -> bool:
+        """Whether the step has called the module since :meth:`enter`."""
+        return self._visit.entered
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Intercept the module and its units inside the block."""
+        module = self._partition.module
+        with ExitStack() as undo:
+            undo.enter_context(replaced_attribute(module, "forward", self.cross))
+            for index, name in enumerate(self._partition.units):
+                unit = module.get_submodule(name)
+                undo.enter_context(intercepted(unit, partial(self._call_unit, index, unit)))
+            yield
+
+    def enter(
+        self, stage: int, microbatch: int, received: StageTensors | None, signature: Hashable
+    ) -> None:
+        """Set stage, micro-batch and input of the module's next call."""
+        facts, (first, end) = self._facts, self._partition.bounds[stage]
+        note = "{}" if received is None else received.note
+        before = facts.structures(note) if note else {}
+        tensors = iter(received or ())
+        given = {
+            unit: tuple(next(tensors) for _ in range(before[unit].num_tensors))
+            for unit in (facts.carried(first) if received else ())
+        }
+        own_note, structures = facts.notes.get((stage, signature), (None, dict(before)))
+        self._visit = Visit(
+            stage,
+            first,
+            end,
+            () if self.is_last(stage) else facts.carried(end),
+            given,
+            structures,
+            own_note,
+            was_called_before=bool(note),
+        )
+        self._microbatch, self._signature = microbatch, signature
+        self._recomputes = False
+        self._fill = 0.0 if self._analysis or stage in facts.tested else float("nan")
+        self._taint = self._analysis.follow() if self._analysis else None
+
+    @contextmanager
+    def analyzing(self) -> Iterator[None]:
+        """Inside the block steps run without values and are left at the end of the module's
+        forward; afterwards it is known what messages have to hold. A collective of the pipeline.
+
+        Raises:
+            ConfigError: If state that units hand on by other ways crosses a stage boundary.
+            ShardingError: If a stage reads a parameter that it does not have.
+        """
+        self._analysis = CallAnalysis(self._partition)
+        with self._analysis.running():
+            yield
+        self._analysis.conclude(self._facts, self._context)
+        self._analysis = self._taint = None
+
+    def _learn(self) -> None:
+        if self._analysis is not None and self._taint is not None:
+            self._analysis.learn(self._visit.stage, self._taint)
+
+    @contextmanager
+    def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around the backward of a stage: what it recomputes calls units again, in any order."""
+        self._visit = self._visits.pop((stage, microbatch), self._visit)
+        self._recomputes, self._fill = True, 0.0
+        try:
+            yield
+        finally:
+            self._recomputes = False
+
+    # -------------------------------------------------------------------------------- of the module
+
+    def cross(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as the stage sees it; return on the last stage only.
+
+        Raises:
+            StageExit: On every other stage, with the outputs.
+            PipelineError: If a step calls the module in a way that a pipeline cannot run.
+        """
+        self._begin()
+        with self._context.rng.fork("data-parallel-rng"):
+            output = self._run(args, kwargs)
+            if self._fill:
+                self._check_placeholders(output, args, kwargs)
+        if isinstance(output, StageExit):
+            raise output
+        return output
+
+    def _begin(self) -> None:
+        visit = self._visit
+        if visit.entered:
+            raise PipelineError(
+                f"{self._hook} called the pipelined module twice on stage {visit.stage}, "
+                f"micro-batch {self._microbatch}. A pipelined step calls it exactly once; put the "
+                "inputs into one batch, or set pipeline_model_parallel_size=1."
+            )
+        if not visit.was_called_before:
+            raise PipelineError(
+                f"{self._hook} called the pipelined module on stage {visit.stage} and not on the "
+                "stage before. Whether a step calls it must follow from the batch and its index "
+                "alone."
+            )
+        visit.entered = True
+        visit.records = torch.is_grad_enabled()
+        if visit.records:
+            self._visits[visit.stage, self._microbatch] = visit
+        self._reached(self._microbatch)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the forward returns, or the exit by which it is left."""
+        left: list[StageExit] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._taint or nullcontext():
+                    output = self._forward(*args, **kwargs)
+                self._check_end()
+                if self._taint is not None:
+                    self._taint.end(output)
+                    self._learn()
+                    raise StageExit(StageTensors())
+            except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
+                exit_.__traceback__ = None  # its frames hold the hooks of unfinished checkpoints
+                left.append(exit_)
+                return tuple(exit_.outputs)
+            except Exception:
+                self._learn()  # a parameter that is not here explains most errors
+                raise
+            return output
+
+        output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
+        return left[0] if left else output
+
+    def _check_end(self) -> None:
+        visit, units = self._visit, self._partition.units
+        if visit.next < len(units):
+            raise PipelineError(
+                f"{self._hook} did not call unit {units[visit.next]!r} of the pipelined module. A "
+                "pipelined forward calls every unit exactly once, in order. Name other units in "
+                "PipelineOptions(units=[...])."
+            )
+
+    def _check_placeholders(self, output: Any, args: Any, kwargs: Any) -> None:
+        """Check that NaN in the placeholders has reached nothing.
+
+        Raises:
+            PipelineError: If it has.
+        """
+        visit, found = self._visit, output.outputs if isinstance(output, StageExit) else output
+        self._facts.tested.add(visit.stage)
+        if not _has_nan(found) or _has_nan(visit.received):
+            return
+        self._visit, self._fill = replace(visit, next=0, sent={}, lent=[], records=False), 0.0
+        with torch.no_grad():
+            again = self._run(args, kwargs)  # NaN may have other reasons
+        self._visit = visit
+        if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
+            raise PipelineError(
+                f"the result of stage {visit.stage} depends on the output of a pipeline unit that "
+                "was not sent to it, in a way that was not found (by a list, an attribute or "
+                "another module's memory). Hand it from unit to unit as an argument, or keep "
+                "these units on one stage (pipeline_options)."
+            )
+
+    # --------------------------------------------------------------------------------- of the units
+
+    def _call_unit(
+        self, index: int, unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take the place of the call of one unit."""
+        visit = self._visit
+        if self._recomputes:
+            if index >= visit.end:
+                raise StageExit(StageTensors())
+            if index >= visit.first:
+                return run(*args, **kwargs)
+            return self._stub(index, unit, args, kwargs)
+        if not visit.entered:
+            self._begin()
+            self._taint = None  # there is no end of a forward up to which outputs could be followed
+        if index != visit.next:
+            self._refuse_order(index)
+        visit.next += 1
+        if index >= visit.end:
+            raise StageExit(self._outputs())
+        if index < visit.first:
+            return self._stub(index, unit, args, kwargs)
+        if visit.records and not torch.is_grad_enabled():
+            self._check_grad(index, unit)
+        output = self._run_unit(index, unit, run, args, kwargs)
+        if self._analysis and self._taint is None and visit.next == len(self._partition.units):
+            raise StageExit(StageTensors())
+        return output
+
+    def _run_unit(
+        self,
+        index: int,
+        unit: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a unit of this stage, and keep what is sent of its output."""
+        visit = self._visit
+        if self._taint is not None:
+            with torch.compiler.set_stance("force_eager"):
+                output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
+        else:
+            output = run(*args, **kwargs)
+        if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
+            return output
+        tensors, structure = flatten(output, self._partition.units[index])
+        if visit.note is None:
+            visit.structures[index] = structure
+        elif structure != visit.structures[index]:
+            raise PipelineError(
+                f"pipeline unit {self._partition.units[index]!r} returns other plain values or "
+                f"shapes ({structure}) than in an earlier micro-batch with the same signature "
+                f"({visit.structures[index]}). Return what varies as a tensor, or set "
+                "variable_seq_lengths of pipeline_options."
+            )
+        if index in visit.carried:
+            visit.sent[index] = tensors
+        return self._lend(index, output, tensors)
+
+    def _stub(
+        self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what represents the output of a unit before the stage."""
+        visit, tensors = self._visit, self._visit.received.get(index)
+        structure = visit.structures[index]
+        if tensors is None:
+            tensors = tuple(
+                self._placeholder(leaf) for leaf in structure.leaves if isinstance(leaf, Like)
+            )
+        elif not self._recomputes and index in visit.carried:
+            visit.sent[index] = tensors
+        output = structure.build(iter(tensors))
+        if self._taint is not None:
+            self._taint.mark_output(index, output)
+        if not self._recomputes:
+            output = self._lend(index, output, tensors)
+        return _with_hooks(unit, args, kwargs, output)
+
+    def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the output for the model's code: a copy if it is sent and the code writes into
+        it.
+        """
+        visit = self._visit
+        if index not in visit.sent and not self._analysis:
+            return output
+        if index in self._facts.written:
+            return tree_map_only(Tensor, torch.clone, output)
+        visit.lent += [(index, tensor, _version(tensor)) for tensor in tensors]
+        return output
+
+    def _placeholder(self, like: Like) -> Tensor:
+        """Return memory of the real shape: code may write into it."""
+        known = self._placeholders.get(like)
+        fresh = bool(self._analysis or self._fill)
+        if fresh or known is None or known.requires_grad or _version(known):
+            value = self._fill if like.dtype.is_floating_point else 0
+            known = torch.full(like.shape, value, dtype=like.dtype, device=self._context.device)
+            if not fresh:
+                self._placeholders[like] = known
+        return known
+
+    def _outputs(self) -> StageTensors:
+        """Return what the next stage receives."""
+        visit, facts = self._visit, self._facts
+        self._learn()
+        written = {unit for unit, tensor, version in visit.lent if _version(tensor) != version}
+        if written and not self._analysis:
+            raise PipelineError(
+                f"the forward writes into the output of {self._partition.units[min(written)]!r} "
+                "in place, and did not when this kind of step ran first. Write into a copy."
+            )
+        facts.written |= written
+        if visit.note is None:
+            visit.note = dump(visit.structures)
+            facts.notes[visit.stage, self._signature] = (visit.note, visit.structures)
+        tensors = () if self._analysis else (t for unit in visit.carried for t in visit.sent[unit])
+        outputs = StageTensors(tensors, visit.note)
+        visit.sent, visit.lent = {}, []  # outputs are released once they are sent
+        return outputs
+
+    def _check_grad(self, index: int, unit: nn.Module) -> None:
+        if any(parameter.requires_grad for parameter in unit.parameters()):
+            raise PipelineError(
+                f"pipeline unit {self._partition.units[index]!r} runs without a graph in a step "
+                "that is trained. A reentrant checkpoint around units loses their gradients: set "
+                "use_reentrant=False (gradient_checkpointing_kwargs of transformers). Set "
+                "requires_grad=False for units that are not trained."
+            )
+
+    def _refuse_order(self, index: int) -> NoReturn:
+        units, visit = self._partition.units, self._visit
+        expected = units[visit.next] if visit.next < len(units) else "the end of the forward"
+        raise PipelineError(
+            f"{self._hook} called unit {units[index]!r} of the pipelined module in the place of "
+            f"{expected!r}. A pipelined forward calls every unit exactly once, in the order "
+            f"{', '.join(units[:4])}, … . Name the units in their order in "
+            "PipelineOptions(units=[...]); layers that are called again, or skipped at random, "
+            "cannot be units."
+        )
+
+
+def _has_nan(tree: Any) -> bool:
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor, as far as they are counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Run the user's forward hooks of a unit that does not run; some record outputs."""
+    for key, hook in unit._forward_hooks.items():
+        if hook.__module__.startswith(_FOREIGN_HOOKS):
+            continue
+        with_kwargs = key in unit._forward_hooks_with_kwargs
+        result = hook(unit, args, kwargs, output) if with_kwargs else hook(unit, args, output)
+        output = output if result is None else result
+    return output

@@ -1,0 +1,91 @@
+"""Models whose forward knows nothing of pipelines equal themselves on one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.families import FAMILIES, SAMPLES, Family, batches
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+pytest.importorskip("transformers")
+
+RTOL = 1e-5  # fp32, 8 optimizer steps; micro-batches sum in another order than one batch
+PP, VPP, MICRO = (
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "micro_batch_size",
+)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {PP: 2, MICRO: 2}),
+    "pp2-vpp2": (2, {PP: 2, VPP: 2, MICRO: 2}),
+    "zbv": (2, {PP: 2, VPP: 2, MICRO: 2, "pipeline_schedule": "zbv"}),
+    "pp4": (4, {PP: 4, MICRO: 2}),
+    "pp2-dp2": (4, {PP: 2, MICRO: 2}),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+    "pp2-fsdp2": (4, {PP: 2, MICRO: 2, "data_parallel": "fsdp"}),
+}
+SPREAD = {
+    "llama": ["pp2", "zbv", "fsdp"],
+    "gpt2": ["pp2"],
+    "bert": ["pp2"],
+    "t5": ["pp2"],
+    "nanogpt": ["pp2", "pp2-vpp2", "fsdp"],
+    "unet": ["pp2", "pp2-vpp2"],
+    "residual": ["pp2", "zbv"],
+    "mixtral": ["pp2"],
+}
+
+
+def _train(name: str, optimizer: str, options: dict[str, Any] | None, replicas: int) -> Any:
+    record, module = Losses(), Family(name, optimizer)
+    strategy = "auto" if options is None else MegatronStrategy(**options)
+    fit = trainer(strategy, max_steps=8, callbacks=[record])
+    fit.fit(module, batches(name, SAMPLES // replicas))
+    return record.losses, record.norms
+
+
+def _train_all(name: str, cases: list[tuple[str, dict[str, Any], int]]) -> list[Any]:
+    return [_train(name, *case) for case in cases]
+
+
+@cache
+def _one_device(name: str, optimizer: str) -> Any:
+    return run_ranks(1, _train, name, optimizer, None, 1)[0]
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(
+            name,
+            [layout for layout in LAYOUTS if layout in SPREAD.get(name, ()) or not default],
+            id=f"{name}{'' if default else '-all'}",
+            marks=() if default else pytest.mark.slow,
+        )
+        for default in (True, False)
+        for name in (SPREAD if default else FAMILIES)
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "layouts"), _cases())
+def test_untouched_models_equal_one_device(name: str, layouts: list[str]) -> None:
+    for world in (2, 4):
+        chosen = [layout for layout in layouts if LAYOUTS[layout][0] == world]
+        keys = [(layout, optimizer) for layout in chosen for optimizer in ("AdamW", "SGD")]
+        cases = []
+        for layout, optimizer in keys:
+            options = LAYOUTS[layout][1]
+            cases.append((optimizer, options, world // options.get(PP, 1)))
+        ranks = run_ranks(world, _train_all, name, cases, timeout_s=280) if cases else []
+        for index, (layout, optimizer) in enumerate(keys):
+            losses, norms = _one_device(name, optimizer)
+            found = np.mean([rank[index][0] for rank in ranks], axis=0)
+            assert found == pytest.approx(losses, rel=RTOL), (layout, optimizer)
+            for rank in ranks:
+                assert rank[index][1] == pytest.approx(norms, rel=RTOL), (layout, optimizer)
