@@ -1,0 +1,167 @@
+"""Forwards that a pipeline cannot divide are refused with the unit and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lightning.errors import MegatronLightningError
+from megatron_lightning.resilience.failure import PeerFailure
+from tests.lightning.support import PP2, Layout, run
+from tests.lightning.vectors import VectorModule, loader
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Chain(nn.Module):
+    """Four blocks and a head; what it does between them is ``call``'s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = self.call(index, block, x)
+        return self.head(x)
+
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Backwards(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class Again(Chain):
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(block(x)) if index == 1 else block(x)
+
+
+class Dropped(Chain):
+    """Skips a layer."""
+
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return x if index == 2 else block(x)
+
+
+class Reentrant(Chain):
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x.requires_grad_(), use_reentrant=True)
+
+
+class Hidden(Chain):
+    """Hands a value around torch, where nothing can follow it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        x = first
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x + torch.from_numpy(first.detach().numpy().copy()))
+
+
+class Reads(Chain):
+    """The last block reads a weight of the first."""
+
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x @ self.blocks[0].linear.weight if index == 3 else x)
+
+
+class Leaks(Chain):
+    """The last two blocks hand each other a tensor by a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for index in range(4):
+            self.blocks[index].register_forward_hook(self._keep)
+
+    def _keep(self, block: nn.Module, given: Any, output: Tensor) -> None:
+        self.seen.append(output.square().mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        return super().forward(x) + torch.stack(self.seen).sum()
+
+
+class LeaksWithExample(VectorModule):
+    def __init__(self) -> None:
+        super().__init__(Leaks())
+        self.example_input_array = torch.ones(2, 8)
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "backwards": (
+        lambda: VectorModule(Backwards()),
+        r"called unit 'blocks.3' of the pipelined module in the place of 'blocks.0'",
+    ),
+    "again": (
+        lambda: VectorModule(Again()),
+        r"called unit 'blocks.1' .* in the place of 'blocks.2'.*layers that are called again",
+    ),
+    "dropped": (
+        lambda: VectorModule(Dropped()),
+        r"called unit 'blocks.3' .* in the place of 'blocks.2'",
+    ),
+    "reentrant": (
+        lambda: VectorModule(Reentrant()),
+        r"'blocks.\d' runs without a graph .* use_reentrant=False",
+    ),
+    "hidden": (
+        lambda: VectorModule(Hidden()),
+        r"the result of stage 1 depends on the output of a pipeline unit that was not sent",
+    ),
+    "reads": (
+        lambda: VectorModule(Reads()),
+        r"stage 1 of Reads reads blocks.0.linear.weight, .* example_input_array",
+    ),
+    "leaks-example": (
+        LeaksWithExample,
+        r"2 pipeline stages need at least 2 layers, and the model lists 1",
+    ),
+}
+
+
+def _refused(layout: Layout, folder: str, case: str) -> str | None:
+    module, _ = CASES[case]
+    try:
+        layout.trainer(folder, max_epochs=1).fit(module(), loader(layout))
+    except MegatronLightningError as error:
+        return str(error)
+    except (PeerFailure, RuntimeError) as error:  # the other rank is gone
+        return f"peer: {error}"
+    return None
+
+
+SLOW = {"again", "dropped"}  # found in the same place as "backwards"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
+)
+def test_forwards_that_cannot_be_divided(case: str, tmp_path: Path) -> None:
+    errors = run(PP2, _refused, tmp_path, case)
+    said = [error for error in errors if error and not error.startswith("peer: ")]
+    assert None not in errors and said
+    for error in said:
+        assert re.search(CASES[case][1], error, re.DOTALL), error
