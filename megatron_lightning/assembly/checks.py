@@ -4,14 +4,19 @@ before assembly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.sharding import sharding_plans, shared_names
+from megatron_lightning.parallel.sharding import (
+    ShardingPlan,
+    check_plan,
+    sharding_plans,
+    shared_names,
+)
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import split_units
 from megatron_lightning.pipeline.partition import unit_names
@@ -159,3 +164,13 @@ def check_plan_exists(module: nn.Module, tensor_size: int) -> None:
             "sharding_plan() that returns a ShardingPlan, pass "
             "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
         )
+
+
+def check_plans(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> None:
+    """Check that every pattern of the plans, by the path of their module, is used in a full module.
+
+    Raises:
+        ConfigError: Naming the patterns that are not, and the nearest paths.
+    """
+    for path, plan in plans.items():
+        check_plan(module.get_submodule(path), plan, path)
