@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_lightning.parallel.context import ParallelContext
 
 _RECORDED_TIES = "_megatron_ties"
+_GATHERED_INPUT = "_megatron_gathered_input"
 _LISTED = 6  # patterns in a message
 
 
@@ -146,6 +147,9 @@ class ShardingPlan:
     attributes: Mapping[str, Callable[[int, ParallelContext], int]] = field(default_factory=dict)
     """Attribute path pattern -> function of (value, context) for sizes that become local, such as a
     head count."""
+    shards_output: bool = False
+    """Whether the model returns shards on purpose, to a step that expects them; otherwise a sharded
+    output is an error in the first step."""
 
     def __post_init__(self) -> None:
         for pattern, style in self.modules.items():
@@ -173,20 +177,36 @@ def _example_of(style: object) -> str:
 
 def _check_rewrite(pattern: str, rewrite: object) -> None:
     """Check that an attribute's function takes (value, context)."""
-    problem = "" if callable(rewrite) else f"is {rewrite!r}"
-    try:
-        if callable(rewrite):
-            inspect.signature(rewrite).bind(None, None)
-    except TypeError:
-        problem = f"takes {inspect.signature(rewrite)}"
-    except ValueError:
-        return  # a builtin, which has no signature
-    if problem:
-        raise ConfigError(
-            f"attributes[{pattern!r}] of a sharding plan {problem}. Set it to a function of (value "
-            "of the full model, ParallelContext) that returns the rank's value, such as lambda "
-            "value, context: value // context.tp.size."
-        )
+    problem = f"is {rewrite!r}"
+    if callable(rewrite):
+        try:
+            signature = inspect.signature(rewrite)
+        except ValueError:
+            return  # a builtin may have none
+        try:
+            signature.bind(None, None)
+            return
+        except TypeError:
+            problem = f"takes {signature}"
+    raise ConfigError(
+        f"attributes[{pattern!r}] of a sharding plan {problem}. Set it to a function of (value "
+        "of the full model, ParallelContext) that returns the rank's value, such as lambda "
+        "value, context: value // context.tp.size."
+    )
+
+
+def declare_gathered_input(module: nn.Module, argument: str, dim: int) -> nn.Module:
+    """Record that ``module`` takes sequence shards and gathers them along ``dim``; return it.
+
+    ``argument``: name of the input, where it is not the first positional argument.
+    """
+    module.__dict__[_GATHERED_INPUT] = (argument, dim)
+    return module
+
+
+def gathered_input(module: nn.Module) -> tuple[str, int] | None:
+    """Return what :func:`declare_gathered_input` has recorded; None: nothing."""
+    return vars(module).get(_GATHERED_INPUT)
 
 
 def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
