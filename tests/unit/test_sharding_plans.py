@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +13,7 @@ from torch import nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers import styles
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel, SequenceParallel
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
@@ -166,6 +169,28 @@ def test_every_row_of_the_llama_plan_matches() -> None:
     check_plan(model, llama_hf_plan(config))
 
 
+def test_the_llama_plan_without_the_prefix_of_the_lightning_module() -> None:
+    """Of its rows ``**norm`` alone matches, and would have its gradients summed."""
+    transformers = pytest.importorskip("transformers")
+    from megatron_lightning.models import llama_hf_plan
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=2
+    )
+
+    class Module(pl.LightningModule):
+        def configure_model(self) -> None:
+            self.model = transformers.LlamaForCausalLM(config)
+
+    strategy = MegatronStrategy(tensor_model_parallel_size=2, sharding_plan=llama_hf_plan(config))
+    message = (
+        r"13 of the 14 patterns .* of Module match no module or attribute: row "
+        r"'model\.embed_tokens' \(did you mean 'model\.model\.embed_tokens'\?\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        strategy.describe(Module())
+
+
 def test_a_norm_row_alone_would_have_matched() -> None:
     """The table of a model without its prefix: one row matches by its leading ``**``."""
     net = Net()
@@ -175,3 +200,28 @@ def test_a_norm_row_alone_would_have_matched() -> None:
     )
     with pytest.raises(ConfigError, match=r"1 of the 2 patterns .*did you mean 'layers\.\*\.up'"):
         check_plan(net, plan)
+
+
+def test_the_page_lists_every_style_and_its_own_works() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+    public = [
+        name
+        for name, member in vars(styles).items()
+        if isinstance(member, type)
+        and member.__module__.startswith(styles.__name__)
+        and callable(getattr(member, "apply", None))
+        and not name.startswith("_")
+    ]
+    assert len(public) > 10
+    for name in public:
+        assert f"`{name}(" in page, f"docs/plans.md does not describe {name}"
+    *_, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(program, names)  # dataclasses look their module up
+    net = parallelize(
+        Net(),
+        ParallelContext(ParallelLayout(tensor_model_parallel_size=2), planned_world_size=2),
+        ShardingPlan(modules={"layers.*.up": names["GatheredColumn"]()}),
+    )
+    assert net.get_parameter("layers.0.up.weight").shape == (8, 8)
+    assert net.get_submodule("layers.0.up").gather_output
