@@ -15,27 +15,27 @@ import traceback
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import docstring_parser
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 import megatron_lightning
+from megatron_lightning.cli_parser import (
+    COMMANDS,
+    TRAINER_COMMANDS,
+    OneLineParser,
+    in_one_line,
+    suggestion,
+)
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
 _TRACEBACK_VARIABLE = "MEGATRON_LIGHTNING_TRACEBACK"
-_TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-_COMMANDS = (*_TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule")
-_TYPES = ("<class '", "typing.")
-_OPTIONS_OF_A_CLASS = (
-    ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy."
-)
 _USAGE = """usage: megatron-lightning COMMAND [options]
 
   fit         train a model
@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"megatron-lightning {megatron_lightning.__version__}")
         return
     try:
-        if arguments[0] in _TRAINER_COMMANDS:
+        if arguments[0] in TRAINER_COMMANDS:
             trainer_cli(args)
         else:
             _run(arguments[0], arguments[1:])
@@ -83,7 +83,7 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
             print(
-                f"megatron-lightning: error: {_in_one_line(str(error))}",
+                f"megatron-lightning: error: {in_one_line(str(error))}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -107,8 +107,9 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from megatron_lightning.optim import ScheduledLR
+    from megatron_lightning.strategies.megatron import MegatronStrategy
 
-    import_module("megatron_lightning.strategies.megatron")  # registers the name "megatron"
+    strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
     import_module("megatron_lightning.modules.gpt")
     import_module("megatron_lightning.modules.pretrain_data")
     defaults = {
@@ -124,7 +125,30 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
 
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.set_defaults(defaults)
+            parser.add_argument(
+                "--print_layout",
+                action="store_true",
+                help="Print stage, style, local shapes and axes of every layer, and exit.",
+            )
             self.parser.parsers.append(parser)
+            # A wrong key of a file is found by the parser of the command.
+            for own in (self.parser, parser):
+                own.strategy_options = strategy_options
+
+        def print_layout(self) -> None:
+            """Print how the strategy divides the model, before anything is started."""
+            if not self.config[self.subcommand].print_layout:
+                return
+            if not isinstance(self.trainer.strategy, MegatronStrategy):
+                raise ConfigError(
+                    "--print_layout describes how MegatronStrategy divides a model, and the "
+                    f"strategy is {type(self.trainer.strategy).__name__}. Set "
+                    "--trainer.strategy=MegatronStrategy."
+                )
+            print(self.trainer.strategy.describe(self.model))
+            raise SystemExit(0)
+
+        before_fit = before_validate = before_test = before_predict = print_layout
 
         @staticmethod
         def configure_optimizers(
@@ -151,92 +175,6 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
     )
 
 
-class OneLineParser(ArgumentParser):
-    """Parser whose errors are one line and name the nearest valid option.
-
-    The parsers that jsonargparse makes for the options of a class are of the same type as the
-    parser that needs them.
-    """
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.parsers: list[ArgumentParser] = [self]
-        """This parser and those of its subcommands, among whose options a wrong one has its
-        nearest."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the error."""
-        name = suggestion = ""
-        # A key of a file or of a class: "Group 'model' does not accept option 'layers'".
-        if isinstance(ex, KeyError):
-            *group, name = message.split("'")[1::2]
-            name = ".".join([*(part for part in group if part not in _COMMANDS), name])
-        elif ex is None:  # "unrecognized arguments: --trainr.max_steps=3 --fast"
-            name = next(
-                (word[2:].partition("=")[0] for word in message.split() if word.startswith("--")),
-                "",
-            )
-        if name:
-            suggestion = _suggestion(
-                name, set().union(*(parser.get_defaults().keys() for parser in self.parsers))
-            )
-        super().error(_in_one_line(message) + suggestion, ex)
-
-
-def _suggestion(name: str, names: Collection[str]) -> str:
-    """Return a question for the nearest of ``names``, which may be dotted paths; "" if there is
-    none.
-    """
-    nearest: list[str] = []
-    for part in name.split("."):
-        prefix = "".join(f"{group}." for group in nearest)
-        valid = {
-            key.removeprefix(prefix).partition(".")[0] for key in names if key.startswith(prefix)
-        }
-        nearest.append(
-            part if part in valid else next(iter(get_close_matches(part, valid, n=1)), part)
-        )
-    found = ".".join(nearest)
-    return f". Did you mean {found!r}?" if found != name else ""
-
-
-def _in_one_line(message: str) -> str:
-    """Return the key and the most specific words of a message of jsonargparse.
-
-    For a Union the message is an indented tree with a branch for each type, of which the deepest
-    lines are the most specific.
-    """
-    lines = message.splitlines()
-    if "Errors:" not in map(str.strip, lines):
-        return " ".join(message.split())
-    depths = [len(line) - len(line.lstrip(" ")) for line in lines]
-    deepest = [index for index, depth in enumerate(depths) if depth == max(depths)]
-    words = [line.strip(" -") for line in lines]
-    key = f"{lines[0]} " if lines[0].endswith(":") else ""
-    first = next(
-        (index for index in deepest if not any(kind in words[index] for kind in _TYPES)), None
-    )
-    if first is None:
-        expected = " or ".join(
-            words[index].removeprefix("Expected").removeprefix(" a ").strip() for index in deepest
-        )
-        plain = (
-            expected.replace("<class 'NoneType'>", "null").replace("<class '", "").replace("'>", "")
-        )
-        return f"{key}expected {plain}; got {words[-1].rpartition(': ')[2]}"
-    of_class = (
-        f"{words[first - 1]} "
-        if words[first - 1].startswith("Problem with given class_path")
-        else ""
-    )
-    hint = (
-        _OPTIONS_OF_A_CLASS
-        if '"trainer.strategy"' in key and "dot import path" in words[first]
-        else ""
-    )
-    return f"{key}{of_class}{words[first]}{hint}"
-
-
 def _run(command: str, options: list[str]) -> None:
     if command == "preprocess":
         from megatron_lightning.data.preprocess import preprocess
@@ -252,11 +190,11 @@ def _run(command: str, options: list[str]) -> None:
 
         print(_call(describe_schedule, command, options))
     elif command == "checkpoint":
-        from megatron_lightning.checkpoint.commands import COMMANDS
+        from megatron_lightning.checkpoint.commands import COMMANDS as TOOLS
 
-        _use_tool(COMMANDS, options)
+        _use_tool(TOOLS, options)
     else:
-        nearest = _suggestion(command, _COMMANDS)
+        nearest = suggestion(command, COMMANDS)
         raise ConfigError(
             f"there is no command {command!r}{nearest or '.'} `megatron-lightning --help` lists "
             "the commands."
@@ -278,7 +216,7 @@ def _use_tool(tools: Mapping[str, Callable[..., None]], options: Sequence[str]) 
             )
         raise SystemExit(0)
     if tool not in tools:
-        nearest = _suggestion(tool, tools)
+        nearest = suggestion(tool, tools)
         raise ConfigError(
             f"there is no tool {tool!r}{nearest or '.'} The tools are {', '.join(tools)}."
         )

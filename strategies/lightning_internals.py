@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,7 +38,8 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 # All random states that Lightning seeds.
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 
@@ -215,6 +217,56 @@ def uploads_checkpoints(logger: Logger) -> bool:
     """
     # A DummyLogger has every attribute.
     return getattr(logger, "_log_model", False) in (True, "all")
+
+
+def hide_sync_advice() -> Callable[[], None]:
+    """Hide Lightning's advice to log with ``sync_dist=True``, which it gives wherever there are
+    process groups; return what undoes this.
+    """
+    warnings.filterwarnings("ignore", r"It is recommended to use `self\.log", PossibleUserWarning)
+    hidden = warnings.filters[0]
+
+    def undo() -> None:
+        if hidden in warnings.filters:
+            warnings.filters.remove(hidden)  # type: ignore[attr-defined]
+
+    return undo
+
+
+class FullSummary:
+    """Lightning's summary of a module at one time; it does not keep the module's layers alive.
+
+    Args:
+        callback: Makes the summary.
+        trainer: The module's.
+        module: The LightningModule.
+    """
+
+    def __init__(
+        self, callback: ModelSummary, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> None:
+        summary = callback._summary(trainer, module)
+        self._data = summary._get_summary_data()
+        self.total_parameters = summary.total_parameters
+        self.trainable_parameters = summary.trainable_parameters
+        self.model_size = summary.model_size
+        self.total_training_modes = summary.total_training_modes
+
+    def _get_summary_data(self) -> Any:
+        return self._data
+
+
+def replace_summary(
+    callback: ModelSummary, summary: FullSummary, summarize: Callable[..., None]
+) -> Callable[[], None]:
+    """Let a callback show ``summary`` through ``summarize``; return what undoes this."""
+    vars(callback).update(_summary=lambda *_: summary, summarize=summarize)
+
+    def undo() -> None:
+        for name in ("_summary", "summarize"):
+            vars(callback).pop(name, None)
+
+    return undo
 
 
 def with_sampler(

@@ -64,6 +64,7 @@ from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
 from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.precision import megatron_plugin
 from megatron_lightning.strategies.progress import Progress
@@ -356,6 +357,18 @@ class MegatronStrategy(ParallelStrategy):
                 "predict."
             )
         return self.lightning_module
+
+    def describe(self, module: pl.LightningModule) -> str:
+        """Return a table of the module's layers under this strategy: stage, style, local shapes and
+        axes of each.
+
+        It needs no Trainer and no process groups. The module keeps its layers, or still builds them
+        in ``configure_model``.
+
+        Raises:
+            ConfigError: If the module does not fit the layout.
+        """
+        return describe_module(module, self.options)
 
     @property
     def part(self) -> Part:

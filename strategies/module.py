@@ -25,12 +25,14 @@ from megatron_lightning.assembly.assemble import (
     is_full,
     reattach,
 )
+from megatron_lightning.assembly.describe import describe_layout
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.step.overrides import override
@@ -130,21 +132,30 @@ def place_module(
     return part
 
 
+def describe_module(module: pl.LightningModule, options: StrategyOptions) -> str:
+    """Return a table of the layers of a full module, or of one that ``configure_model`` builds."""
+    return describe_layout(
+        built_module(module),
+        options.layout,
+        options.sharding_plan,
+        options.schedule.placement,
+        options.pipeline,
+    )
+
+
 def print_layout(
     module: pl.LightningModule, part: Part, context: ParallelContext, options: StrategyOptions
 ) -> None:
-    """Print layout and parameter counts on rank 0; Lightning's model summary sees one rank's
-    part.
-    """
+    """Print layout and parameter counts on rank 0."""
     if context.world_size > 1:
         layout = options.layout
+        schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
         rank_zero_info(
             f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data "
             f"{context.dp.size}, sequence parallel {'on' if layout.sp else 'off'}, "
-            f"{options.data_parallel}, schedule {options.schedule}. The model has "
-            f"{part.num_parameters:,} parameters; this rank holds {local_size(module):,} of them, "
-            f"which is what summaries show.{shards}"
+            f"{options.data_parallel}{schedule}. The model has {part.num_parameters:,} parameters; "
+            f"this rank holds {local_size(module):,} of them.{shards}"
         )
 
 

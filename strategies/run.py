@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
@@ -25,7 +26,7 @@ from megatron_lightning.layers.split_backward import join_backwards, split_backw
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.launch.ranks import Ranks
-from megatron_lightning.strategies.lightning_internals import connector_of
+from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
     assemble_module,
     place_module,
@@ -41,6 +42,7 @@ from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.steps import Steps
 from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
+from megatron_lightning.strategies.summary import summarize_full
 
 
 class Run:
@@ -129,6 +131,8 @@ class Run:
 
     def _assemble_built(self) -> None:
         before = self._part or self._earlier_part
+        if not is_assembled(self.module):
+            summarize_full(self.module, self.undo)
         self._part = assemble_module(
             self.module, before, self._ranks.context, self._options, self._layer_sync
         )
@@ -160,6 +164,8 @@ class Run:
             setattr, connector, "use_distributed_sampler", connector.use_distributed_sampler
         )
         connector.use_distributed_sampler = False
+        if self._ranks.context.dp.size == 1:
+            self.undo.callback(hide_sync_advice())
         if self._layer_sync is not None:
             self.undo.callback(self._layer_sync.revert, self.module)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.checks import check_plan_exists, find_stages
+from megatron_lightning.assembly.checks import check_plan_exists, check_plans, find_stages
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import PipelineOptions
@@ -69,8 +69,10 @@ def assemble(
         allocates: Whether to allocate and fill what is on ``meta``; False: FSDP2 shards it first.
 
     Raises:
-        ConfigError: If the module has no pipeline units or no plan though the layout needs them.
+        ConfigError: If the module has no pipeline units or no plan though the layout needs them, or
+            patterns of a plan match nothing.
     """
+    check_plans(module, find_plans(module, plan))  # while the module has the layers of all ranks
     record_ties(module)
     names = tuple(module.state_dict())
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -188,7 +190,7 @@ def _parallelize(module: nn.Module, context: ParallelContext, plan: ShardingPlan
     if plan is None:
         check_plan_exists(module, context.layout.tp)
     for path, own_plan in find_plans(module, plan).items():
-        parallelize(module.get_submodule(path), context, own_plan)
+        parallelize(module.get_submodule(path), context, own_plan, is_full=False)
 
 
 def _describe(layout: ParallelLayout, placement: Placement, options: PipelineOptions) -> str:

@@ -4,7 +4,7 @@ before assembly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import nn
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.sharding import sharding_plans
+from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, sharding_plans
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.analysis import ExampleRun
 from megatron_lightning.pipeline.call_analysis import check_boundaries
@@ -184,3 +184,13 @@ def check_plan_exists(module: nn.Module, tensor_size: int) -> None:
             "sharding_plan() that returns a ShardingPlan, pass "
             "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
         )
+
+
+def check_plans(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> None:
+    """Check that every pattern of the plans, by the path of their module, is used in a full module.
+
+    Raises:
+        ConfigError: Naming the patterns that are not, and the nearest paths.
+    """
+    for path, plan in plans.items():
+        check_plan(module.get_submodule(path), plan, path)

@@ -130,5 +130,6 @@ class SequenceParallelEmbedding(nn.Module):
         }
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ids [s, ...] to vectors [s / ranks, ..., h]."""
-        return F.embedding(scatter(ids, self.group, self.sequence_dim), self.weight)
+        """Map ids [s, ...] to vectors [s / ranks, ..., h]; of one dim, that is the sequence's."""
+        dim = min(self.sequence_dim, ids.dim() - 1)
+        return F.embedding(scatter(ids, self.group, dim), self.weight)

@@ -36,8 +36,8 @@ from megatron_lightning.compat import saved_tensors_hooks_in_force
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError, RecomputeError
 from megatron_lightning.layers.offload import offloaded
+from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.rng import RngStreams
-from megatron_lightning.parallel.sharding import compile_pattern
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "core_attn": ("**.core_attention",),

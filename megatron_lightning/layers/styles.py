@@ -29,7 +29,7 @@ from megatron_lightning.layers.linear import (
 from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
 from megatron_lightning.parallel.collectives import copy_to_axis, gather, gather_sequence, scatter
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.sharding import ShardingPlan, declare_gathered_input
 from megatron_lightning.parallel.spec import ShardSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -319,6 +319,8 @@ class ParallelInput:
         """Copy (or gather) the input before the module's forward."""
         if context.tp.size == 1:
             return module
+        if context.sp:
+            declare_gathered_input(module, self.argument, plan.sequence_dim)
         enter = partial(gather_sequence, dim=plan.sequence_dim) if context.sp else copy_to_axis
         return _map_input(module, self.argument, partial(enter, group=context.tp))
 

@@ -29,17 +29,21 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     """Return the plan of :class:`GPTModel`."""
     layer = "decoder.layers.*"
+    learned = {"embedding.position_embeddings": SequenceParallel()}
+    head_norms = {
+        f"{layer}.self_attention.q_layernorm": HeadParallel(),
+        f"{layer}.self_attention.k_layernorm": HeadParallel(),
+    }
     return ShardingPlan(
         modules={
             "embedding.word_embeddings": VocabParallel(),
-            "embedding.position_embeddings": SequenceParallel(),
+            **(learned if config.position_embedding_type == "learned_absolute" else {}),
             "embedding.dropout": StreamDropout(),
             f"{layer}.input_layernorm": SequenceParallel(),
             f"{layer}.self_attention.linear_qkv": QueryKeyValue(
                 config.query_groups, config.heads_per_group
             ),
-            f"{layer}.self_attention.q_layernorm": HeadParallel(),
-            f"{layer}.self_attention.k_layernorm": HeadParallel(),
+            **(head_norms if config.qk_layernorm else {}),
             f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
             f"{layer}.self_attention.linear_proj": RowParallel(),
             f"{layer}.pre_mlp_layernorm": SequenceParallel(),

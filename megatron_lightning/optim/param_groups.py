@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import compile_pattern, tied_names
+from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.parallel.sharding import tied_names
 
 DEFAULT_GROUP = "default"
 """Name of the group of the parameters that no row matches."""

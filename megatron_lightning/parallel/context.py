@@ -97,6 +97,8 @@ class ParallelContext:
         seed: Base of the named random streams.
         timeout: Limit of a collective; None: the default process group's.
         alone: Whether to ignore the default process group: this process is a world of its own.
+        planned_world_size: Ranks of a job that is only described, from rank 0, without
+            communicators; None: there is one.
     """
 
     def __init__(
@@ -107,14 +109,17 @@ class ParallelContext:
         seed: int = 1234,
         timeout: timedelta | None = None,
         alone: bool = False,
+        planned_world_size: int | None = None,
     ) -> None:
+        alone = alone or planned_world_size is not None
         initialized = dist.is_available() and dist.is_initialized() and not alone
         self.layout = layout
         self.device = torch.device(device)
-        self.world_size = dist.get_world_size() if initialized else 1
+        self.world_size = dist.get_world_size() if initialized else planned_world_size or 1
         self.rank = dist.get_rank() if initialized else 0
         self.grid = RankGrid(layout, self.world_size)
         self._timeout = timeout
+        self._is_planned = planned_world_size is not None
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         world = tuple(range(self.world_size))
         if initialized:
@@ -159,7 +164,7 @@ class ParallelContext:
         """Create another communicator for ``ranks``; None on other ranks, and for fewer than two.
         All ranks call this alike.
         """
-        if len(ranks) < 2:
+        if len(ranks) < 2 or self._is_planned:
             return None
         if self.rank not in ranks:
             # torch names a group by its ranks and the number of groups this rank has made: without

@@ -6,6 +6,7 @@ name, a plain value that survives copying); a parameter without one is replicate
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,17 @@ from typing import TYPE_CHECKING, Protocol
 from torch import nn
 
 from megatron_lightning.compat import avoid_fused_inference
-from megatron_lightning.errors import ShardingError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
 from megatron_lightning.parallel.spec import ShardSpec
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import ParallelContext
 
 _RECORDED_TIES = "_megatron_ties"
+_GATHERED_INPUT = "_megatron_gathered_input"
+_LISTED = 6  # patterns in a message
 
 
 def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
@@ -115,7 +119,13 @@ class ShardingPlan:
     """How a plain model is split over the tensor-parallel ranks, as a table.
 
     Patterns are dotted module paths in which ``*`` matches one path segment and ``**`` any number
-    of them; the first pattern that matches wins.
+    of them; the first pattern that matches wins. Paths begin at the module whose
+    ``sharding_plan()`` returns the plan, or at the LightningModule for
+    ``MegatronStrategy(sharding_plan=...)``.
+
+    Raises:
+        ConfigError: If a row is no style, or an attribute's function does not take (value,
+            context).
     """
 
     modules: Mapping[str, Style]
@@ -126,6 +136,20 @@ class ShardingPlan:
     attributes: Mapping[str, Callable[[int, ParallelContext], int]] = field(default_factory=dict)
     """Attribute path pattern -> function of (value, context) for sizes that become local, such as a
     head count."""
+    shards_output: bool = False
+    """Whether the model returns shards on purpose, to a step that expects them; otherwise a sharded
+    output is an error in the first step."""
+
+    def __post_init__(self) -> None:
+        for pattern, style in self.modules.items():
+            if isinstance(style, type) or not callable(getattr(style, "apply", None)):
+                name = style.__name__ if isinstance(style, type) else repr(style)
+                raise ConfigError(
+                    f"row {pattern!r} of a sharding plan is {name}, which is no style. Write an "
+                    f"instance of one, such as {_example_of(style)}."
+                )
+        for pattern, rewrite in self.attributes.items():
+            _check_rewrite(pattern, rewrite)
 
     def style_of(self, path: str) -> Style | None:
         """Return the style of the module at ``path``; None: it stays as it is."""
@@ -136,6 +160,44 @@ class ShardingPlan:
         return [(compile_pattern(pattern), style) for pattern, style in self.modules.items()]
 
 
+def _example_of(style: object) -> str:
+    return f"{style.__name__}()" if hasattr(style, "__name__") else "ColumnParallel()"
+
+
+def _check_rewrite(pattern: str, rewrite: object) -> None:
+    """Check that an attribute's function takes (value, context)."""
+    problem = f"is {rewrite!r}"
+    if callable(rewrite):
+        try:
+            signature = inspect.signature(rewrite)
+        except ValueError:
+            return  # a builtin may have none
+        try:
+            signature.bind(None, None)
+            return
+        except TypeError:
+            problem = f"takes {signature}"
+    raise ConfigError(
+        f"attributes[{pattern!r}] of a sharding plan {problem}. Set it to a function of (value "
+        "of the full model, ParallelContext) that returns the rank's value, such as lambda "
+        "value, context: value // context.tp.size."
+    )
+
+
+def declare_gathered_input(module: nn.Module, argument: str, dim: int) -> nn.Module:
+    """Record that ``module`` takes sequence shards and gathers them along ``dim``; return it.
+
+    ``argument``: name of the input, where it is not the first positional argument.
+    """
+    module.__dict__[_GATHERED_INPUT] = (argument, dim)
+    return module
+
+
+def gathered_input(module: nn.Module) -> tuple[str, int] | None:
+    """Return what :func:`declare_gathered_input` has recorded; None: nothing."""
+    return vars(module).get(_GATHERED_INPUT)
+
+
 def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
     """Return the plans of the modules in ``module`` that have a ``sharding_plan()``, by path."""
     found = (
@@ -144,17 +206,42 @@ def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
     return {path: make_plan() for path, make_plan in found if callable(make_plan)}
 
 
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` match a top-level
-    ``norm`` too.
+def check_plan(model: nn.Module, plan: ShardingPlan, owner: str = "") -> None:
+    """Check that every row and every attribute pattern of ``plan`` is used in the full ``model``.
+
+    Args:
+        model: The module at which the plan's paths begin, with all its layers.
+        plan: The plan.
+        owner: Path of ``model`` in the LightningModule, for the message.
+
+    Raises:
+        ConfigError: Naming the patterns that are not, and the nearest paths.
     """
-    escaped = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?")
-    return re.compile(
-        re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
-    )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    attributes = {
+        f"{path}.{name}" if path else name
+        for path, module in modules.items()
+        for name in vars(module)
+        if plan.attributes and not name.startswith("_")
+    }
+    rows = describe_unused(list(plan.modules), [path for path in modules if path])
+    unused = [f"row {text}" for text in rows] + [
+        f"attribute {text}" for text in describe_unused(list(plan.attributes), attributes)
+    ]
+    if unused:
+        where = f"{type(model).__name__}{f' ({owner})' if owner else ''}"
+        listed = "; ".join(unused[:_LISTED]) + ("; …" if len(unused) > _LISTED else "")
+        raise ConfigError(
+            f"{len(unused)} of the {len(plan.modules) + len(plan.attributes)} patterns of the "
+            f"sharding plan of {where} match no module or attribute: {listed}. What is left out "
+            f"would be replicated. Paths begin at {type(model).__name__}: correct the patterns, "
+            "or remove them."
+        )
 
 
-def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+def parallelize(
+    model: nn.Module, context: ParallelContext, plan: ShardingPlan, *, is_full: bool = True
+) -> nn.Module:
     """Replace the modules of a model (full, or this rank's pipeline units) by their parallel
     counterparts, in place.
 
@@ -162,10 +249,19 @@ def parallelize(model: nn.Module, context: ParallelContext, plan: ShardingPlan) 
     look at its children as they were; then the named attributes are rewritten. Over axes of size 1
     every module stays, and only its specs are declared. Return ``model``.
 
+    Args:
+        model: Where the plan's paths begin.
+        context: Groups of this rank.
+        plan: The plan.
+        is_full: Whether ``model`` has all its layers, so that every row must match one.
+
     Raises:
+        ConfigError: If a row or an attribute pattern matches nothing.
         ShardingError: If a size does not divide over the ranks, or the same module is reached under
             two names.
     """
+    if is_full:
+        check_plan(model, plan)
     tied, swaps = shared_names(model), False
     for path, module in list(present_modules(model)):
         style = plan.style_of(path)

@@ -420,7 +420,7 @@ def _version(tensor: Tensor) -> int:
 def _with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Run the user's forward hooks of a unit that does not run; some record outputs."""
     for key, hook in unit._forward_hooks.items():
-        if hook.__module__.startswith(_FOREIGN_HOOKS):
+        if str(getattr(hook, "func", hook).__module__).startswith(_FOREIGN_HOOKS):
             continue
         with_kwargs = key in unit._forward_hooks_with_kwargs
         result = hook(unit, args, kwargs, output) if with_kwargs else hook(unit, args, output)

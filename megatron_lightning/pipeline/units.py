@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import compile_pattern
+from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.partition import Unit, is_layer, unit_names
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -48,6 +50,8 @@ _LOST = (
 )
 # A path in gloo's source is in each of its messages; its errors have no class of their own.
 _GLOO = "gloo/"
+_NUMBERS = re.compile(r"\d+")
+_UNCAUGHT = "_megatron_uncaught"  # on an exception: what is printed in place of its traceback
 
 
 class PeerFailure(SystemExit):
@@ -80,6 +84,21 @@ class Failure:
         if self.interrupted:
             return f"rank {self.rank} on {self.host} was interrupted{where} (Ctrl-C or SIGINT)"
         return f"rank {self.rank} on {self.host} failed{where}: {self.summary}"
+
+    @property
+    def text(self) -> str:
+        """The headline, first and last where there is a traceback to read between."""
+        return (
+            f"{self.headline}\n{self.details}{_named(self.headline)}"
+            if self.details
+            else self.headline
+        )
+
+    def repeats(self, first: Failure) -> bool:
+        """Return whether this is the error of ``first`` again: numbers, of a rank or a file, may
+        differ.
+        """
+        return _NUMBERS.sub("", self.summary) == _NUMBERS.sub("", first.summary)
 
     @classmethod
     def of(cls, rank: int, exception: BaseException, *, explained: bool = False) -> Failure:
@@ -116,7 +135,31 @@ def end_process(write_logs: Callable[[], object]) -> NoReturn:
 
 def print_message(text: str) -> None:
     """Print to standard error in one write, since all ranks may print at once."""
-    print(f"megatron_lightning: {text}\n", end="", file=sys.stderr, flush=True)
+    print(f"{_named(text)}\n", end="", file=sys.stderr, flush=True)
+
+
+def _named(text: str) -> str:
+    return f"megatron_lightning: {text}"
+
+
+def replace_traceback(exception: BaseException, text: str) -> None:
+    """Print ``text`` instead of a traceback if ``exception`` ends this process; "": nothing."""
+    vars(exception)[_UNCAUGHT] = text
+    previous = sys.excepthook
+    if getattr(previous, _UNCAUGHT, False):
+        return
+
+    def print_uncaught(
+        kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        own: str | None = vars(value).get(_UNCAUGHT)
+        if own is None:
+            previous(kind, value, trace)
+        elif own:
+            print_message(own)
+
+    setattr(print_uncaught, _UNCAUGHT, True)
+    sys.excepthook = print_uncaught
 
 
 class FailureWatch:
@@ -178,13 +221,23 @@ class FailureWatch:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def report(self, exception: BaseException, *, explained: bool = False) -> bool:
+    def report(
+        self,
+        exception: BaseException,
+        *,
+        explained: bool = False,
+        prints_traceback: bool = True,
+    ) -> bool:
         """Report this rank's failure to the other ranks, and print which failure came first; the
         caller ends this process.
+
+        One rank prints one traceback, now, since it may be ended before Python does. A rank that
+        fails with the same error prints nothing.
 
         Args:
             exception: Cause; an attribute ``pipeline_position`` becomes part of the report.
             explained: Whether its message suffices, so that no rank prints a traceback.
+            prints_traceback: Whether this process is the one to print it; False: its starter does.
 
         Returns:
             Whether the exception is only the loss of the connection to a rank that failed before.
@@ -197,10 +250,17 @@ class FailureWatch:
         failure = Failure.of(self._rank, exception, explained=explained)
         first = (self._find_cause() if lost else None) or self._publish(failure)
         if first.rank != self._rank:
-            self._announce(first, f"rank {self._rank} ends with it")
-        # The others may be ended before they can print it.
+            repeats = not lost and failure.repeats(first)
+            if repeats:
+                replace_traceback(exception, "")
+            if not repeats or first.host != failure.host:
+                self._announce(first, f"rank {self._rank} ends with it")
+            else:
+                self._announced.acquire(blocking=False)
         elif self._announced.acquire(blocking=False):
-            print_message(first.headline)
+            print_message(first.text if prints_traceback else first.headline)
+            if prints_traceback and not first.interrupted:
+                replace_traceback(exception, "" if first.details else _short(exception, first))
             # Time to read it before this process ends, perhaps with the store.
             time.sleep(2 * self._poll_s)
         return lost and first.rank != self._rank
@@ -307,8 +367,18 @@ class FailureWatch:
         """Print ``failure`` once; only one rank prints its traceback."""
         if not self._announced.acquire(blocking=False):
             return
-        details = failure.details if self._rank == (1 if failure.rank == 0 else 0) else ""
+        # The failing rank prints its traceback where it runs.
+        prints = self._rank == (1 if failure.rank == 0 else 0)
+        details = failure.details if prints and failure.host != socket.gethostname() else ""
         print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())
+
+
+def _short(exception: BaseException, failure: Failure) -> str:
+    """Return where an exception whose message suffices was raised, without its causes, and the
+    message last.
+    """
+    frames = traceback.format_exception(exception, chain=False)[:-1]
+    return f"{failure.headline}\n{''.join(frames)}{_named(failure.headline)}"
 
 
 def _is_lost_connection(exception: BaseException | None) -> bool:

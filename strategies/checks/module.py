@@ -30,11 +30,31 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
         "setup", module
     ):
         return None
-    planned = copy.copy(module)
-    planned._modules = dict(module._modules)
     with torch.device("meta"):
-        planned.configure_model()
-    return planned
+        return _configured(module)
+
+
+def built_module(module: pl.LightningModule) -> pl.LightningModule:
+    """Return the module with all its layers: itself, or a copy for which ``configure_model`` has
+    been called, under ``meta`` if it can be.
+    """
+    if not is_overridden("configure_model", module):
+        return module
+    planned = planned_module(module)
+    if planned is not None:
+        return planned
+    try:
+        with torch.device("meta"):
+            return _configured(module)
+    except Exception:  # reads weights from files, say
+        return _configured(module)
+
+
+def _configured(module: pl.LightningModule) -> pl.LightningModule:
+    built = copy.copy(module)
+    built._modules = dict(module._modules)
+    built.configure_model()
+    return built
 
 
 def is_built_later(module: pl.LightningModule) -> bool:

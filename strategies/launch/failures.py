@@ -18,13 +18,16 @@ class AgreedStop(SIGTERMException):
     """All ranks end the run here and know it: none has failed, and none waits for another."""
 
 
-def report_failure(watch: FailureWatch | None, error: BaseException) -> bool:
+def report_failure(
+    watch: FailureWatch | None, error: BaseException, *, prints_traceback: bool = True
+) -> bool:
     """Report to the other ranks that this one fails, unless all ranks leave the run with the same
     exception.
 
     Args:
         watch: Of this rank; None: there are no others.
         error: Why it fails.
+        prints_traceback: Whether this process is the one to print it; False: its starter does.
 
     Returns:
         Whether it fails only because another rank has.
@@ -34,5 +37,7 @@ def report_failure(watch: FailureWatch | None, error: BaseException) -> bool:
     # Code None is success, with which an agent waits for the other nodes.
     if isinstance(error, SIGTERMException):
         error.code = _TERMINATED
-    follows = watch.report(error, explained=refuses_settings(error))
+    follows = watch.report(
+        error, explained=refuses_settings(error), prints_traceback=prints_traceback
+    )
     return follows and not isinstance(error, KeyboardInterrupt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from lightning.pytorch.strategies import ParallelStrategy
 
 from megatron_lightning.config import StartMethod
@@ -30,17 +32,23 @@ def make_launcher(
         num_nodes: Nodes of the job.
 
     Raises:
-        ConfigError: If the strategy has no cluster environment.
+        ConfigError: If the strategy has no cluster environment, or a notebook cannot start ranks
+            this way.
     """
     environment = strategy.cluster_environment
     if environment is None:
         raise ConfigError(
             "the strategy has no cluster environment. Give it to a Trainer before it is used."
         )
-    if (
-        start_method == "popen"
-        or environment.creates_processes_externally
-        or num_processes * num_nodes == 1
-    ):
+    starts = num_processes * num_nodes > 1 and not environment.creates_processes_externally
+    # Lightning refuses it, too, and advises another strategy.
+    if starts and start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
+        raise ConfigError(
+            f"start_method={start_method!r} starts each of the {num_processes * num_nodes} ranks "
+            "from a script file, and this is a notebook or an interactive session, which has none. "
+            'Set MegatronStrategy(start_method="fork"), before anything has used a GPU, or run a '
+            "script, or set devices=1."
+        )
+    if start_method == "popen" or not starts:
         return ScriptLauncher(environment, num_processes, num_nodes, hooks)
     return WorkerLauncher(strategy, start_method, hooks)

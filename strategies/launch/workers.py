@@ -89,7 +89,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         watch = self._hooks.failure_watch()
         if watch is None:
             return
-        follows = report_failure(watch, error)
+        follows = report_failure(watch, error, prints_traceback=False)
         self._hooks.write_logs()
         compat.abort_process_groups()
         compat.at_end_of_main_thread(gc.freeze)  # as in ScriptLauncher

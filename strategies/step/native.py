@@ -25,7 +25,7 @@ class NativeSteps(Steps):
         # The buffers of the step before are shared now: a graph that awaits its backward may hold
         # them.
         self.buffers.synchronize(compare=self._batches_of_epoch() == 2)
-        with self._precision_context("training_step"), self._units_in_order("training_step"):
+        with self._in_hook("training_step"), self._units_in_order("training_step"):
             output = self._scope.module.training_step(batch, *indices)
         self._items = self._num_items(output)
         return output
@@ -51,6 +51,7 @@ class NativeSteps(Steps):
         them.
         """
         training, accumulation = self.training, self.training.accumulation
+        training.plan_watch.loss(loss)
         if training.watch is not None:
             training.watch.loss(loss)
         accumulation.begin_run(
@@ -67,7 +68,7 @@ class NativeSteps(Steps):
         """See the base class."""
         # The loader's index, if there are several.
         self._check_first_batch(batch, hook, *indices[1:])
-        with self._precision_context(hook), self._units_in_order(hook):
+        with self._in_hook(hook), self._units_in_order(hook):
             return getattr(self._scope.module, hook)(batch, *indices)
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:

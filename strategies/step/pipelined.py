@@ -229,7 +229,7 @@ class PipelinedSteps(Steps):
         in_order = (
             self._units_in_order(hook) if self._scope.part.partition is None else nullcontext()
         )
-        with self._precision_context(hook), in_order:
+        with self._in_hook(hook), in_order:
             yield
 
     def _begin_microbatch(self, microbatch: int) -> None:

@@ -120,6 +120,7 @@ class UserProgram:
                 'Return {"loss": loss, ...}, or the loss itself.'
             )
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        self._training.plan_watch.loss(loss)
         weight: float | Tensor = (
             self._weights[microbatch]
             / sum(self._weights)

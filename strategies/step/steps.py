@@ -8,14 +8,16 @@ where Lightning's own step does the work, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
+from megatron_lightning.assembly.assemble import find_plans
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.assembly.replicas import check_same_batch
+from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.metrics import MetricSync
 from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
@@ -35,6 +37,7 @@ class Steps(ABC):
     def __init__(self, scope: Scope, training: Training | None) -> None:
         self._scope = scope
         self._training = training
+        self._plans = find_plans(scope.module, scope.options.sharding_plan)
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
@@ -117,6 +120,15 @@ class Steps(ABC):
     def _batches_of_epoch(self) -> int:
         ready: int = self._scope.module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return ready
+
+    @contextmanager
+    def _in_hook(self, hook: str) -> Iterator[None]:
+        """Around one call of a ``*_step`` hook: the precision plugin's context, and an explanation
+        of shapes that the sharding plan causes.
+        """
+        explained = explained_shapes(self._scope.module, self._plans, self._scope.context)
+        with self._precision_context(hook), explained:
+            yield
 
     def _precision_context(self, hook: str) -> AbstractContextManager[Any]:
         """Return what the precision plugin puts around one call of a ``*_step`` hook."""

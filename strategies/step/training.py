@@ -11,10 +11,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_lightning.assembly.assemble import find_plans
+from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms
-from megatron_lightning.optim.replicated_gradients import ReplicatedGradients
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
@@ -89,8 +90,10 @@ class Training:
         """Looks for infinities and NaN; None with ``non_finite="ignore"``."""
         self._found = False  # something that is not finite, since the last optimizer step
         self._judged = False  # by an optimizer step, since it was found
-        self._replicated = ReplicatedGradients(parameters, part.specs, context.tp)
-        undo.callback(self._replicated.detach)
+        plans = find_plans(module, options.sharding_plan)
+        self.plan_watch = PlanWatch(module, part, plans, context)
+        """Detects what a sharding plan got wrong, in the first step."""
+        undo.callback(self.plan_watch.detach)
 
     def _watch(self, parameters: dict[str, Tensor]) -> FiniteWatch | None:
         """Return what looks for infinities and NaN; in gradients unless a loss scale may let them
@@ -158,7 +161,7 @@ class Training:
         call this together.
         """
         self.accumulation.end_backwards()
-        self._replicated.compare()
+        self.plan_watch.compare()
         if self.watch is not None:
             self._found &= not self._judged
             self._judged = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -264,6 +265,48 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (
+            "strategy: {tensor_model_parallel_size: 2}",
+            "strategy: {class_path: MegatronStrategy, init_args: {...}}.",
+        ),
+        *_slow(
+            (
+                "strategy: {class_path: megatron, init_args: {tensor_model_parallel_size: 2}}",
+                "strategy: {class_path: MegatronStrategy, init_args: {...}}.",
+            ),
+            (
+                "{strategy: megatron, tensor_parallel_size: 2}",
+                "set --trainer.strategy=MegatronStrategy "
+                "--trainer.strategy.tensor_model_parallel_size=...",
+            ),
+            ("precision: fp8", "set --trainer.precision=bf16-mixed or bf16-true."),
+        ),
+    ],
+)
+def test_a_wrong_file_says_what_to_set(
+    trainer: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(f"trainer: {trainer if trainer[0] == '{' else '{' + trainer + '}'}\n" + TOY)
+    assert message in _fails(["fit", "--config", str(path)], capsys)
+
+
+def test_the_layout_is_printed_and_nothing_started(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ["--trainer.devices=2", "--trainer.strategy.pipeline_model_parallel_size=2"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", config, *two, "--print_layout"])
+    printed = capsys.readouterr().out
+    assert exit_.value.code == 0 and "tensor 1 x pipeline 2 (2 stages)" in printed
+    assert re.search(r"\nmodel\.layers\.3\.linear1 +1 +- +weight ", printed)
+    line = _fails(["fit", "--config", config, "--trainer.strategy=auto", "--print_layout"], capsys)
+    assert "--print_layout describes how MegatronStrategy" in line
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [
         (
@@ -271,6 +314,12 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
             "cannot be divided into model replicas of 3",
         ),
         ("--trainer.strategy.tensor_paralel=2", "tensor_paralel"),
+        (
+            "--trainer.tensor_parallel_size=2",
+            "is an option of the strategy: set --trainer.strategy=MegatronStrategy "
+            "--trainer.strategy.tensor_model_parallel_size=...",
+        ),
+        ("--trainer.precision=fp8", "set --trainer.precision=bf16-mixed or bf16-true."),
         ("--trainer.num_nodes=0", "`num_nodes` must be a positive integer, but got 0."),
         (
             "--trainer.callbacks+=EarlyStopping",

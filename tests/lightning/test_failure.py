@@ -66,7 +66,7 @@ def test_what_lightning_says_of_a_setting_needs_no_traceback(
         assert not report_failure(FailureWatch(store, rank=rank), refused.value)
     printed = capsys.readouterr().err
     assert (
-        printed.count("ValueError: `num_nodes` must be a positive integer, but got 0.") == 2
+        printed.count("ValueError: `num_nodes` must be a positive integer, but got 0.") == 1
         and "Traceback" not in printed
     )
 
@@ -74,9 +74,9 @@ def test_what_lightning_says_of_a_setting_needs_no_traceback(
 def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
     assert not first.report(_error("the cause"))
+    named = r"megatron_lightning: rank 1 on \S+ failed: ValueError: the cause\n"
     assert re.fullmatch(
-        r"megatron_lightning: rank 1 on \S+ failed: ValueError: the cause\n",
-        capsys.readouterr().err,
+        rf"{named}Traceback [^\0]*ValueError: the cause\n{named}", capsys.readouterr().err
     )
     # That is not certain: it has an error of its own to show.
     assert not second.report(_error("a consequence"))
@@ -84,6 +84,69 @@ def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixtur
     assert "rank 1 on" in printed and "the cause" in printed and "a consequence" not in printed
     assert second.report(_lost_connection())
     assert capsys.readouterr().err == ""
+
+
+SAME_ERROR = """
+import sys
+import torch.distributed as dist
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.resilience.failure import FailureWatch
+store, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+watch = FailureWatch(dist.FileStore(store, 4), rank=rank, world_size=4)
+try:
+    try:
+        raise OSError(f"no space left for shard-{rank}")
+    except OSError as error:
+        if kind == "explained":
+            raise CheckpointError(f"shard-{rank}.safetensors was not written") from error
+        raise RuntimeError(f"shard {rank} is lost") from error
+except Exception as error:
+    watch.report(error)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("explained", r"CheckpointError: shard-\d.safetensors was not written"),
+        ("bug", r"RuntimeError: shard \d is lost"),
+    ],
+)
+def test_of_ranks_that_fail_alike_one_prints_one_traceback(
+    kind: str, line: str, tmp_path: Path
+) -> None:
+    """The line that says why comes first and last."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAME_ERROR, str(tmp_path / "store"), str(rank), kind],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    printed = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1, 1]
+    [first] = [text for text in printed if text]  # the others are silent
+    lines = first.splitlines()
+    for end in (lines[0], lines[-1]):
+        assert re.search(rf"^megatron_lightning: rank \d on \S+ failed: .*{line}", end), first
+    # A chain of errors is one traceback; of one whose message suffices the causes are left out.
+    assert first.count("Traceback") == (1 if kind == "explained" else 2)
+    assert "no space left" not in first or kind == "bug"
+
+
+def test_an_error_of_its_own_is_shown_beside_the_first(
+    store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
+    first.report(_error("the cause"))
+    other = _error("another one")
+    second.report(other)
+    capsys.readouterr()
+    sys.excepthook(type(other), other, other.__traceback__)
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_interruption_is_called_by_its_name(
@@ -187,10 +250,11 @@ def test_another_ranks_report_ends_a_blocked_process(store: dist.Store, tmp_path
     FailureWatch(store, rank=1).report(_error("the reason"))
     _, err = process.communicate(timeout=10)
     assert process.returncode == 1
+    # The failing rank, on the same host, has printed its traceback.
     assert (
         "rank 1 on" in err
         and "ValueError: the reason" in err
-        and "Traceback" in err
+        and "Traceback" not in err
         and "rank 0 ends" in err
     )
 

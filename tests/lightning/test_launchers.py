@@ -73,6 +73,16 @@ def test_the_start_method_chooses_the_launcher() -> None:
     assert isinstance(fork, WorkerLauncher) and fork.is_interactive_compatible
 
 
+@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+def test_a_notebook_is_told_to_fork(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    message = rf"start_method='{start_method}' .* a notebook .*\(start_method=\"fork\"\)"
+    with pytest.raises(ConfigError, match=message):
+        _trainer(MegatronStrategy(start_method=start_method), 2)  # type: ignore[arg-type]
+    _trainer(MegatronStrategy(start_method=start_method), 1)  # type: ignore[arg-type]
+    _trainer(MegatronStrategy(start_method="fork"), 2)
+
+
 def test_one_rank_needs_no_processes_and_works_in_a_notebook() -> None:
     launcher = _trainer(MegatronStrategy(), 1).strategy.launcher
     assert isinstance(launcher, ScriptLauncher) and launcher.is_interactive_compatible

@@ -19,7 +19,8 @@ from megatron_lightning.optim import (
     ScheduledLR,
     make_param_groups,
 )
-from megatron_lightning.parallel.sharding import compile_pattern, record_ties
+from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.parallel.sharding import record_ties
 from megatron_lightning.pipeline.stage import StagePartition
 
 CONFIG = TransformerConfig(

@@ -1,0 +1,157 @@
+"""Describe how a layout divides a full module: stage, style, local shapes and axes of every layer.
+
+Nothing is communicated and no memory allocated: a copy of the module on ``meta`` is parallelized
+for the first rank of every stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.assembly.assemble import find_plans, is_assembled
+from megatron_lightning.assembly.checks import check_plan_exists, check_plans, find_stages
+from megatron_lightning.config import PipelineOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import (
+    ShardingPlan,
+    named_shard_specs,
+    parallelize,
+    shared_names,
+)
+from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.pipeline.actions import Placement
+
+_HEADER = ("module", "stage", "style", "local shape", "axes")
+
+
+def describe_layout(
+    module: nn.Module,
+    layout: ParallelLayout,
+    plan: ShardingPlan | None,
+    placement: Placement,
+    options: PipelineOptions,
+) -> str:
+    """Return a table of the layers of a full module as ``layout`` divides them.
+
+    Args:
+        module: The full module, on a real device or ``meta``; it stays as it is.
+        layout: Sizes of the parallel axes.
+        plan: Tensor-parallel plan; None: those of the modules that have a ``sharding_plan()``.
+        placement: Pipeline ranks of the stages.
+        options: How the model is partitioned into stages.
+
+    Raises:
+        ConfigError: If the module is not full, or does not fit the layout.
+    """
+    if is_assembled(module):
+        raise ConfigError(
+            f"{type(module).__name__} holds only a rank's part of its layers, since a Trainer has "
+            "divided it. Describe a new module."
+        )
+    stages = _stages(module, placement, options) if layout.num_stages > 1 else {}
+    if plan is None:
+        check_plan_exists(module, layout.tp)
+    plans = find_plans(module, plan)
+    check_plans(module, plans)
+    styles = _styles(module, plans)
+    sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
+    context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))
+    shell = _on_meta(module)
+    for path, own_plan in plans.items():
+        parallelize(shell.get_submodule(path), context, own_plan, is_full=False)
+    specs = named_shard_specs(shell)
+    for owner, *copies in shared_names(shell):
+        specs |= {name: replace(specs[owner], tied_to=owner) for name in copies}
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for path, _ in module.named_modules():
+        prefix = f"{path}." if path else ""
+        own = {n[len(prefix) :]: s for n, s in specs.items() if n.rpartition(".")[0] == path}
+        if path and (own or path in styles):
+            stage = _stage_of(path, stages, layout.num_stages)
+            lines = [_parameter(name, spec, context) for name, spec in own.items()] or [("-", "-")]
+            rows.append((path, stage, styles.get(path, "-"), *lines[0]))
+            rows += [("", "", "", *line) for line in lines[1:]]
+    return "\n".join([_title(layout, specs), *_aligned(rows)])
+
+
+def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec]) -> str:
+    size = sum(math.prod(spec.global_shape) for spec in specs.values() if spec.tied_to is None)
+    return (
+        f"tensor {layout.tp} x pipeline {layout.pp} ({layout.num_stages} stage"
+        f"{'s' if layout.num_stages > 1 else ''}), sequence parallel "
+        f"{'on' if layout.sp else 'off'}, {size:,} parameters; shapes of tensor-parallel rank 0"
+    )
+
+
+def _stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> dict[str, int]:
+    found = find_stages(module, placement, options)
+    prefix = f"{found.path}." if found.path else ""
+    return {f"{prefix}{unit}": stage for stage, units in enumerate(found.units) for unit in units}
+
+
+def _stage_of(path: str, stages: Mapping[str, int], num_stages: int) -> str:
+    units = (stage for unit, stage in stages.items() if f"{path}.".startswith(f"{unit}."))
+    return str(next(units, "all" if num_stages > 1 else 0))
+
+
+def _styles(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> dict[str, str]:
+    styles = {}
+    for owner, plan in plans.items():
+        prefix = f"{owner}." if owner else ""
+        for path, _ in module.get_submodule(owner).named_modules():
+            style = plan.style_of(path)
+            if style is not None:
+                styles[prefix + path] = type(style).__name__
+    return styles
+
+
+def _parameter(name: str, spec: ShardSpec, context: ParallelContext) -> tuple[str, str]:
+    """Return the texts of a parameter's local shape and its axes."""
+
+    def present(axes: tuple[str, ...]) -> str:
+        return ", ".join(axis for axis in axes if context.axis(axis).size > 1)
+
+    local, full = (
+        "x".join(map(str, shape)) or "1" for shape in (spec.local_shape, spec.global_shape)
+    )
+    shape = f"{name} {local}" if local == full else f"{name} {local} of {full}"
+    sharded, summed = present(spec.sharded_over), present(spec.partial_over)
+    axes = [sharded] if sharded else []
+    axes += [f"gradients summed over {summed}"] if summed else []
+    axes += [f"tied to {spec.tied_to}"] if spec.tied_to else []
+    return shape, "; ".join(axes) or "replicated"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        yield "  ".join(padded).rstrip()
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy without data. What the module itself refers to, such as a Trainer, is
+    shared.
+    """
+    memo: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    shell = copy.copy(module)
+    for members in ("_modules", "_parameters", "_buffers"):
+        copied = {
+            name: copy.deepcopy(member, memo) for name, member in vars(module)[members].items()
+        }
+        vars(shell)[members] = copied
+    return shell

@@ -1,0 +1,358 @@
+"""Detect what a sharding plan got wrong and no shape shows, in the first step.
+
+Between tensor-parallel ranks these must be equal or must differ:
+
+- The gradient of a replicated parameter is equal. If its module sees only a shard of the
+  activations (of the sequence or the heads), it is not, and the weights would silently diverge.
+- The gradient of a parameter that is summed over the ranks differs. If every rank computes the same
+  one, the sum is a multiple of it, which an adaptive optimizer hides.
+- The input of a layer that gathers sequence shards differs. If it is the full sequence, the layer
+  gathers copies of it, and the output is right while gradients are multiples.
+- The output of the parallel module and the loss are equal, unless the plan says otherwise.
+
+Each rank sums a tensor's elements with fixed random signs, which distinguishes tensors as well as
+their distance does, without sending them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.linear import ColumnParallelLinear
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan, gathered_input
+
+_DIFFER = 0.05
+"""Of a tensor's norm. Kernels without a fixed order of summation differ by less; two shards by
+about all of it."""
+
+_EQUAL = 1e-6
+"""Of a tensor's norm: the same computation on the same numbers, up to such kernels."""
+
+_LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Of a loss; 2e-2 in lower precision. Those of two shards of a sequence are near each other."""
+
+_MOST_ELEMENTS = 1 << 20
+"""Of larger tensors equally spaced elements are compared, which bounds the memory."""
+
+
+class _Key(NamedTuple):
+    kind: str
+    """``replicated`` or ``partial`` (gradients), ``input``, ``output`` or ``loss``."""
+    name: str
+    """Parameter or module."""
+
+
+class _Spread(NamedTuple):
+    """How a tensor differs between the ranks."""
+
+    difference: float
+    norm: float
+    varies: bool
+    """Whether it differs between positions of the sequence: a batch of one token shows nothing."""
+    sizes_agree: bool
+
+    @property
+    def is_equal(self) -> bool:
+        return self.sizes_agree and self.norm > 0 and self.difference <= _EQUAL * self.norm
+
+
+class PlanWatch:
+    """Compare gradients, inputs, outputs and losses between the tensor-parallel ranks, in the first
+    finite pipeline run.
+
+    Args:
+        module: This rank's part of the LightningModule.
+        part: Its description.
+        plans: Plans by the path of their module.
+        context: Groups of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        part: Part,
+        plans: Mapping[str, ShardingPlan],
+        context: ParallelContext,
+    ) -> None:
+        self._group: AxisGroup = context.tp
+        self._device = context.device
+        self._plans = plans
+        self._kinds = {path: type(child).__name__ for path, child in module.named_modules()}
+        self._sums: dict[_Key, Tensor] = {}  # signed elements, squares, positions that differ [3]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._loss_differs = _DIFFER
+        if self._group.size == 1:
+            return
+        summed = self._watch_gradients(module, part)
+        self._watch_inputs(module, {name.rpartition(".")[0] for name in summed})
+        self._watch_outputs(module, part)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._sums.clear()
+
+    # ---------------------------------------------------------------------------------------- watch
+
+    def _watch_gradients(self, module: nn.Module, part: Part) -> list[str]:
+        """Watch the gradients of parameters that every rank has in full; return those that are
+        summed over the ranks.
+        """
+        axis, summed = self._group.name, []
+        for name, parameter in module.named_parameters():
+            spec = part.specs.get(name)
+            if spec is None or axis not in spec.replica_axes:
+                continue
+            if parameter.requires_grad and parameter.numel():
+                is_summed = axis in spec.partial_over
+                if is_summed:
+                    summed.append(name)
+                key = self._key("partial" if is_summed else "replicated", name)
+                self._hooks.append(parameter.register_hook(partial(self._add, key)))  # type: ignore[no-untyped-call]
+        return summed
+
+    def _watch_inputs(self, module: nn.Module, owners: set[str]) -> None:
+        """Watch what layers gather, and whether those with summed gradients see several tokens."""
+        for path, child in _uncompiled(module):
+            gathered = _gathered(child)
+            if gathered is None and path not in owners:
+                continue
+            argument, dim = gathered or ("", _plan_of(self._plans, path).sequence_dim)
+            key = self._key("input" if gathered else "seen", path)
+            hook = partial(self._add_input, key, argument, dim)
+            self._hooks.append(
+                child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            )
+
+    def _watch_outputs(self, module: nn.Module, part: Part) -> None:
+        """Watch the outputs of the parallel modules, which all of a step reads."""
+        for path, plan in self._plans.items():
+            if not plan.shards_output:
+                root = path or (part.path if part.path is not None else _root_of(module, plan))
+                key = self._key("output", root)
+                hook = partial(self._add_output, key)
+                self._hooks.append(module.get_submodule(root).register_forward_hook(hook))
+        if not any(plan.shards_output for plan in self._plans.values()):
+            self._key("loss", "")
+
+    def _key(self, kind: str, name: str) -> _Key:
+        key = _Key(kind, name)
+        self._sums[key] = torch.zeros(3, dtype=torch.float64, device=self._device)
+        return key
+
+    # ------------------------------------------------------------------------------------------ add
+
+    def loss(self, loss: object) -> None:
+        """Add a loss of the step."""
+        key = _Key("loss", "")
+        if key in self._sums and isinstance(loss, Tensor):
+            self._loss_differs = _LOSS_DIFFERS.get(loss.dtype, 2e-2)
+            self._add(key, loss)
+
+    def _add(self, key: _Key, tensor: Tensor, dim: int | None = None) -> None:
+        if key not in self._sums:
+            return
+        tensor = tensor.detach()
+        tensor = tensor.to_dense() if tensor.is_sparse else tensor
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+        flat = flat[:: 1 + len(flat) // _MOST_ELEMENTS].float()
+        position = torch.arange(len(flat), device=flat.device)
+        signs = 1 - 2 * ((position * 2654435761 >> 16) & 1)  # Knuth's multiplicative hash
+        varies = torch.zeros((), dtype=torch.float64, device=flat.device)
+        if dim is not None and dim < tensor.dim() - 1:
+            varies = (tensor != tensor.narrow(dim, 0, 1)).any().double()
+        self._sums[key] += torch.stack(
+            [
+                (flat * signs).sum(dtype=torch.float64),
+                flat.square().sum(dtype=torch.float64),
+                varies,
+            ]
+        ).to(self._device)
+
+    def _add_input(  # noqa: PLR0917 (a hook)
+        self,
+        key: _Key,
+        argument: str,
+        dim: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        value = args[0] if args else kwargs.get(argument, next(iter(kwargs.values()), None))
+        if torch.is_grad_enabled() and isinstance(value, Tensor) and value.is_floating_point():
+            self._add(key, value, dim)
+
+    def _add_output(self, key: _Key, module: nn.Module, args: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        values = list(output.values()) if isinstance(output, Mapping) else output
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self._add(key, value)
+
+    # -------------------------------------------------------------------------------------- compare
+
+    def compare(self) -> None:
+        """Compare a pipeline run after its backward passes; a collective of the tensor-parallel
+        ranks.
+
+        Raises:
+            ShardingError: On all of them, naming what differs, or is equal, and should not be.
+        """
+        spreads = self._spreads()
+        if spreads is None:
+            return
+        self.detach()
+        seen = {
+            key.name: spread.varies
+            for key, spread in spreads.items()
+            if key.kind in ("seen", "input")
+        }
+
+        def names(kind: str, is_wrong: Callable[[_Key, _Spread], bool]) -> list[str]:
+            return [
+                k.name for k, spread in spreads.items() if k.kind == kind and is_wrong(k, spread)
+            ]
+
+        def is_summed(key: _Key, spread: _Spread) -> bool:
+            return spread.is_equal and seen.get(key.name.rpartition(".")[0], False)
+
+        def differs(key: _Key, spread: _Spread) -> bool:
+            tolerance = self._loss_differs if key.kind == "loss" else _DIFFER
+            return spread.difference > tolerance * spread.norm
+
+        ranks = f"the tensor-parallel ranks {list(self._group.ranks)}"
+        for found, describe in (
+            (names("input", lambda _, spread: spread.is_equal and spread.varies), _copied),
+            (names("partial", is_summed), _summed),
+            (names("replicated", differs), _replicated),
+            (names("output", differs), _sharded),
+            (names("loss", differs), _losses),
+        ):
+            if found:
+                listed = ", ".join(self._described(name) for name in found[:5])
+                raise ShardingError(describe(ranks, self._group.size, len(found), listed))
+
+    def _described(self, name: str) -> str:
+        return f"{name} ({self._kinds[name]})" if self._kinds.get(name) and name else name
+
+    def _spreads(self) -> dict[_Key, _Spread] | None:
+        """Return how the ranks differ; None: nothing is watched, or not all is finite yet."""
+        if not self._sums:
+            return None
+        signed, squares, varies = torch.stack(list(self._sums.values())).unbind(1)
+        signed, squares = signed.nan_to_num(), squares.nan_to_num(nan=torch.inf)
+        extremes = torch.cat([signed, -signed, squares, -squares, varies])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.process_group)
+        high, low, large, small, varies = extremes.chunk(5)
+        if not large.isfinite().all():  # e.g. a loss scale that is still too high
+            for total in self._sums.values():
+                total.zero_()
+            return None
+        agree = large + small <= _EQUAL * large
+        columns = [(high + low).tolist(), large.sqrt().tolist(), (varies > 0).tolist()]
+        rows = zip(*columns, agree.tolist(), strict=True)
+        return {key: _Spread(*row) for key, row in zip(self._sums, rows, strict=True)}
+
+
+def _uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules outside of compiled ones, which a new hook would compile again."""
+    compiled: list[str] = []
+    for path, child in module.named_modules():
+        if child._compiled_call_impl is not None or hasattr(child, "_orig_mod"):
+            compiled.append(f"{path}." if path else "")
+        elif not any(f"{path}.".startswith(outer) for outer in compiled):
+            yield path, child
+
+
+def _gathered(module: nn.Module) -> tuple[str, int] | None:
+    """Return (argument, dim) of the input whose sequence shards ``module`` gathers; None: it does
+    not.
+    """
+    if isinstance(module, ColumnParallelLinear):
+        return ("", module.sequence_dim) if module.sequence_parallel else None
+    return gathered_input(module)
+
+
+def _plan_of(plans: Mapping[str, ShardingPlan], path: str) -> ShardingPlan:
+    """Return the plan that the module at ``path`` belongs to: the one of the nearest parent."""
+    owners = [owner for owner in plans if not owner or f"{path}.".startswith(f"{owner}.")]
+    return plans[max(owners, key=len)] if owners else ShardingPlan(modules={})
+
+
+def _root_of(module: nn.Module, plan: ShardingPlan) -> str:
+    """Return the path of the smallest module that is called and contains all that ``plan`` matches;
+    "" if that is ``module`` itself.
+    """
+    matched = [path.split(".") for path, _ in module.named_modules() if plan.style_of(path)]
+    if not matched:
+        return ""
+    shared = 0
+    shortest = min(map(len, matched)) - 1  # a matched module itself may return shards
+    while shared < shortest and len({tuple(path[: shared + 1]) for path in matched}) == 1:
+        shared += 1
+    root = matched[0][:shared]
+    while isinstance(module.get_submodule(".".join(root)), nn.ModuleList | nn.ModuleDict):
+        root = root[:-1]
+    return ".".join(root)
+
+
+def _copied(ranks: str, size: int, count: int, listed: str) -> str:
+    return (
+        f"with sequence parallel on, {count} module(s) gather shards of the sequence, and {ranks} "
+        f"all give the same tensor: {listed}. The input is the full sequence, which would be used "
+        f"{size} times, with gradients {size} times too large. Add a row that shards the sequence "
+        "before it: ShardSequence() for the first module that sees shards, or VocabParallel() for "
+        "the embedding, or set sequence_parallel=False."
+    )
+
+
+def _summed(ranks: str, size: int, count: int, listed: str) -> str:
+    return (
+        f"the gradients of {count} parameter(s) are equal on {ranks}, and the sharding plan has "
+        f"them summed over these ranks, which makes them {size} times too large: {listed}. Their "
+        "modules see the full activations. Remove their rows (SequenceParallel() is for modules "
+        "whose input is a shard of the sequence, HeadParallel() of the heads), or add the rows "
+        "that shard these activations, ShardSequence() for the sequence, or set "
+        "sequence_parallel=False."
+    )
+
+
+def _replicated(ranks: str, size: int, count: int, listed: str) -> str:
+    return (
+        f"the gradients of {count} parameter(s) differ between {ranks}, and the sharding plan "
+        f"replicates these parameters, which would diverge: {listed}. Their modules see a part of "
+        "the activations. Give each a style: SequenceParallel() where the input is a shard of the "
+        "sequence or of the heads, else how the module is split."
+    )
+
+
+def _sharded(ranks: str, size: int, count: int, listed: str) -> str:
+    return (
+        f"the output of {listed} differs between {ranks}: each returns a shard of it (of the "
+        "sequence, with sequence parallel on, or of the features), and the step takes it for the "
+        "full output. Let the last row return all of it, such as VocabParallel(gather_output=True) "
+        "or ColumnParallel(gather_output=True), or set sequence_parallel=False. If the step "
+        "expects shards, set ShardingPlan(shards_output=True)."
+    )
+
+
+def _losses(ranks: str, size: int, count: int, listed: str) -> str:
+    return (
+        f"the loss of the step differs between {ranks}, which compute the same samples: it is "
+        "computed from a shard of the activations (of the sequence, with sequence parallel on, or "
+        "of the features). Let the last row of the sharding plan return the full output, such as "
+        "ColumnParallel(gather_output=True), or set sequence_parallel=False. If each rank's loss "
+        "is a part on purpose, set ShardingPlan(shards_output=True)."
+    )

@@ -1,0 +1,183 @@
+"""Explain shape errors of a step that a missing row of a sharding plan causes.
+
+A layer without a row expects full activations. Where one meets a rank's shard of the sequence or of
+the features, torch reports two numbers, one of which is the other times the tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import NamedTuple
+
+from torch import nn
+
+from megatron_lightning.errors import MegatronLightningError, ShardingError
+from megatron_lightning.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+_MOST_ROWS = 3  # suggested in a message
+_MEETING = re.compile(
+    r"size of (?:the )?tensor(?: a)? \((\d+)\) must match the (?:size of tensor b|existing size) "
+    r"\((\d+)\) at non-singleton dimension (\d+)"
+)
+_CONCATENATED = re.compile(
+    r"Sizes of tensors must match except in dimension \d+\. Expected size (\d+) but got size (\d+)"
+)
+_PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+_NORMALIZED = re.compile(r"normalized_shape=\[(\d+)\].* got input of size\s?\[(?:.*, ?)?(\d+)\]")
+_TARGETS = re.compile(r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)")
+_VIEW = re.compile(r"shape '\[(.*)\]' is invalid for input of size (\d+)")
+
+
+class _Mismatch(NamedTuple):
+    sizes: tuple[int, int]
+    dim: int | None
+    """At which two tensors meet; None: not known."""
+    is_feature: bool
+    """Whether the sizes are those of features in any case."""
+
+
+class _Place(NamedTuple):
+    """The innermost module that was running."""
+
+    path: str
+    module: nn.Module
+    owner: str
+    """Path of the module with the plan."""
+    plan: ShardingPlan
+
+
+@contextmanager
+def explained_shapes(
+    module: nn.Module, plans: Mapping[str, ShardingPlan], context: ParallelContext
+) -> Iterator[None]:
+    """Turn shape errors inside the block, if a missing row explains them, into errors that name it.
+
+    Raises:
+        ShardingError: With the module and the rows to add, from torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if context.tp.size == 1 or not plans or isinstance(error, MegatronLightningError):
+            raise
+        explanation = explain(error, module, plans, context)
+        if explanation is None:
+            raise
+        raise ShardingError(explanation) from error
+
+
+def explain(
+    error: Exception,
+    module: nn.Module,
+    plans: Mapping[str, ShardingPlan],
+    context: ParallelContext,
+) -> str | None:
+    """Return which rows are missing; None: the error's numbers are no shard and its full tensor."""
+    mismatch, ranks = _mismatch(str(error)), context.tp.size
+    if mismatch is None or max(mismatch.sizes) != ranks * min(mismatch.sizes):
+        return None
+    place = _place(error, module, plans)
+    if place is None:
+        return None
+    path = place.path or type(module).__name__
+    where = f"{path} ({type(place.module).__name__})" if place.path else path
+    told = str(error).splitlines()[0]
+    if context.sp and not mismatch.is_feature and _is_sequence(mismatch, place, module):
+        return (
+            f"{where} got a shard of the sequence where the full one was expected, or the other "
+            f"way round ({told}). With sequence parallel on, activations are this rank's shard, 1 "
+            f"of {ranks}, from the first row that shards them on, and only modules with a row "
+            f"expect that. {_missing_rows(place, sequence=True)}, or set sequence_parallel=False."
+        )
+    return (
+        f"{where} got a shard of the features where all were expected, or the other way round "
+        f"({told}). The {max(mismatch.sizes)} features are split over the {ranks} tensor-parallel "
+        "ranks between a ColumnParallel row and its RowParallel partner. "
+        f"{_missing_rows(place, sequence=False)}, or gather them with "
+        "ColumnParallel(gather_output=True)."
+    )
+
+
+def _mismatch(text: str) -> _Mismatch | None:
+    if found := _MEETING.search(text):
+        return _Mismatch((int(found[1]), int(found[2])), int(found[3]), is_feature=False)
+    if found := _PRODUCT.search(text) or _NORMALIZED.search(text):
+        return _Mismatch((int(found[1]), int(found[2])), None, is_feature=True)
+    if found := _TARGETS.search(text) or _CONCATENATED.search(text):
+        return _Mismatch((int(found[1]), int(found[2])), None, is_feature=False)
+    if found := _VIEW.search(text):
+        sizes = [int(size) for size in found[1].split(",") if size.strip().lstrip("-").isdigit()]
+        return _Mismatch((prod(sizes), int(found[2])), None, is_feature=False)
+    return None
+
+
+def _is_sequence(mismatch: _Mismatch, place: _Place, module: nn.Module) -> bool:
+    """Return whether the sizes are of the sequence, not of the features that parallel layers
+    split.
+    """
+    if mismatch.dim == place.plan.sequence_dim:
+        return True
+    layers = [
+        child
+        for child in module.modules()
+        if isinstance(child, ColumnParallelLinear | RowParallelLinear)
+    ]
+    features = {size for layer in layers for size in (layer.in_features, layer.out_features)}
+    return max(mismatch.sizes) not in features
+
+
+def _place(
+    error: BaseException, module: nn.Module, plans: Mapping[str, ShardingPlan]
+) -> _Place | None:
+    """Return the innermost module of ``module`` that was running when ``error`` was raised."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    found, step = None, error.__traceback__
+    while step is not None:
+        candidate = step.tb_frame.f_locals.get("self")
+        if isinstance(candidate, nn.Module) and id(candidate) in paths:
+            found = candidate
+        step = step.tb_next
+    if found is None:
+        return None
+    path = paths[id(found)]
+    owners = [owner for owner in plans if not owner or f"{path}.".startswith(f"{owner}.")]
+    owner = max(owners, key=len) if owners else min(plans, key=len)
+    return _Place(path, found, owner, plans[owner])
+
+
+def _missing_rows(place: _Place, *, sequence: bool) -> str:
+    """Return a sentence that names modules without a row, those inside of the place first."""
+    prefix = f"{place.owner}." if place.owner else ""
+    inside = f"{place.path}." if place.path else ""
+    bare = {
+        (inside + path if path else place.path).removeprefix(prefix): child
+        for path, child in place.module.named_modules()
+        if next(child.parameters(recurse=False), None) is not None
+    }
+    bare = {path: child for path, child in bare.items() if not place.plan.style_of(path)}
+    rows = [f"{path!r}: {_style(child, place, sequence)}" for path, child in bare.items()]
+    if rows:
+        return f"Add a row: {', '.join(rows[:_MOST_ROWS])}{', …' if rows[_MOST_ROWS:] else ''}"
+    own = place.path.removeprefix(prefix)
+    if sequence and place.path and place.path != place.owner and not place.plan.style_of(own):
+        return f"Add a row: {own!r}: ParallelInput()"
+    if sequence:
+        return (
+            "Add a row that shards or gathers the sequence before it, such as ShardSequence(), "
+            "ParallelInput() or VocabParallel(gather_output=True)"
+        )
+    return "Add the row that is missing for the layer before or behind it"
+
+
+def _style(module: nn.Module, place: _Place, sequence: bool) -> str:
+    if not isinstance(module, nn.Linear):
+        return "SequenceParallel()" if sequence else "HeadParallel()"
+    if not sequence:
+        return "RowParallel()"
+    # In the step itself, outside of the model, the full output is needed.
+    return "SequenceParallel()" if place.path else "ColumnParallel(gather_output=True)"

@@ -1,0 +1,122 @@
+"""The command line's parser: errors are one line, and say what is nearest or what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+_TYPES = ("<class '", "typing.")
+COMMANDS = (*TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule")
+_OPTIONS_OF_A_CLASS = (
+    ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "
+    "strategy: {class_path: MegatronStrategy, init_args: {...}}."
+)
+_NO_FP8 = ". FP8 layers are not available; set --trainer.precision=bf16-mixed or bf16-true."
+
+
+class OneLineParser(ArgumentParser):
+    """Parser whose errors are one line and name the nearest valid option.
+
+    The parsers that jsonargparse makes for the options of a class are of the same type as the
+    parser that needs them.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.parsers: list[ArgumentParser] = [self]
+        """This parser and those of its subcommands, among whose options a wrong one has its
+        nearest."""
+        self.strategy_options: Collection[str] = ()
+        """Options of the strategy, which users give to the Trainer."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the error."""
+        name = hint = ""
+        # A key of a file or of a class: "Group 'model' does not accept option 'layers'".
+        if isinstance(ex, KeyError):
+            *group, name = message.split("'")[1::2]
+            name = ".".join([*(part for part in group if part not in COMMANDS), name])
+        elif ex is None:  # "unrecognized arguments: --trainr.max_steps=3 --fast"
+            name = next(
+                (word[2:].partition("=")[0] for word in message.split() if word.startswith("--")),
+                "",
+            )
+        if name:
+            hint = self._hint_of_strategy(name) or suggestion(
+                name, set().union(*(parser.get_defaults().keys() for parser in self.parsers))
+            )
+        super().error(in_one_line(message) + hint, ex)
+
+    def _hint_of_strategy(self, name: str) -> str:
+        """Return how to set an option of the strategy that was given to the Trainer; "": it is
+        none.
+        """
+        group, _, option = name.rpartition(".")
+        near = get_close_matches(option, self.strategy_options, n=1, cutoff=0.8)
+        if group not in ("", "trainer") or not near:
+            return ""
+        return (
+            f". {near[0]} is an option of the strategy: set --trainer.strategy=MegatronStrategy "
+            f"--trainer.strategy.{near[0]}=..."
+        )
+
+
+def suggestion(name: str, names: Collection[str]) -> str:
+    """Return a question for the nearest of ``names``, which may be dotted paths; "" if there is
+    none.
+    """
+    nearest: list[str] = []
+    for part in name.split("."):
+        prefix = "".join(f"{group}." for group in nearest)
+        valid = {
+            key.removeprefix(prefix).partition(".")[0] for key in names if key.startswith(prefix)
+        }
+        nearest.append(
+            part if part in valid else next(iter(get_close_matches(part, valid, n=1)), part)
+        )
+    found = ".".join(nearest)
+    return f". Did you mean {found!r}?" if found != name else ""
+
+
+def in_one_line(message: str) -> str:
+    """Return the key and the most specific words of a message of jsonargparse.
+
+    For a Union the message is an indented tree with a branch for each type, of which the deepest
+    lines are the most specific.
+    """
+    lines = message.splitlines()
+    if "Errors:" not in map(str.strip, lines):
+        return " ".join(message.split())
+    depths = [len(line) - len(line.lstrip(" ")) for line in lines]
+    deepest = [index for index, depth in enumerate(depths) if depth == max(depths)]
+    words = [line.strip(" -") for line in lines]
+    key = f"{lines[0]} " if lines[0].endswith(":") else ""
+    first = next(
+        (index for index in deepest if not any(kind in words[index] for kind in _TYPES)), None
+    )
+    if first is None:
+        expected = " or ".join(
+            words[index].removeprefix("Expected").removeprefix(" a ").strip() for index in deepest
+        )
+        plain = (
+            expected.replace("<class 'NoneType'>", "null").replace("<class '", "").replace("'>", "")
+        )
+        found = words[-1].rpartition(": ")[2]
+        no_fp8 = _NO_FP8 if '"trainer.precision"' in key and "fp8" in found.lower() else ""
+        return f"{key}expected {plain}; got {found}{no_fp8}"
+    of_class = (
+        f"{words[first - 1]} "
+        if words[first - 1].startswith("Problem with given class_path")
+        else ""
+    )
+    return f"{key}{of_class}{words[first]}{_hint(key, words[first])}"
+
+
+def _hint(key: str, problem: str) -> str:
+    """Return what to set for a problem whose words do not say it."""
+    needs_class = "dot import path" in problem or "Strategy is abstract" in problem
+    return _OPTIONS_OF_A_CLASS if '"trainer.strategy"' in key and needs_class else ""

@@ -1,0 +1,75 @@
+"""Patterns of dotted paths: what they match, and the path that one which matches nothing may mean.
+
+``*`` matches one path segment and ``**`` any number of them. A part of a segment may be written
+out: ``**norm`` matches ``norm`` and ``layers.0.input_norm``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_CUTOFF = 0.75  # of difflib: a wrong letter or a missing segment, not another module
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` match a top-level
+    ``norm`` too.
+    """
+    escaped = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?")
+    return re.compile(
+        re.sub(r"\\\*\\\*(?=.)", ".*", escaped).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+    )
+
+
+def describe_unused(patterns: Sequence[str], paths: Collection[str]) -> list[str]:
+    """Describe the patterns, of which the first match wins, that are not used for any of ``paths``.
+
+    Returns:
+        A text for each: the pattern with the nearest path, or with the pattern that comes before
+        it.
+    """
+    compiled = {pattern: compile_pattern(pattern) for pattern in patterns}
+    used: dict[str, str] = {}
+    for path in paths:
+        matching = [pattern for pattern, regex in compiled.items() if regex.fullmatch(path)]
+        for pattern in matching:
+            # A pattern that is first for one path is used, whatever precedes it for another.
+            used[pattern] = pattern if matching[0] == pattern else used.get(pattern, matching[0])
+    texts = []
+    for pattern in patterns:
+        first = used.get(pattern)
+        if first is None:
+            nearest = nearest_pattern(pattern, paths)
+            texts.append(repr(pattern) + (f" (did you mean {nearest!r}?)" if nearest else ""))
+        elif first != pattern:
+            texts.append(f"{pattern!r} ({first!r} precedes it and takes all that it matches)")
+    return texts
+
+
+def nearest_pattern(pattern: str, paths: Collection[str]) -> str | None:
+    """Return the pattern that ``pattern``, which matches none of ``paths``, is most likely to mean.
+
+    It lacks a prefix, or has one too many, or a segment is misspelled; None: nothing is near.
+    """
+    segments = pattern.split(".")
+    suffix = re.compile(rf"(?:(.+)\.)?{compile_pattern(pattern).pattern}")
+    prefixes = [found[1] for path in paths if (found := suffix.fullmatch(path)) and found[1]]
+    if prefixes:
+        return f"{_generalized(min(prefixes, key=len))}.{pattern}"
+    for start in range(1, len(segments)):
+        shorter = ".".join(segments[start:])
+        if any(compile_pattern(shorter).fullmatch(path) for path in paths):
+            return shorter
+    candidates = {_generalized(path): path for path in sorted(paths, reverse=True)}
+    close = get_close_matches(_generalized(pattern), candidates, n=1, cutoff=_CUTOFF)
+    if not close:
+        return None
+    return candidates[close[0]] if _NUMBER.search(pattern) else close[0]
+
+
+def _generalized(path: str) -> str:
+    """Replace the numbers of layers by ``*``."""
+    return _NUMBER.sub("*", path)

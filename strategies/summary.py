@@ -1,0 +1,66 @@
+"""Lightning's model summary of the full module: at its hook, this rank holds a part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+
+from megatron_lightning.strategies.lightning_internals import FullSummary, replace_summary
+
+_FLOPS = "total flops"  # 0, since no example input is run
+
+
+def summarize_full(module: pl.LightningModule, undo: ExitStack) -> None:
+    """Let the summary callbacks show ``module`` as it is now, until ``undo`` is closed.
+
+    Only rank 0 prints it. An example input is not run: the module may be on ``meta``.
+    """
+    trainer = module.trainer
+    if not trainer.is_global_zero:
+        return
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        if isinstance(callback, ModelSummary):
+            example, module.example_input_array = module.example_input_array, None
+            try:
+                full = FullSummary(callback, trainer, module)
+            finally:
+                module.example_input_array = example
+            undo.callback(replace_summary(callback, full, _without_flops(callback)))
+
+
+def _without_flops(callback: ModelSummary) -> Callable[..., None]:
+    """Return the callback's ``summarize`` without the line that says nothing."""
+    original: Callable[..., None] = type(callback).summarize
+
+    def summarize(*columns: Any, **options: Any) -> None:
+        if isinstance(callback, RichModelSummary):
+            from rich import get_console
+
+            console = get_console()
+            with console.capture() as captured:
+                original(*columns, **options)
+            console.file.write(_without_line(captured.get()))
+            return
+        log = logging.getLogger(original.__module__)
+        log.addFilter(_drop_line)
+        try:
+            original(*columns, **options)
+        finally:
+            log.removeFilter(_drop_line)
+
+    return summarize
+
+
+def _drop_line(record: logging.LogRecord) -> bool:
+    record.msg = _without_line(str(record.msg))
+    return True
+
+
+def _without_line(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if _FLOPS not in line.lower())
