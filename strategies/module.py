@@ -31,6 +31,7 @@ from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.checks.preflight import check_layers
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.step.overrides import override
@@ -136,11 +137,22 @@ def print_layout(
         shards = "" if part.units is None else f" {part.units.describe()}"
         rank_zero_info(
             f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data "
-            f"{context.dp.size}, sequence parallel {'on' if layout.sp else 'off'}, "
+            f"{context.dp.size}, sequence parallel {_sequence_parallel(part, layout)}, "
             f"{options.data_parallel}, schedule {options.schedule}. The model has "
             f"{part.num_parameters:,} parameters; this rank holds {local_size(module):,} of them, "
             f"which is what summaries show.{shards}"
         )
+
+
+def _sequence_parallel(part: Part, layout: ParallelLayout) -> str:
+    """Return whether sequence parallelism is on, and why it is not where the user leaves it to the
+    plan.
+    """
+    if part.shards_sequence:
+        return "on"
+    if layout.sp:
+        return "off (the sharding plan does not say where the sequence is sharded)"
+    return "off"
 
 
 def _synchronize_batch_norm(

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from megatron_lightning.assembly.plans import check_plans
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.sharding import sharding_plans, shared_names
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan, shared_names
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.layouts import split_units
 from megatron_lightning.pipeline.partition import unit_names
@@ -103,15 +105,20 @@ def check_sharded_units(module: nn.Module) -> None:
         ) from error
 
 
-def check_layers(module: nn.Module, recompute: RecomputeOptions, *, tensor_size: int) -> None:
+def check_layers(
+    module: nn.Module,
+    recompute: RecomputeOptions,
+    layout: ParallelLayout,
+    plan: ShardingPlan | None,
+) -> None:
     """Check the recomputed layers and the sharding plan of a full module.
 
     Raises:
         ConfigError: For names that match nothing, layers that cannot be recomputed together, and a
-            module without a plan.
+            module without a plan, or with one that the layout contradicts.
     """
     check_patterns(module, recompute)
-    check_plan_exists(module, tensor_size)
+    check_plans(module, layout, plan)
 
 
 def check_trained_layers(
@@ -144,18 +151,3 @@ def check_trained_layers(
                 'Set data_parallel to "zero1", or pipeline_schedule to "1f1b" or "interleaved", or '
                 "do not compile."
             )
-
-
-def check_plan_exists(module: nn.Module, tensor_size: int) -> None:
-    """Check that a module declares how it is sharded over several tensor-parallel ranks.
-
-    Raises:
-        ConfigError: If none of its modules has a plan.
-    """
-    if tensor_size > 1 and not sharding_plans(module):
-        raise ConfigError(
-            f"tensor_model_parallel_size is {tensor_size}, and no module of "
-            f"{type(module).__name__} declares how it is split over ranks. Give the model a method "
-            "sharding_plan() that returns a ShardingPlan, pass "
-            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
-        )

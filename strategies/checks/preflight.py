@@ -103,8 +103,7 @@ def check_layers(
     Raises:
         ConfigError: If they cannot run under the layout.
     """
-    tensor_size = options.layout.tp if options.sharding_plan is None else 1
-    checks.check_layers(module, options.recompute, tensor_size=tensor_size)
+    checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
         replicas, sharded = (
