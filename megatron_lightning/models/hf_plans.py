@@ -1,4 +1,5 @@
-"""Sharding plans of ``transformers`` models, from their own ``_tp_plan`` or from a table of ours.
+"""Sharding plans of ``transformers`` models: a table of ours, their own ``_tp_plan`` translated, or
+linear layers that gather their outputs.
 
 A plan of ``transformers`` maps patterns of modules and parameters to names of styles; base model
 and head are merged on the instance. Each entry becomes one of our styles, entries of an experts
@@ -30,6 +31,7 @@ from megatron_lightning.layers.styles import (
     TensorParallelExperts,
     VocabParallel,
 )
+from megatron_lightning.models.gathered import gathered_plan
 from megatron_lightning.models.hf_heads import Attention, count_rewrites, projection
 from megatron_lightning.models.hf_rows import as_patterns, split_both_ends
 from megatron_lightning.models.hf_tables import table_of
@@ -85,20 +87,14 @@ def transformers_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
         tensor_size: Tensor-parallel ranks.
 
     Raises:
-        ConfigError: If it has no plan, an entry cannot be translated, or heads cannot be shared by
-            the ranks.
+        ConfigError: If an entry cannot be translated, or heads cannot be shared by the ranks.
     """
     table = table_of(model, tensor_size)
     if table is not None:
         return table
     entries: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-    if not entries:
-        raise ConfigError(
-            f"tensor_model_parallel_size is {tensor_size}, and {type(model).__name__} has no "
-            "tensor-parallel plan (its configuration names none). Pass "
-            "MegatronStrategy(sharding_plan=...) with a table of your own, or set "
-            "tensor_model_parallel_size to 1."
-        )
+    if all(pattern.startswith("lm_head") for pattern in entries):
+        return gathered_plan(model, tensor_size)
     translation = _Translation(model, tensor_size)
     for pattern, name in entries.items():
         translation.add(pattern, name)

@@ -40,6 +40,10 @@ def _decoder(family: str, **options: Any) -> nn.Module:
     return model
 
 
+def _gemma3(**options: Any) -> nn.Module:
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**(_DECODER | options)))
+
+
 def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -89,7 +93,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-one-key": lambda: _decoder("Llama", num_key_value_heads=1, attention_bias=True),
     "mistral": lambda: _decoder("Mistral", sliding_window=4),
     "qwen3": lambda: _decoder("Qwen3", num_key_value_heads=1, tie_word_embeddings=True),
-    "gemma3": lambda: _decoder("Gemma3", sliding_window=4),
+    "gemma3": lambda: _gemma3(sliding_window=4),
     "phi3": lambda: _decoder("Phi3", resid_pdrop=0.0, embd_pdrop=0.0),
     "gpt-neox": lambda: _decoder("GPTNeoX"),
     "mixtral": lambda: _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
