@@ -131,19 +131,19 @@ def compare(losses: Sequence[Sequence[float]], expected: Sequence[float], folder
     worst = max(abs(a - b) / abs(b) for a, b in zip(means, expected, strict=True))
     if len(means) != len(expected) or not worst <= LOSS_TOLERANCE:
         return f"wrong: losses differ by {worst:.1e}"
-    consolidate(Path(folder, "parts.ckpt"), Path(folder, "whole.ckpt"))
+    consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
     initial = torch.load(f"{folder}/initial.pt", weights_only=True)
-    one, whole = (
+    one, full = (
         torch.load(f"{folder}/{name}.ckpt", weights_only=True)["state_dict"]
-        for name in ("one", "whole")
+        for name in ("one", "full")
     )
-    if one.keys() != whole.keys():
-        return f"wrong: {len(one.keys() ^ whole.keys())} names differ"
+    if one.keys() != full.keys():
+        return f"wrong: {len(one.keys() ^ full.keys())} names differ"
     for name, weight in one.items():
         if not weight.is_floating_point():
             continue
         moved = (weight - initial[name.removeprefix("model.")]).norm()
-        error = (whole[name] - weight).norm()
+        error = (full[name] - weight).norm()
         if not error <= WEIGHT_TOLERANCE * moved + 1e-6 * weight.norm():
             return f"wrong: {name} is off by {float(error / (moved + 1e-12)):.1e} of its update"
     return "equal"

@@ -22,7 +22,7 @@ _SMALL: dict[str, Any] = {
         ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32
     ),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "d_ff", "d_inner", "ffn_hidden_size", "n_inner"), 64
+        ("intermediate_size", "ffn_dim", "d_ff", "d_inner", "ffn_hidden_size", "n_inner", "dff"), 64
     ),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "mlp_hidden_size"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -30,6 +30,8 @@ _SMALL: dict[str, Any] = {
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), _NUM_LAYERS
     ),
     "encoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": _NUM_LAYERS,
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4
     ),
@@ -93,6 +95,37 @@ _ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"head_dim": None, "first_k_dense_replace": None},
 )
 """Changes to the generic values; None: the family's own value."""
+
+
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
+    },
+    "cpmant": {"dim_ff": 64, "dim_head": 8, "prompt_length": 4},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * _NUM_LAYERS,
+    },
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    "gptj": {"rotary_dim": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"head_dim": 16, "n_groups": 2},
+    "nemotron_h": {"n_groups": 2, "moe_shared_expert_intermediate_size": 32},
+    "qwen4_exp_text": {
+        "hc_lowrank": 16,
+        "ngram_vocab_size_base": 64,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Values of single families."""
 
 
 class Family(NamedTuple):
@@ -178,7 +211,8 @@ def _candidates(family: Family) -> Iterator[Mapping[str, Any]]:
     """Yield the keywords of configurations, the likeliest first."""
     default = _config_class(family)()
     known = {name: value for name, value in _SMALL.items() if _has(default, name)}
-    lists = _cut_lists(default)
+    known |= _OWN.get(family.name, {})
+    lists = {n: value for n, value in _short_lists(default).items() if n not in known}
     for change in _ATTEMPTS:
         options = {**known, **{name: v for name, v in change.items() if name in known}}
         options = {name: v for name, v in options.items() if v is not None}
@@ -188,11 +222,14 @@ def _candidates(family: Family) -> Iterator[Mapping[str, Any]]:
 
 
 def _has(config: Any, name: str) -> bool:
-    return hasattr(config, name)
+    try:
+        return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+    except Exception:  # a configuration whose layers differ refuses to name one value
+        return False
 
 
-def _cut_lists(config: Any) -> dict[str, Any]:
-    """Return the values per layer, cut to the shrunk model's layers."""
+def _short_lists(config: Any) -> dict[str, Any]:
+    """Return the values per layer, as many as the shrunk model has."""
     count = getattr(config, "num_hidden_layers", None)
     return {
         name: value[:_NUM_LAYERS]

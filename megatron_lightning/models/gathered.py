@@ -5,7 +5,7 @@ sees what it always saw: the plan is right for any model. It saves memory as a t
 gradients and optimizer state are split) and its matrix products are shared; it gathers once a
 layer, where a table communicates once for several layers.
 
-A layer whose weight other code reads, beside its own forward, stays whole.
+A layer whose weight other code reads, beside its own forward, stays full.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Their attention modules mostly take head counts from the projections' outputs (``view(..., -1,
 head_dim)``) and repeat keys and values ``num_key_value_groups`` times; some read counts that they
-keep as attributes. Ranks must get whole heads, and where they outnumber the key and value heads,
+keep as attributes. No head may be split, and where they outnumber the key and value heads,
 several share one.
 """
 
@@ -44,10 +44,10 @@ class Attention:
     """
 
     def __init__(self, path: str, module: nn.Module, model: nn.Module) -> None:
-        whole: Any = model.config
+        full: Any = model.config
         self.path = path
         self.module = module
-        self._configs = (getattr(module, "config", None), whole.get_text_config())
+        self._configs = (getattr(module, "config", None), full.get_text_config())
 
     def value(self, *names: str) -> int | None:
         """Return the first positive number that the module or a configuration has under one of
@@ -55,7 +55,7 @@ class Attention:
         """
         for owner in (self.module, *self._configs):
             for name in names:
-                found = getattr(owner, name, None)
+                found = _read(owner, name)
                 if isinstance(found, int) and found > 0:
                     return found
         return None
@@ -95,11 +95,18 @@ class Attention:
         )
 
 
+def _read(owner: object, name: str) -> object:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a configuration whose layers differ refuses to name one value
+        return None
+
+
 def projection(path: str, linear: nn.Linear, attention: Attention, tensor_size: int) -> Style:
     """Return the style of a column-parallel layer, whose output may be heads.
 
     Raises:
-        ConfigError: If the ranks would cut heads.
+        ConfigError: If heads would be split, or cannot be shared.
     """
     own = path.rpartition(".")[2]
     if own in _QUERIES:

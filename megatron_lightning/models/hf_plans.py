@@ -6,7 +6,7 @@ and head are merged on the instance. Each entry becomes one of our styles, entri
 module and its parameters become one together. Nothing is imported from ``transformers``: models
 are recognized by the attributes that their base class gives them.
 
-What its plans leave open is decided here: heads may not be cut, ranks that outnumber the key and
+What its plans leave open is decided here: no head is split, ranks that outnumber the key and
 value heads share them, both ends of a tied pair are split or neither, and what would be added up
 once too often is refused.
 """
@@ -37,7 +37,7 @@ from megatron_lightning.models.hf_rows import as_patterns, split_both_ends
 from megatron_lightning.models.hf_tables import table_of
 from megatron_lightning.parallel.sharding import ShardingPlan, Style, compile_pattern
 
-_WHOLE = ("replicate", "embedding_colwise", "local_params")
+_KEPT_FULL = ("replicate", "embedding_colwise", "local_params")
 """Entries that split nothing: of an embedding by columns every rank gets the full vectors, and a
 module with local parameters uses them as they are here."""
 
@@ -141,7 +141,7 @@ class _Translation:
 
     def _add_parameter(self, entry: _Entry) -> None:
         owner, _, own = entry.path.rpartition(".")
-        if entry.name in _WHOLE:
+        if entry.name in _KEPT_FULL:
             return
         split = _SPLITS.get(entry.name)
         if split is None:
@@ -165,7 +165,7 @@ class _Translation:
         return replace(split, blocks=2 if concatenated else 1)
 
     def _add_module(self, entry: _Entry) -> None:
-        if entry.name in _WHOLE:
+        if entry.name in _KEPT_FULL:
             return
         if entry.name in ("moe_tp_experts", "all_reduce"):
             self._sums[entry.path] = entry
@@ -247,15 +247,15 @@ class _Translation:
     def _check_per_head(self, attention: Attention) -> None:
         """Check that an attention module whose heads are split has no parameter for all of them."""
         splits = self._splits.get(attention.path, {})
-        whole = [
+        full = [
             name
             for name, parameter in attention.module.named_parameters(recurse=False)
             if name not in splits and parameter.ndim and len(parameter) in attention.counts
         ]
-        if whole:
+        if full:
             raise ConfigError(
                 f"the tensor-parallel plan of {type(self._model).__name__} splits the heads of "
-                f"{attention.path} and not its {', '.join(whole)}, which belongs to all heads. "
+                f"{attention.path} and not its {', '.join(full)}, which belongs to all heads. "
                 "Pass MegatronStrategy(sharding_plan=...) with a table of your own, or set "
                 "tensor_model_parallel_size to 1."
             )
@@ -278,15 +278,15 @@ class _Translation:
 
     def _check_experts(self, entry: _Entry, splits: Mapping[str, Split]) -> None:
         """Check that no parameter of the experts would be added once by every rank."""
-        whole = [
+        full = [
             name
             for name, _ in self._modules[entry.path].named_parameters(recurse=False)
             if name not in splits
         ]
-        if whole:
+        if full:
             raise ConfigError(
                 f"the tensor-parallel plan of {type(self._model).__name__} splits the experts "
-                f"{entry.path} and does not name their {', '.join(whole)}, which each of the "
+                f"{entry.path} and does not name their {', '.join(full)}, which each of the "
                 f"{self._size} ranks would use in full before their outputs are added. Set "
                 "tensor_model_parallel_size to 1."
             )

@@ -23,7 +23,7 @@ def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, St
     """Return ``rows`` (module path -> style) with the modules that share a parameter styled alike.
 
     An embedding and an output layer get the same rows. A parameter beside them that is tied to the
-    output layer's bias is split like it. What has no such form stays whole on every rank.
+    output layer's bias is split like it. What has no such form stays full on every rank.
     """
     styles = dict(rows)
     tied = [[name.rpartition(".")[::2] for name in names] for names in shared_names(model)]

@@ -97,7 +97,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "phi3": lambda: _decoder("Phi3", resid_pdrop=0.0, embd_pdrop=0.0),
     "gpt-neox": lambda: _decoder("GPTNeoX"),
     "mixtral": lambda: _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "apertus": lambda: _decoder("Apertus"),
     "gpt2": _gpt2,
+    "bloom": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=VOCABULARY)
+    ),
     "bert": _bert,
     "vit": _vit,
     "t5": _t5,

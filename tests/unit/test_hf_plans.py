@@ -16,6 +16,7 @@ from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import (
     ColumnParallel,
+    HeadParallel,
     KeyOrValue,
     RowParallel,
     Split,
@@ -77,6 +78,37 @@ def test_experts_and_their_parameters_become_one_row() -> None:
     )
 
 
+def test_experts_with_concatenated_gates_are_split_in_two_blocks() -> None:
+    """Whatever the plan says: that of Inkling has no word for it."""
+    model: Any = hf_models.MODELS["mixtral"]()
+    model._tp_plan["model.layers.*.mlp.experts.gate_up_proj"] = "colwise"
+    [experts] = [
+        row for row in transformers_plan(model, 2).modules.values() if hasattr(row, "splits")
+    ]
+    assert experts.splits["gate_up_proj"] == Split(-2, blocks=2)
+
+
+def test_an_activation_with_parameters_sees_split_features() -> None:
+    rows = transformers_plan(hf_models.MODELS["apertus"](), 2).modules
+    assert rows["model.layers.*.mlp.act_fn"] == HeadParallel()
+
+
+def test_without_a_plan_every_linear_layer_gathers_its_output() -> None:
+    rows = transformers_plan(hf_models.MODELS["bloom"](), 2).modules
+    assert rows["transformer.h.*.mlp.dense_h_to_4h"] == ColumnParallel(gather_output=True)
+    assert rows["lm_head"] == rows["transformer.word_embeddings"]
+
+
+def test_a_layer_whose_weight_other_code_reads_stays_full() -> None:
+    config = transformers.MambaConfig(
+        hidden_size=16, state_size=4, num_hidden_layers=1, vocab_size=8, time_step_rank=2
+    )
+    model = transformers.MambaForCausalLM(config)
+    rows = transformers_plan(model, 2).modules
+    assert not [path for path in rows if path.endswith("dt_proj")]
+    assert [path for path in rows if path.endswith("lm_head")]
+
+
 def test_a_module_inside_a_plan_of_ours_keeps_that() -> None:
     class Ours(nn.Module):
         def __init__(self) -> None:
@@ -107,13 +139,6 @@ def _mixtral_without_down() -> Any:
     ("make", "tensor", "message"),
     [
         (
-            lambda: transformers.BloomForCausalLM(
-                transformers.BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=8)
-            ),
-            2,
-            "BloomForCausalLM has no tensor-parallel plan.*sharding_plan",
-        ),
-        (
             lambda: _llama(num_attention_heads=6, num_key_value_heads=6, hidden_size=48),
             4,
             r"q_proj has 6 query heads, which 4 .* Set tensor_model_parallel_size to a divisor",
@@ -134,6 +159,7 @@ def _mixtral_without_down() -> Any:
             r"no style of that kind for model.layers.0.mlp.act_fn \(a Si",
         ),
         (_mixtral_without_down, 2, "does not name their down_proj"),
+        (lambda: hf_models._decoder("Doge"), 2, "splits the heads of model.layers.0.* not its A,"),
         (
             lambda: transformers.GPT2LMHeadModel(
                 transformers.GPT2Config(n_layer=1, n_embd=24, n_head=3, vocab_size=8)
@@ -142,7 +168,7 @@ def _mixtral_without_down() -> Any:
             "GPT2LMHeadModel has 3 attention heads",
         ),
     ],
-    ids=["no-plan", "heads", "keys", "style", "module", "experts", "table"],
+    ids=["heads", "keys", "style", "module", "experts", "per-head", "table"],
 )
 def test_what_cannot_be_split_is_refused(make: Any, tensor: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -43,7 +43,7 @@ class Split:
 class ParameterShards:
     """A module that uses shards of its parameters (attention sinks, a bias of each head's scores).
 
-    Weights: split as said; the others stay whole. Input and output are left alone, in backward too:
+    Weights: split as said; the others stay full. Input and output are left alone, in backward too:
     what the module makes of a shard belongs to this rank's heads or features.
     """
 
@@ -71,15 +71,15 @@ class TensorParallelExperts:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Shard the parameters, and enter and leave the parallel region around the forward."""
-        whole = [
+        full = [
             name
             for name, parameter in module.named_parameters(recurse=False)
             if name not in self.splits and parameter.requires_grad
         ]
-        if whole and context.tp.size > 1:
+        if full and context.tp.size > 1:
             raise ShardingError(
                 f"the plan splits {', '.join(self.splits)} of a {type(module).__name__} and not "
-                f"{', '.join(whole)}, which each of the {context.tp.size} ranks would use in full "
+                f"{', '.join(full)}, which each of the {context.tp.size} ranks would use in full "
                 "before their outputs are added. Give every parameter of the module a split, or "
                 "set tensor_model_parallel_size to 1."
             )

@@ -1,6 +1,4 @@
-"""Styles that enter or leave the tensor-parallel region at a module, whose parameters stay
-whole.
-"""
+"""Styles that enter or leave the tensor-parallel region at a module, whose parameters stay full."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ T = TypeVar("T")
 class ReduceOutput:
     """A module whose output is a partial sum on each rank.
 
-    Weights: whole, or split by styles of their own. Input: left alone. Output: all-reduced; the
+    Weights: full, or split by styles of their own. Input: left alone. Output: all-reduced; the
     gradient passes unchanged.
     """
 

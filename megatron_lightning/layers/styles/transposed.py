@@ -41,7 +41,7 @@ class TransposedRowParallel:
     """y = x W + b, W [in, out] -> :class:`TransposedRowParallelLinear`.
 
     Weight: rows (dim 0) split. Input: this rank's features. Output: all-reduced; the gradient
-    passes unchanged. Bias: whole, added after the reduction.
+    passes unchanged. Bias: full, added after the reduction.
     """
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
