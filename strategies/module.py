@@ -30,6 +30,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.models.hf_plans import transformers_models
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.checks.preflight import check_layers
@@ -47,7 +48,8 @@ def wrap_configure_model(
     the module must be this rank's part when that call returns.
     """
     if not is_overridden("configure_model", module):
-        if can_be_partitioned(module):  # else it is built in a setup hook
+        is_complete = transformers_models(module) and not is_overridden("setup", module)
+        if is_complete or can_be_partitioned(module):  # else it is built in a setup hook
             assemble_it()
         return
 

@@ -19,7 +19,6 @@ from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.hf_plans import is_transformers_model
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.materialize import materialize
@@ -165,9 +164,7 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
 def can_be_partitioned(module: nn.Module) -> bool:
     """Return whether the model exists and declares how it is partitioned or sharded."""
     return any(
-        hasattr(child, "pipeline_units")
-        or hasattr(child, "sharding_plan")
-        or is_transformers_model(child)
+        hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan")
         for child in module.modules()
     )
 

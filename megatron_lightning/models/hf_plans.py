@@ -41,7 +41,7 @@ _KEPT_FULL = ("replicate", "embedding_colwise", "local_params")
 """Entries that split nothing: of an embedding by columns every rank gets the full vectors, and a
 module with local parameters uses them as they are here."""
 
-_SPLITS = {
+_SPLITS: Mapping[str, Split] = {
     "colwise": Split(-2),
     "rowwise": Split(-1),
     "packed_colwise": Split(-2, blocks=2),
@@ -52,7 +52,7 @@ _SPLITS = {
 
 _ACTIVATIONS = ("act", "act_fn", "activation", "activation_fn")
 
-_LINEAR_STYLES: dict[str, Style] = {
+_LINEAR_STYLES: Mapping[str, Style] = {
     "packed_colwise": ColumnParallel(num_blocks=2),
     "rowwise": RowParallel(),
     "rowwise_split_input": RowParallel(split_input=True),

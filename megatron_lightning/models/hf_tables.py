@@ -106,7 +106,7 @@ _T5 = Table(
     local=("**.SelfAttention.n_heads", "**.EncDecAttention.n_heads"),
 )
 
-_TABLES = {
+_TABLES: Mapping[str, Table] = {
     "GPT2Model": _GPT2,
     "BertModel": _BERT,
     "ViTModel": _VIT,

@@ -3,6 +3,7 @@ their own plan, or by a short table of ours."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,18 @@ def test_four_ranks(name: str, tmp_path: Path) -> None:
     _check_equal(name, "SGD", 4, tmp_path)
 
 
-def _fine_tune(folder: str, tensor: int) -> list[float]:
-    record = Losses()
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _fine_tune(folder: str, tensor: int) -> tuple[list[float], list[str]]:
+    record, messages = Losses(), _Messages()
+    logging.getLogger("lightning_utilities.core.rank_zero").addHandler(messages)
 
     def make() -> Any:
         return transformers.LlamaForCausalLM.from_pretrained(f"{folder}/base")
@@ -96,15 +107,18 @@ def _fine_tune(folder: str, tensor: int) -> list[float]:
     fit.fit(Loaded(make), hf_models.loader("llama"))
     if tensor > 1:
         fit.save_checkpoint(f"{folder}/parts.ckpt")
-    return record.losses
+    return record.losses, messages.lines
 
 
 def test_from_pretrained_and_back(tmp_path: Path) -> None:
     """A rank keeps its part of what ``configure_model`` loads; the result is saved for
     ``transformers``."""
     hf_models.build("llama-tied").save_pretrained(tmp_path / "base")
-    [losses] = run_ranks(1, _fine_tune, str(tmp_path), 1)
-    assert run_ranks(2, _fine_tune, str(tmp_path), 2)[1] == pytest.approx(losses, rel=1e-5)
+    [(losses, _)] = run_ranks(1, _fine_tune, str(tmp_path), 1)
+    parts = run_ranks(2, _fine_tune, str(tmp_path), 2)
+    assert parts[1][0] == pytest.approx(losses, rel=1e-5)
+    [layout] = [line for line in parts[0][1] if line.startswith("MegatronStrategy: tensor")]
+    assert "sequence parallel off (the sharding plan does not say" in layout
 
     consolidate(tmp_path / "parts.ckpt", tmp_path / "full.ckpt")
     module, weights = Untouched("llama-tied"), _weights(tmp_path / "full.ckpt")
