@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", "5")
 
 import transformers
+from lightning_utilities.core import rank_zero
 
 from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.strategies import MegatronStrategy
@@ -22,13 +23,16 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 
-def _train(folder: str, name: str, optimizer: str, options: dict[str, Any] | None) -> Losses:
+def _train(
+    folder: str, name: str, optimizer: str, options: dict[str, Any] | None
+) -> tuple[list[float], list[float]]:
+    """Return the loss and the gradient norm of every step."""
     record = Losses()
     strategy = "auto" if options is None else MegatronStrategy(**options)
     fit = trainer(strategy, max_epochs=1, callbacks=[record])
     fit.fit(Untouched(name, optimizer), hf_models.loader(name))
     fit.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
-    return record
+    return record.losses, record.norms
 
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:
@@ -38,13 +42,13 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 
 def _check_equal(name: str, optimizer: str, ranks: int, folder: Path) -> None:
     """Compare the loss and gradient norm of every step, and the weights at the end."""
-    [one] = run_ranks(1, _train, str(folder), name, optimizer, None)
+    [(losses, norms)] = run_ranks(1, _train, str(folder), name, optimizer, None)
     options = {"tensor_model_parallel_size": ranks}
-    for part in run_ranks(ranks, _train, str(folder), name, optimizer, options):
+    for own_losses, own_norms in run_ranks(ranks, _train, str(folder), name, optimizer, options):
         # fp32, sums in another order.
-        assert part.losses == pytest.approx(one.losses, rel=1e-5)
-        assert part.norms == pytest.approx(one.norms, rel=1e-4)
-    assert len(one.losses) == hf_models.STEPS
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        assert own_norms == pytest.approx(norms, rel=1e-4)
+    assert len(losses) == hf_models.STEPS
     consolidate(folder / "parts.ckpt", folder / "full.ckpt")
     full, expected = _weights(folder / "full.ckpt"), _weights(folder / "one.ckpt")
     assert full.keys() == expected.keys()
@@ -97,7 +101,7 @@ class _Messages(logging.Handler):
 
 def _fine_tune(folder: str, tensor: int) -> tuple[list[float], list[str]]:
     record, messages = Losses(), _Messages()
-    logging.getLogger("lightning_utilities.core.rank_zero").addHandler(messages)
+    rank_zero.log.addHandler(messages)
 
     def make() -> Any:
         return transformers.LlamaForCausalLM.from_pretrained(f"{folder}/base")
