@@ -103,7 +103,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
     },
-    "cpmant": {"dim_ff": 64, "dim_head": 8, "prompt_length": 4},
+    "cpmant": {"dim_ff": 64, "dim_head": 8, "prompt_length": 4, "init_std": 0.02},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
