@@ -90,7 +90,10 @@ def _t5() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: _decoder("Llama"),
     "llama-tied": lambda: _decoder("Llama", tie_word_embeddings=True),
-    "llama-one-key": lambda: _decoder("Llama", num_key_value_heads=1, attention_bias=True),
+    # Only eager attention repeats the key as often as num_key_value_groups says.
+    "llama-one-key": lambda: _decoder(
+        "Llama", num_key_value_heads=1, attention_bias=True, attn_implementation="eager"
+    ),
     "mistral": lambda: _decoder("Mistral", sliding_window=4),
     "qwen3": lambda: _decoder("Qwen3", num_key_value_heads=1, tie_word_embeddings=True),
     "gemma3": lambda: _gemma3(sliding_window=4),
