@@ -85,7 +85,7 @@ class MegatronStrategy(ParallelStrategy):
         expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts layer.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None: same as tensor.
         sequence_parallel: Shard activations along the sequence between tensor-parallel regions;
-            "auto": when tensor > 1.
+            "auto": where the plan shards the sequence.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch
             is one micro-batch.
         pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or

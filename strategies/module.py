@@ -31,7 +31,9 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.models.hf_plans import transformers_models
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
 from megatron_lightning.strategies.options import StrategyOptions
@@ -48,7 +50,8 @@ def wrap_configure_model(
     the module must be this rank's part when that call returns.
     """
     if not is_overridden("configure_model", module):
-        if can_be_partitioned(module):  # else it is built in a setup hook
+        is_complete = transformers_models(module) and not is_overridden("setup", module)
+        if is_complete or can_be_partitioned(module):  # else it is built in a setup hook
             assemble_it()
         return
 
@@ -153,10 +156,21 @@ def print_layout(
         shards = "" if part.units is None else f" {part.units.describe()}"
         rank_zero_info(
             f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data "
-            f"{context.dp.size}, sequence parallel {'on' if layout.sp else 'off'}, "
+            f"{context.dp.size}, sequence parallel {_sequence_parallel(part, layout)}, "
             f"{options.data_parallel}{schedule}. The model has {part.num_parameters:,} parameters; "
             f"this rank holds {local_size(module):,} of them.{shards}"
         )
+
+
+def _sequence_parallel(part: Part, layout: ParallelLayout) -> str:
+    """Return whether sequence parallelism is on, and why it is not where the user leaves it to the
+    plan.
+    """
+    if part.shards_sequence:
+        return "on"
+    if layout.sp:
+        return "off (the sharding plan does not say where the sequence is sharded)"
+    return "off"
 
 
 def _synchronize_batch_norm(

@@ -7,12 +7,15 @@ describes the part for a later run on the same layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.checks import check_plan_exists, check_plans, find_stages
+from megatron_lightning.assembly.checks import check_shared, find_stages
 from megatron_lightning.assembly.part import Part, describe_part
+from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
@@ -23,7 +26,6 @@ from megatron_lightning.parallel.sharding import (
     ShardingPlan,
     parallelize,
     record_ties,
-    sharding_plans,
 )
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.stage import StagePartition, has_unit
@@ -46,6 +48,7 @@ class _Record(NamedTuple):
     everywhere: frozenset[str]
     names: tuple[str, ...]
     num_parameters: int
+    shards_sequence: bool
 
 
 def assemble(
@@ -72,23 +75,37 @@ def assemble(
         ConfigError: If the module has no pipeline units or no plan though the layout needs them, or
             patterns of a plan match nothing.
     """
-    check_plans(module, find_plans(module, plan))  # while the module has the layers of all ranks
     record_ties(module)
     names = tuple(module.state_dict())
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     equalize(module, context.axis("world"))
+    check_plans(module, context.layout, plan)
+    # Before the partition: plans of ``transformers`` are translated from all layers.
+    plans = find_plans(module, plan, context.tp.size)
+    shards_sequence = context.sp and any(own_plan.shards_sequence for own_plan in plans.values())
     path, partition = _partition(module, context, placement, options)
+    if partition is not None:
+        check_shared(partition, path or "", plans, context.tp.size)
     # After the partition: layers of other ranks need no parallel counterparts.
-    _parallelize(module, context, plan)
+    _parallelize(module, context, plans)
     if allocates:
         # Last, so that a rank never holds more than its shards and one full parameter.
         materialize(module, context.device)
     stages = () if partition is None else partition.stages
     everywhere = frozenset[str]() if partition is None else partition.everywhere
     module.__dict__[_RECORD] = _Record(
-        context.layout, placement, options, path, stages, everywhere, names, num_parameters
+        context.layout,
+        placement,
+        options,
+        path,
+        stages,
+        everywhere,
+        names,
+        num_parameters,
+        shards_sequence,
     )
-    return describe_part(module, names, num_parameters, path, partition)
+    part = describe_part(module, names, num_parameters, path, partition)
+    return replace(part, shards_sequence=shards_sequence)
 
 
 def reattach(
@@ -127,7 +144,8 @@ def reattach(
             record.everywhere,
             has_all_units=False,
         )
-    return describe_part(module, record.names, record.num_parameters, record.path, partition)
+    part = describe_part(module, record.names, record.num_parameters, record.path, partition)
+    return replace(part, shards_sequence=record.shards_sequence)
 
 
 def is_assembled(module: nn.Module) -> bool:
@@ -165,13 +183,6 @@ def can_be_partitioned(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def find_plans(module: nn.Module, plan: ShardingPlan | None) -> dict[str, ShardingPlan]:
-    """Return ``plan`` for the module itself, or else those of its modules with a
-    ``sharding_plan()``, by their paths.
-    """
-    return sharding_plans(module) if plan is None else {"": plan}
-
-
 def _partition(
     module: nn.Module, context: ParallelContext, placement: Placement, options: PipelineOptions
 ) -> tuple[str | None, StagePartition | None]:
@@ -185,12 +196,12 @@ def _partition(
     return path, StagePartition(pipelined, stages, own, everywhere)
 
 
-def _parallelize(module: nn.Module, context: ParallelContext, plan: ShardingPlan | None) -> None:
+def _parallelize(
+    module: nn.Module, context: ParallelContext, plans: Mapping[str, ShardingPlan]
+) -> None:
     """Replace the layers that the plans name; over an axis of size 1 a style returns its module."""
-    if plan is None:
-        check_plan_exists(module, context.layout.tp)
-    for path, own_plan in find_plans(module, plan).items():
-        parallelize(module.get_submodule(path), context, own_plan, is_full=False)
+    for path, plan in plans.items():
+        parallelize(module.get_submodule(path), context, plan, is_full=False)
 
 
 def _describe(layout: ParallelLayout, placement: Placement, options: PipelineOptions) -> str:

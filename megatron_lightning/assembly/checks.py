@@ -10,17 +10,19 @@ from typing import NamedTuple
 
 from torch import nn
 
+from megatron_lightning.assembly.plans import check_plans
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, sharding_plans
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.analysis import ExampleRun
 from megatron_lightning.pipeline.call_analysis import check_boundaries
 from megatron_lightning.pipeline.layouts import split_units
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.pipeline.stage import check_units
+from megatron_lightning.pipeline.stage import StagePartition, check_units
 from megatron_lightning.pipeline.taint import Uses
 from megatron_lightning.pipeline.units import find_pipelined
 
@@ -113,6 +115,32 @@ def _everywhere(
     return frozenset(found) if placement.num_ranks > 1 else frozenset()
 
 
+def check_shared(
+    partition: StagePartition, path: str, plans: Mapping[str, ShardingPlan], tensor_size: int
+) -> None:
+    """Check that no parameter that every pipeline rank keeps is sharded over tensor-parallel ranks.
+
+    Args:
+        partition: The pipelined module and its stages.
+        path: Path of that module.
+        plans: Sharding plans by the path of their module.
+        tensor_size: Tensor-parallel ranks.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    for name in sorted(partition.everywhere) if tensor_size > 1 else ():
+        owner = ".".join(filter(None, [path, name.rpartition(".")[0]]))
+        for root, plan in plans.items():
+            prefix = f"{root}." if root else ""
+            if owner.startswith(prefix) and plan.style_of(owner.removeprefix(prefix)) is not None:
+                raise ConfigError(
+                    f"{name} is used on several pipeline stages, and its sharding plan divides it "
+                    f"over {tensor_size} tensor-parallel ranks, which cannot be combined yet. Set "
+                    "tensor_model_parallel_size or pipeline_model_parallel_size to 1."
+                )
+
+
 def check_sharded_units(module: nn.Module, options: PipelineOptions) -> None:
     """Check that FSDP2 finds units to shard.
 
@@ -128,15 +156,20 @@ def check_sharded_units(module: nn.Module, options: PipelineOptions) -> None:
         ) from error
 
 
-def check_layers(module: nn.Module, recompute: RecomputeOptions, *, tensor_size: int) -> None:
+def check_layers(
+    module: nn.Module,
+    recompute: RecomputeOptions,
+    layout: ParallelLayout,
+    plan: ShardingPlan | None,
+) -> None:
     """Check the recomputed layers and the sharding plan of a full module.
 
     Raises:
         ConfigError: For names that match nothing, layers that cannot be recomputed together, and a
-            module without a plan.
+            module without a plan, or with one that the layout contradicts.
     """
     check_patterns(module, recompute)
-    check_plan_exists(module, tensor_size)
+    check_plans(module, layout, plan)
 
 
 def check_trained_layers(
@@ -169,28 +202,3 @@ def check_trained_layers(
                 'Set data_parallel to "zero1", or pipeline_schedule to "1f1b" or "interleaved", or '
                 "do not compile."
             )
-
-
-def check_plan_exists(module: nn.Module, tensor_size: int) -> None:
-    """Check that a module declares how it is sharded over several tensor-parallel ranks.
-
-    Raises:
-        ConfigError: If none of its modules has a plan.
-    """
-    if tensor_size > 1 and not sharding_plans(module):
-        raise ConfigError(
-            f"tensor_model_parallel_size is {tensor_size}, and no module of "
-            f"{type(module).__name__} declares how it is split over ranks. Give the model a method "
-            "sharding_plan() that returns a ShardingPlan, pass "
-            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
-        )
-
-
-def check_plans(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> None:
-    """Check that every pattern of the plans, by the path of their module, is used in a full module.
-
-    Raises:
-        ConfigError: Naming the patterns that are not, and the nearest paths.
-    """
-    for path, plan in plans.items():
-        check_plan(module.get_submodule(path), plan, path)

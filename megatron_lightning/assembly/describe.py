@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.assemble import find_plans, is_assembled
-from megatron_lightning.assembly.checks import check_plan_exists, check_plans, find_stages
+from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.assembly.checks import find_stages
+from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
@@ -57,10 +58,8 @@ def describe_layout(
             "divided it. Describe a new module."
         )
     stages = _stages(module, placement, options) if layout.num_stages > 1 else {}
-    if plan is None:
-        check_plan_exists(module, layout.tp)
-    plans = find_plans(module, plan)
-    check_plans(module, plans)
+    check_plans(module, layout, plan)
+    plans = find_plans(module, plan, layout.tp)
     styles = _styles(module, plans)
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))

@@ -39,6 +39,9 @@ class Part:
     stage_of: dict[str, int] = field(default_factory=dict)
     """Name of a parameter -> the one stage of this rank that uses it; parameters that several may
     use are absent."""
+    shards_sequence: bool = False
+    """Whether activations are sequence shards between tensor-parallel regions, in some of the
+    module's models."""
     units: ShardedUnits | None = None
     """Units that FSDP2 has sharded; None without it, and before."""
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.assemble import find_plans
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import holds_tensors

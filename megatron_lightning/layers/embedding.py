@@ -115,6 +115,59 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_axis(partial, self.group)
 
 
+def shard_vocabulary(
+    embedding: nn.Embedding, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
+) -> nn.Embedding:
+    """Replace the weight of an embedding that has a forward of its own (a scaled one) by this
+    rank's rows, in place.
+
+    Its forward must map each id alone. It runs on local ids, and what it makes of those of other
+    ranks is dropped, as in :class:`VocabParallelEmbedding`; the gradients of other parameters (of a
+    norm) are partial sums.
+    """
+    shape = (embedding.num_embeddings, embedding.embedding_dim)
+    spec = ShardSpec.split_rows(shape, size=group.size, rank=group.rank, axis=group.name)
+    partial = {
+        name: ShardSpec.replicated(parameter.shape, partial_over=(group.name,))
+        for name, parameter in embedding.named_parameters(recurse=False)
+    }
+    take_shards(embedding, embedding, {**partial, "weight": spec})
+    for child in list(embedding.modules())[1:]:
+        child.shard_specs = {  # type: ignore[assignment]
+            name: ShardSpec.replicated(parameter.shape, partial_over=(group.name,))
+            for name, parameter in child.named_parameters(recurse=False)
+        }
+    start, rows = spec.boxes[0].offset[0], spec.boxes[0].shape[0]
+    if embedding.padding_idx is not None:
+        local = embedding.padding_idx - start
+        embedding.padding_idx = local if 0 <= local < rows else None
+    hooks = _OwnRows(group, start, rows, sequence_dim if sequence_parallel else None)
+    embedding.register_forward_pre_hook(hooks.enter)
+    embedding.register_forward_hook(hooks.leave)
+    return embedding
+
+
+class _OwnRows:
+    """Hooks around the forward of an embedding that holds one rank's rows."""
+
+    def __init__(self, group: AxisGroup, start: int, rows: int, sequence_dim: int | None) -> None:
+        self._group = group
+        self._start = start
+        self._rows = rows
+        self._sequence_dim = sequence_dim
+        self._outside = torch.empty(0)
+
+    def enter(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        local, self._outside = local_ids(args[0], self._start, self._rows, self._group)
+        return (local, *args[1:])
+
+    def leave(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        partial = output.masked_fill(self._outside[..., None], 0.0)
+        if self._sequence_dim is not None:
+            return reduce_scatter(partial, self._group, self._sequence_dim)
+        return reduce_from_axis(partial, self._group)
+
+
 class SequenceParallelEmbedding(nn.Module):
     """Embedding that every rank holds in full and looks up for its sequence shard only (learned
     positions).

@@ -245,7 +245,10 @@ class ColumnParallelLinear(_ParallelLinear):
             y = linear(x, self, self.bias)
         else:
             y = _column_linear(x, self)
-        return gather(y, self.group, -1, self.out_features) if self.gather_output else y
+        if not self.gather_output or self.group.size == 1:
+            return y
+        # Contiguous and no view, as from a plain layer: models write into it.
+        return gather(y, self.group, -1, self.out_features).contiguous()
 
     def full_input(self, x: Tensor) -> Tensor:
         """Gather the input again under sequence parallelism, where each rank keeps its shard."""

@@ -77,7 +77,11 @@ def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """Wait for a ``_start`` with the same ``dim`` and return its result (an all-reduce has dim
     0).
     """
-    return started if group.size == 1 else _ops.wait_tensor(started).movedim(0, dim)
+    if group.size == 1:
+        return started
+    done: Tensor = _ops.wait_tensor(started)
+    # Not a view unless need be: autograd refuses writes into views that a Function returns.
+    return done if dim == 0 else done.movedim(0, dim)
 
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:

@@ -42,7 +42,7 @@ class ParallelLayout:
     """Ranks that share each expert's matrices (etp); None: same as tensor_model_parallel_size."""
     sequence_parallel: bool | Literal["auto"] = "auto"
     """Shard activations between tensor-parallel regions along the sequence; "auto": on when tp >
-    1."""
+    1 and the sharding plan says where the sequence is sharded."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the rank numbering, leftmost fastest (Megatron's default)."""
 

@@ -155,6 +155,13 @@ class ShardingPlan:
         """Return the style of the module at ``path``; None: it stays as it is."""
         return next((style for pattern, style in self._styles if pattern.fullmatch(path)), None)
 
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether a row says where activations are sequence shards; without one, sequence
+        parallelism is off for this plan.
+        """
+        return any(getattr(style, "shards_sequence", False) for style in self.modules.values())
+
     @cached_property
     def _styles(self) -> list[tuple[re.Pattern[str], Style]]:
         return [(compile_pattern(pattern), style) for pattern, style in self.modules.items()]

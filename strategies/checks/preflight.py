@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.assembly import checks
-from megatron_lightning.assembly.assemble import find_plans, is_assembled
+from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.advice import advice_on_full_batches
@@ -103,9 +103,7 @@ def check_layers(
     Raises:
         ConfigError: If they cannot run under the layout.
     """
-    tensor_size = options.layout.tp if options.sharding_plan is None else 1
-    checks.check_layers(module, options.recompute, tensor_size=tensor_size)
-    checks.check_plans(module, find_plans(module, options.sharding_plan))
+    checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
         replicas, sharded = (

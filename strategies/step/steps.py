@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.assembly.assemble import find_plans
 from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError

@@ -11,8 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.assembly.assemble import find_plans
 from megatron_lightning.assembly.plan_watch import PlanWatch
+from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms

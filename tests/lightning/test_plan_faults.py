@@ -167,18 +167,6 @@ SILENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
     ),
     # The output is right, and the gradients of both layers are doubled.
-    "pair": (
-        lambda: fit(Module(), plan(PAIR)),
-        (
-            "all give the same tensor: net.fc1 (ColumnParallelLinear)",
-            "with sequence parallel on",
-            "ShardSequence()",
-        ),
-    ),
-    "pair in micro-batches": (
-        lambda: fit(Module(), plan(PAIR), micro_batch_size=2),
-        ("all give the same tensor: net.fc1 (ColumnParallelLinear)",),
-    ),
     "ends in a row": (
         lambda: fit(Module(head=False), plan({**EMBEDDING, **NORM, **PAIR})),
         ("the output of net (Net) differs", "gather_output=True"),

@@ -1,5 +1,4 @@
-"""Styles of a :class:`ShardingPlan`: rules that replace or mark one module of a plain model for
-tensor parallelism.
+"""Styles of linear layers, embeddings, norms and losses under tensor and sequence parallelism.
 
 Over one rank a module of any class stays as it is; only its specs record the axis.
 
@@ -19,7 +18,11 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.dropout import Dropout
-from megatron_lightning.layers.embedding import SequenceParallelEmbedding, VocabParallelEmbedding
+from megatron_lightning.layers.embedding import (
+    SequenceParallelEmbedding,
+    VocabParallelEmbedding,
+    shard_vocabulary,
+)
 from megatron_lightning.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -58,6 +61,13 @@ def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
     return module
 
 
+def _shards_sequence(context: ParallelContext, plan: ShardingPlan) -> bool:
+    """Return whether activations are sequence shards: where the layout allows it and the plan says
+    where they begin.
+    """
+    return context.sp and plan.shards_sequence
+
+
 def _options(
     context: ParallelContext, plan: ShardingPlan, *, shards: bool = True
 ) -> dict[str, Any]:
@@ -66,7 +76,7 @@ def _options(
     """
     return {
         "group": context.tp,
-        "sequence_parallel": context.sp and shards,
+        "sequence_parallel": _shards_sequence(context, plan) and shards,
         "sequence_dim": plan.sequence_dim,
     }
 
@@ -178,12 +188,17 @@ def local_heads_per_group(
 class RowParallel:
     """``nn.Linear`` -> :class:`RowParallelLinear`."""
 
+    split_input: bool = False
+    """The input is replicated, and each rank takes its features of it."""
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the row-parallel layer."""
         if context.tp.size == 1:
             return _keep(module, context.tp, "weight")
         return RowParallelLinear.from_linear(
-            _expect(module, nn.Linear, "RowParallel"), **_options(context, plan)
+            _expect(module, nn.Linear, "RowParallel"),
+            input_is_parallel=not self.split_input,
+            **_options(context, plan),
         )
 
 
@@ -204,9 +219,10 @@ class VocabParallel:
         if context.tp.size == 1:
             return _keep(module, context.tp, "weight", "bias")
         if isinstance(module, nn.Embedding):
-            return VocabParallelEmbedding.from_embedding(
-                module, **_options(context, plan, shards=self.shard_sequence)
-            )
+            options = _options(context, plan, shards=self.shard_sequence)
+            if type(module).forward is not nn.Embedding.forward:
+                return shard_vocabulary(module, **options)
+            return VocabParallelEmbedding.from_embedding(module, **options)
         linear = _expect(module, nn.Linear, "VocabParallel")
         return VocabParallelLinear.from_linear(
             linear, gather_output=self.gather_output, **_options(context, plan)
@@ -219,11 +235,13 @@ class SequenceParallel:
     are partial sums.
     """
 
+    shards_sequence = True
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Declare the gradients partial; learned positions are looked up for the rank's sequence
         shard only.
         """
-        if not context.sp:
+        if not _shards_sequence(context, plan):
             return module
         if isinstance(module, nn.Embedding):
             return SequenceParallelEmbedding(
@@ -262,7 +280,8 @@ class StreamDropout:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the streams."""
-        if context.sp or (self.always and context.tp.size > 1):
+        sharded = _shards_sequence(context, plan)
+        if sharded or (self.always and context.tp.size > 1):
             _expect(module, Dropout, "StreamDropout").streams = context.rng
         return module
 
@@ -319,9 +338,10 @@ class ParallelInput:
         """Copy (or gather) the input before the module's forward."""
         if context.tp.size == 1:
             return module
-        if context.sp:
+        sharded = _shards_sequence(context, plan)
+        if sharded:
             declare_gathered_input(module, self.argument, plan.sequence_dim)
-        enter = partial(gather_sequence, dim=plan.sequence_dim) if context.sp else copy_to_axis
+        enter = partial(gather_sequence, dim=plan.sequence_dim) if sharded else copy_to_axis
         return _map_input(module, self.argument, partial(enter, group=context.tp))
 
 
@@ -331,12 +351,14 @@ class ShardSequence:
     input is scattered.
     """
 
+    shards_sequence = True
+
     argument: str = "hidden_states"
     """Name of the input, where it is not the first positional argument."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Scatter the input before the module's forward."""
-        if not context.sp:
+        if not _shards_sequence(context, plan):
             return module
         return _map_input(
             module, self.argument, partial(scatter, group=context.tp, dim=plan.sequence_dim)

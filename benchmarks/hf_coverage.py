@@ -1,0 +1,329 @@
+"""Which causal-LM families of ``transformers`` train equally on several ranks, unchanged.
+
+    python -m benchmarks.hf_coverage --work coverage.jsonl --layouts tp2
+
+Every family becomes a tiny random model, which takes a few SGD steps under plain Lightning in one
+process, and under each layout. Losses and final weights are compared. A family gives one line of
+JSON in the work file; a run continues after the last one. The table goes to docs/hf_coverage.md.
+
+A result is *equal*, *refused* (our error says why), *wrong*, or *failed* (any other error).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks import hf_families
+from benchmarks.hf_families import Family
+from megatron_lightning.checkpoint import consolidate
+from megatron_lightning.strategies import MegatronStrategy
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
+    "pp4": (4, {"pipeline_model_parallel_size": 4, "micro_batch_size": 2}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2pp2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "micro_batch_size": 2,
+        },
+    ),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+}
+"""Name -> (ranks, arguments of the strategy)."""
+
+STEPS, BATCH = 4, 4
+LOSS_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-4
+"""Of the distance that a parameter has moved; beside it a few roundings of its own size."""
+
+TABLE = Path("docs/hf_coverage.md")
+
+
+class CausalLM(pl.LightningModule):
+    """An untouched model of a family."""
+
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        self.family = family
+        self.model_config = config
+
+    def configure_model(self) -> None:
+        """Build the model; every rank keeps its part."""
+        self.model = hf_families.build(self.family, self.model_config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss of the next tokens."""
+        return hf_families.loss_of(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD: its steps show the size of a gradient."""
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class _Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.values.append(float(args[2]["loss"]))
+
+
+def train(family: Family, config: Any, options: dict[str, Any] | None, folder: str) -> list[float]:
+    """Train on this rank, save a checkpoint into ``folder``, and return the losses."""
+    warnings.filterwarnings("ignore")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    losses = _Losses()
+    replicas = world if options is not None and options.get("data_parallel") == "fsdp" else 1
+    trainer = pl.Trainer(
+        strategy="auto" if options is None else MegatronStrategy(**options),
+        accelerator="cpu",
+        devices=world,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[losses],
+    )
+    module = CausalLM(family, config)
+    trainer.fit(module, DataLoader(hf_families.tokens(STEPS * BATCH), BATCH // replicas))  # type: ignore[arg-type]
+    trainer.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
+    return losses.values
+
+
+def reference(family: Family, folder: str) -> tuple[Any, list[float]]:
+    """Return the shrunk configuration and the losses of one process; its weights before and after
+    are saved.
+    """
+    config = hf_families.small_config(family)
+    torch.save(hf_families.build(family, config).state_dict(), f"{folder}/initial.pt")
+    return config, train(family, config, None, folder)
+
+
+# ------------------------------------------------------------------------------------------ compare
+
+
+def compare(losses: Sequence[Sequence[float]], expected: Sequence[float], folder: str) -> str:
+    """Return "equal", or what differs, given the losses of each data-parallel rank."""
+    means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+    errors = [abs(a - b) / abs(b) for a, b in zip(means, expected, strict=True)]
+    if not all(error <= LOSS_TOLERANCE for error in errors):  # NaN is not
+        return f"wrong: losses differ by {max(errors):.1e}"
+    consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
+    initial = torch.load(f"{folder}/initial.pt", weights_only=True)
+    one, full = (
+        torch.load(f"{folder}/{name}.ckpt", weights_only=True)["state_dict"]
+        for name in ("one", "full")
+    )
+    if one.keys() != full.keys():
+        return f"wrong: {len(one.keys() ^ full.keys())} names differ"
+    for name, weight in one.items():
+        if not weight.is_floating_point():
+            continue
+        moved = (weight - initial[name.removeprefix("model.")]).norm()
+        error = (full[name] - weight).norm()
+        if not error <= WEIGHT_TOLERANCE * moved + 1e-6 * weight.norm():
+            return f"wrong: {name} is off by {float(error / (moved + 1e-12)):.1e} of its update"
+    return "equal"
+
+
+def verdict(error: BaseException | str) -> str:
+    """Return the result that an error of the ranks means."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("megatron_lightning.errors.")]
+    if ours:
+        return f"refused: {ours[0].partition(': ')[2]}"
+    return f"failed: {lines[-1][:300] if lines else 'no message'}"
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+def _rank_main(
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    size: int,
+    store: str,
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+    )
+    try:
+        if size > 1:
+            os.environ.update(
+                TORCHELASTIC_RUN_ID="coverage",
+                GROUP_RANK="0",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT="29500",
+            )
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=60),
+            )
+        pipe.send((True, body(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # closes the connections, so that the peers fail at once instead of waiting
+
+
+def run(size: int, body: Callable[..., Any], *args: Any, limit_s: float) -> list[Any]:
+    """Run ``body`` on ``size`` forked ranks, and return their results.
+
+    Raises:
+        RuntimeError: With the first error of a rank, ours before others', or at the limit.
+    """
+    context, deadline, errors, results = mp.get_context("fork"), time.monotonic() + limit_s, [], []
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(body, args, rank, size, f"{folder}/store", sender)
+            )
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        for _, receiver in ranks:
+            try:
+                if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError
+                succeeded, value = receiver.recv()
+            except EOFError:
+                succeeded, value = False, f"no result within {limit_s:.0f} s, or the rank died"
+            (results if succeeded else errors).append(value)
+        for process, receiver in ranks:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            receiver.close()
+    if errors:
+        raise RuntimeError(min(errors, key=lambda text: "megatron_lightning.errors." not in text))
+    return results
+
+
+def measure(family: Family, layouts: Sequence[str], limit_s: float) -> dict[str, str]:
+    """Return the result of every layout for one family, or why there is no reference."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            hf_families.load(family)  # before the forks, which share it
+            [(config, expected)] = run(1, reference, family, folder, limit_s=limit_s)
+        except Exception as error:
+            return {"plain": f"not built: {str(error).strip().splitlines()[-1][:300]}"}
+        results = {"plain": "trained"}
+        for layout in layouts:
+            size, options = LAYOUTS[layout]
+            try:
+                losses = run(size, train, family, config, options, folder, limit_s=limit_s)
+                own = losses if layout == "fsdp" else losses[:1]
+                results[layout] = compare(own, expected, folder)
+            except Exception as error:
+                results[layout] = verdict(error)
+        return results
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
+    """Write the page of all results."""
+    import transformers
+
+    layouts = [name for name in LAYOUTS if any(name in row for row in results.values())]
+    trained = {name: row for name, row in results.items() if row["plain"] == "trained"}
+    lines = [
+        "# Causal-LM families of transformers, unchanged",
+        "",
+        f"`python -m benchmarks.hf_coverage` with transformers {transformers.__version__} and "
+        f"torch {torch.__version__}: a tiny random model",
+        "of each family, untouched, takes a few SGD steps in fp32 under each layout and in one",
+        "process of plain Lightning. *Equal* means losses within 1e-5 and final weights within",
+        "1e-4 of their updates. *Refused* means that our error says why and what to set.",
+        "",
+        "| layout | equal | refused | wrong | failed | of |",
+        "|---|---|---|---|---|---|",
+    ]
+    for layout in layouts:
+        counts = Counter(row[layout].split(":")[0] for row in trained.values() if layout in row)
+        numbers = [counts[kind] for kind in ("equal", "refused", "wrong", "failed")]
+        lines.append(f"| {layout} | {' | '.join(map(str, numbers))} | {sum(counts.values())} |")
+    lines += ["", f"| family | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    notes: list[str] = []
+    for name, row in sorted(trained.items()):
+        cells = []
+        for layout in layouts:
+            kind, _, why = row.get(layout, "").partition(": ")
+            if why and why not in notes:
+                notes.append(why)
+            cells.append(f"{kind} [{notes.index(why) + 1}]" if why else kind)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    missing = sorted(name for name, row in results.items() if row["plain"] != "trained")
+    lines += ["", f"Not built from a shrunk configuration: {', '.join(missing) or 'none'}.", ""]
+    path.write_text("\n".join(lines))
+
+
+def main() -> None:
+    """Measure the families that the work file lacks, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--work", type=Path, required=True, help="file with a line per family")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--families", nargs="+", help="only these; default: all")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of one run of one family")
+    parser.add_argument("--table", type=Path, default=TABLE)
+    options = parser.parse_args()
+    results: dict[str, dict[str, str]] = {}
+    if options.work.exists():
+        for line in options.work.read_text().splitlines():
+            row = json.loads(line)
+            results.setdefault(row.pop("family"), {}).update(row)
+    for family in hf_families.families():
+        done = results.get(family.name, {})
+        missing = [layout for layout in options.layouts if layout not in done]
+        if (options.families and family.name not in options.families) or not missing:
+            continue
+        if done.get("plain", "trained") != "trained":
+            continue
+        row = measure(family, missing, options.limit_s)
+        results[family.name] = done | row
+        with options.work.open("a") as file:
+            file.write(json.dumps({"family": family.name, **row}) + "\n")
+        print(family.name, row, flush=True)
+    write_table(results, options.table)
+
+
+if __name__ == "__main__":
+    main()

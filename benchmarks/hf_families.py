@@ -1,0 +1,238 @@
+"""Tiny random models of every causal-LM family of the installed ``transformers``.
+
+A family's own configuration is shrunk by the names of its fields. Where the generic values
+contradict each other, further attempts change a few of them; some families have values of their
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 128
+LENGTH = 16
+
+_NUM_LAYERS = 4
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "d_inner", "ffn_hidden_size", "n_inner", "dff"), 64
+    ),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "mlp_hidden_size"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), _NUM_LAYERS
+    ),
+    "encoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": _NUM_LAYERS,
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4
+    ),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "index_n_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention", "chunk_size"), 8),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(
+        (
+            "attention_dropout",
+            "hidden_dropout",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "attn_pdrop",
+            "embd_pdrop",
+            "resid_pdrop",
+            "dropout",
+            "activation_dropout",
+            "embedding_dropout",
+            "layerdrop",
+            "encoder_layerdrop",
+            "decoder_layerdrop",
+            "summary_first_dropout",
+            "classifier_dropout",
+            "residual_dropout",
+            "residual_dropout_prob",
+            "embd_dropout",
+            "ffn_dropout",
+            "router_jitter_noise",
+            "input_jitter_noise",
+        ),
+        0.0,
+    ),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "use_cache": False,
+    "first_k_dense_replace": 1,
+    "is_decoder": True,
+    "output_router_logits": False,
+}
+
+_ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": None},
+    {"num_key_value_heads": 4, "head_dim": None},
+    {"intermediate_size": 32},
+    {"head_dim": None, "first_k_dense_replace": None},
+)
+"""Changes to the generic values; None: the family's own value."""
+
+
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
+    },
+    "cpmant": {"dim_ff": 64, "dim_head": 8, "prompt_length": 4, "init_std": 0.02},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * _NUM_LAYERS,
+    },
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    "gptj": {"rotary_dim": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"head_dim": 16, "n_groups": 2},
+    "nemotron_h": {"n_groups": 2, "moe_shared_expert_intermediate_size": 32},
+    "qwen4_exp_text": {
+        "hc_lowrank": 16,
+        "ngram_vocab_size_base": 64,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Values of single families."""
+
+
+class Family(NamedTuple):
+    """A causal-LM family."""
+
+    name: str
+    model_class: str
+
+
+class NotBuiltError(RuntimeError):
+    """No attempt gave a model whose loss is finite; the message is the last attempt's error."""
+
+
+def families() -> list[Family]:
+    """Return the causal-LM families of the installed ``transformers``."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(Family(*item) for item in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+
+
+def load(family: Family) -> type[nn.Module]:
+    """Import the family's modules, and return its class."""
+    import transformers
+
+    found: type[nn.Module] = getattr(transformers, family.model_class)
+    return found
+
+
+def small_config(family: Family) -> Any:
+    """Return the first shrunk configuration that gives a model with a finite loss.
+
+    Raises:
+        NotBuiltError: If none does.
+    """
+    error: Exception | None = None
+    for options in _candidates(family):
+        try:
+            config = _config_class(family)(**options)
+            model = build(family, config)
+            loss = loss_of(model, tokens(2))
+            loss.backward()  # type: ignore[no-untyped-call]
+            if bool(loss.isfinite()):
+                return config
+            error = ValueError(f"the loss is {loss.item()}")
+        except Exception as failure:
+            error = failure
+    raise NotBuiltError(f"{type(error).__name__}: {str(error).strip()[:200]}")
+
+
+def build(family: Family, config: Any) -> nn.Module:
+    """Return the model with seeded weights, to which noise is added, so that no zero hides
+    another.
+    """
+    torch.manual_seed(0)
+    model = load(family)(config)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+    return model.train()
+
+
+def tokens(count: int) -> Tensor:
+    """Return ``count`` sequences [count, length + 1] of random tokens, none of them special."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(3, VOCABULARY, (count, LENGTH + 1), generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the mean loss of predicting the next token."""
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _config_class(family: Family) -> type[Any]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind: type[Any] = CONFIG_MAPPING[family.name]
+    return kind
+
+
+def _candidates(family: Family) -> Iterator[Mapping[str, Any]]:
+    """Yield the keywords of configurations, the likeliest first."""
+    default = _config_class(family)()
+    known = {name: value for name, value in _SMALL.items() if _has(default, name)}
+    known |= _OWN.get(family.name, {})
+    lists = {n: value for n, value in _short_lists(default).items() if n not in known}
+    for change in _ATTEMPTS:
+        options = {**known, **{name: v for name, v in change.items() if name in known}}
+        options = {name: v for name, v in options.items() if v is not None}
+        yield options
+        if lists:
+            yield {**options, **lists}
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+    except Exception:  # a configuration whose layers differ refuses to name one value
+        return False
+
+
+def _short_lists(config: Any) -> dict[str, Any]:
+    """Return the values per layer, as many as the shrunk model has."""
+    count = getattr(config, "num_hidden_layers", None)
+    return {
+        name: value[:_NUM_LAYERS]
+        for name, value in vars(config).items()
+        if isinstance(value, list) and isinstance(count, int) and len(value) == count
+    }

@@ -1,0 +1,77 @@
+"""Which sharding plans apply to a module: the user's, those that its submodules declare, and those
+of its ``transformers`` models.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.hf_plans import transformers_models, transformers_plan
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, sharding_plans
+
+
+def find_plans(
+    module: nn.Module, plan: ShardingPlan | None, tensor_size: int = 1
+) -> dict[str, ShardingPlan]:
+    """Return ``plan`` for the module itself, or else those of its submodules, by their paths.
+
+    A submodule has the plan that its ``sharding_plan()`` returns. Over several ranks an untouched
+    model of ``transformers`` has the one that its own plan is translated to, if none of its modules
+    and none around it has a method.
+
+    Args:
+        module: The module; for the plans of ``transformers`` with all of its layers, as they were.
+        plan: The user's plan; None: there is none.
+        tensor_size: Tensor-parallel ranks.
+
+    Raises:
+        ConfigError: If a plan of ``transformers`` cannot be translated.
+    """
+    if plan is not None:
+        return {"": plan}
+    plans = sharding_plans(module)
+    if tensor_size == 1:
+        return plans
+    translated = {
+        path: transformers_plan(model, tensor_size)
+        for path, model in transformers_models(module).items()
+        if not any(_is_inside(path, other) or _is_inside(other, path) for other in plans)
+    }
+    return plans | translated
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | None) -> None:
+    """Check the plans of a full module against the module and the layout.
+
+    Raises:
+        ConfigError: If a pattern of a plan is not used; over several tensor-parallel ranks, if none
+            of its modules has a plan, a plan cannot be translated, or sequence parallelism is asked
+            for and a plan does not say where the sequence is sharded.
+    """
+    for path, own_plan in find_plans(module, plan).items():
+        check_plan(module.get_submodule(path), own_plan, path)
+    if layout.tp == 1:
+        return
+    plans = find_plans(module, plan, layout.tp)
+    if not plans:
+        raise ConfigError(
+            f"tensor_model_parallel_size is {layout.tp}, and no module of "
+            f"{type(module).__name__} declares how it is split over ranks. Give the model a method "
+            "sharding_plan() that returns a ShardingPlan, pass "
+            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
+        )
+    without = [path for path, own_plan in plans.items() if not own_plan.shards_sequence]
+    if layout.sequence_parallel is True and without:
+        model = module.get_submodule(without[0])
+        raise ConfigError(
+            f"sequence_parallel is True, and the sharding plan of {type(model).__name__} does not "
+            "say where activations are shards of the sequence (it has no SequenceParallel or "
+            'ShardSequence row). Set sequence_parallel to "auto" or False, or write a table with '
+            "these rows and pass MegatronStrategy(sharding_plan=...)."
+        )

@@ -1,0 +1,57 @@
+"""Styles of a :class:`ShardingPlan`: rules that replace or mark one module of a plain model for
+tensor parallelism.
+"""
+
+from megatron_lightning.layers.styles.parameters import (
+    ParameterShards,
+    Split,
+    TensorParallelExperts,
+)
+from megatron_lightning.layers.styles.regions import (
+    CopyOutput,
+    ReduceOutput,
+    ShareInput,
+)
+from megatron_lightning.layers.styles.tensor import (
+    ColumnParallel,
+    GatherLogits,
+    HeadParallel,
+    KeyOrValue,
+    ParallelInput,
+    QueryKeyValue,
+    RowParallel,
+    SequenceParallel,
+    ShardSequence,
+    StreamDropout,
+    VocabParallel,
+    VocabParallelLoss,
+    local_heads_per_group,
+)
+from megatron_lightning.layers.styles.transposed import (
+    TransposedColumnParallel,
+    TransposedRowParallel,
+)
+
+__all__ = [
+    "ColumnParallel",
+    "CopyOutput",
+    "GatherLogits",
+    "HeadParallel",
+    "KeyOrValue",
+    "ParallelInput",
+    "ParameterShards",
+    "QueryKeyValue",
+    "ReduceOutput",
+    "RowParallel",
+    "SequenceParallel",
+    "ShardSequence",
+    "ShareInput",
+    "Split",
+    "StreamDropout",
+    "TensorParallelExperts",
+    "TransposedColumnParallel",
+    "TransposedRowParallel",
+    "VocabParallel",
+    "VocabParallelLoss",
+    "local_heads_per_group",
+]

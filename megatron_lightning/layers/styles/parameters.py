@@ -1,0 +1,128 @@
+"""Styles of modules that stay as they are and hold shards of their own parameters.
+
+The module's forward must take its sizes from its parameters and activations, not from attributes of
+the full model, unless the plan's ``attributes`` rewrite these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.styles.regions import map_tensors, reduce_output
+from megatron_lightning.parallel.collectives import copy_to_axis
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
+from megatron_lightning.parallel.spec import Shape, ShardSpec
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one parameter is split over the tensor-parallel ranks."""
+
+    dim: int = 0
+    """Dim that is split; negative ones count from the last."""
+    blocks: int = 1
+    """Equal blocks stacked along it that are each split (2 for fused gates and up projections)."""
+    uneven: bool = False
+    """The ranks may hold unequal shares of dim 0, as of a vocabulary."""
+
+    def spec(self, shape: Shape, group: AxisGroup) -> ShardSpec:
+        """Return the spec of this rank's shard of a parameter of ``shape``."""
+        sizes: dict[str, Any] = {"size": group.size, "rank": group.rank, "axis": group.name}
+        if self.uneven:
+            return ShardSpec.split_rows(shape, **sizes)
+        return ShardSpec.split(shape, dim=self.dim % len(shape), blocks=self.blocks, **sizes)
+
+
+@dataclass(frozen=True)
+class ParameterShards:
+    """A module that uses shards of its parameters (attention sinks, a bias of each head's scores).
+
+    Weights: split as said; the others stay full. Input and output are left alone, in backward too:
+    what the module makes of a shard belongs to this rank's heads or features.
+    """
+
+    splits: Mapping[str, Split]
+    """Name of a parameter of the module itself -> its split."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Replace the parameters by shards, in place."""
+        shard_parameters(module, self.splits, context.tp)
+        return module
+
+
+@dataclass(frozen=True)
+class TensorParallelExperts:
+    """A module of experts, each of which is split over the ranks, as a feed-forward layer is.
+
+    Weights: split as said (fused gates and up projections by output, down projections by input).
+    Input: all floating-point arguments (hidden states, routing weights) are replicated; their
+    gradients are all-reduced. Output: partial sums, all-reduced; the gradient passes unchanged. A
+    bias that each rank would add to the sum is refused.
+    """
+
+    splits: Mapping[str, Split]
+    """Name of a parameter of the module itself -> its split."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Shard the parameters, and enter and leave the parallel region around the forward."""
+        full = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if name not in self.splits and parameter.requires_grad
+        ]
+        if full and context.tp.size > 1:
+            raise ShardingError(
+                f"the plan splits {', '.join(self.splits)} of a {type(module).__name__} and not "
+                f"{', '.join(full)}, which each of the {context.tp.size} ranks would use in full "
+                "before their outputs are added. Give every parameter of the module a split, or "
+                "set tensor_model_parallel_size to 1."
+            )
+        shard_parameters(module, self.splits, context.tp)
+        if context.tp.size > 1:
+            module.register_forward_pre_hook(CopyArguments(context.tp), with_kwargs=True)
+            reduce_output(module, context.tp)
+        return module
+
+
+@dataclass(frozen=True)
+class CopyArguments:
+    """Forward pre-hook: floating-point arguments are copied into the parallel region."""
+
+    group: AxisGroup
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, whose gradients will be all-reduced."""
+        return map_tensors(args, self._copy), map_tensors(kwargs, self._copy)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        return copy_to_axis(x, self.group) if x.is_floating_point() else x
+
+
+def shard_parameters(module: nn.Module, splits: Mapping[str, Split], group: AxisGroup) -> None:
+    """Replace parameters of ``module`` by this rank's shards, and declare the specs of all of its
+    own.
+    """
+    missing = [name for name in splits if module._parameters.get(name) is None]
+    if missing:
+        raise ShardingError(
+            f"the plan splits {', '.join(missing)} of a {type(module).__name__}, whose own "
+            f"parameters are {', '.join(module._parameters) or 'none'}. Correct the names."
+        )
+    specs: dict[str, ShardSpec] = {
+        name: splits[name].spec(tuple(parameter.shape), group)
+        if name in splits
+        else ShardSpec.replicated(parameter.shape)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    if group.size == 1:
+        module.shard_specs = specs  # type: ignore[assignment]
+    else:
+        take_shards(module, module, specs)

@@ -1,0 +1,111 @@
+"""Styles that enter or leave the tensor-parallel region at a module, whose parameters stay full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReduceOutput:
+    """A module whose output is a partial sum on each rank.
+
+    Weights: full, or split by styles of their own. Input: left alone. Output: all-reduced; the
+    gradient passes unchanged.
+    """
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """All-reduce the output."""
+        if context.tp.size > 1:
+            reduce_output(module, context.tp)
+        return module
+
+
+@dataclass(frozen=True)
+class CopyOutput:
+    """A replicated module whose last output channels go into every rank's heads as they are.
+
+    In multi-head latent attention the position part of the compressed keys does; the channels
+    before it pass a column-parallel layer, which sums their gradient itself. Weights, input and
+    forward: unchanged. Backward: the gradient of the last channels is all-reduced.
+    """
+
+    channels: int
+    """Number of those channels."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Sum these channels' gradients over the ranks."""
+        if context.tp.size > 1:
+            module.register_forward_hook(_CopyLast(self.channels, context.tp))
+        return module
+
+
+@dataclass(frozen=True)
+class ShareInput:
+    """A module inside a region whose outputs are summed over the ranks, which computes the same on
+    every rank (an expert that returns its input).
+
+    Weights: none. Input: divided by the number of ranks, so that the sum has it once; so is the
+    gradient. Output: left alone.
+    """
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Divide the first argument."""
+        if context.tp.size > 1:
+            module.register_forward_pre_hook(_Divide(context.tp.size))
+        return module
+
+
+def reduce_output(module: nn.Module, group: AxisGroup) -> None:
+    """All-reduce the tensors that ``module`` returns."""
+    module.register_forward_hook(_Reduce(group))
+
+
+def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
+    """Return ``value`` with every tensor in it changed; tuples, lists and dicts are looked into."""
+    if isinstance(value, Tensor):
+        return change(value)  # type: ignore[return-value]
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(item, change) for item in value)  # type: ignore
+    if type(value) is dict:
+        return {key: map_tensors(item, change) for key, item in value.items()}  # type: ignore
+    return value
+
+
+# Hooks are objects, not closures, so that modules can be copied and pickled.
+
+
+@dataclass(frozen=True)
+class _Reduce:
+    group: AxisGroup
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return map_tensors(output, lambda y: reduce_from_axis(y, self.group))
+
+
+@dataclass(frozen=True)
+class _CopyLast:
+    channels: int
+    group: AxisGroup
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        first, last = output[..., : -self.channels], output[..., -self.channels :]
+        return torch.cat((first, copy_to_axis(last, self.group)), dim=-1)
+
+
+@dataclass(frozen=True)
+class _Divide:
+    ranks: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0] / self.ranks, *args[1:])

@@ -1,0 +1,71 @@
+"""Styles of linear layers whose weight is stored as [in, out] (``Conv1D`` of GPT-2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.styles.parameters import Split, shard_parameters
+from megatron_lightning.layers.transposed import (
+    TransposedColumnParallelLinear,
+    TransposedRowParallelLinear,
+)
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+
+@dataclass(frozen=True)
+class TransposedColumnParallel:
+    """y = x W + b, W [in, out] -> :class:`TransposedColumnParallelLinear`.
+
+    Weight: columns (dim 1) split. Input: replicated, its gradient all-reduced. Output: this rank's
+    features. Bias: split.
+    """
+
+    num_blocks: int = 1
+    """Equal blocks stacked in the output that are each split (3 for a fused query, key and
+    value)."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the column-parallel layer."""
+        _check(module, "TransposedColumnParallel")
+        if context.tp.size == 1:
+            return _keep(module, context.tp, weight=1, bias=0)
+        return TransposedColumnParallelLinear(module, group=context.tp, num_blocks=self.num_blocks)
+
+
+@dataclass(frozen=True)
+class TransposedRowParallel:
+    """y = x W + b, W [in, out] -> :class:`TransposedRowParallelLinear`.
+
+    Weight: rows (dim 0) split. Input: this rank's features. Output: all-reduced; the gradient
+    passes unchanged. Bias: full, added after the reduction.
+    """
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the row-parallel layer."""
+        _check(module, "TransposedRowParallel")
+        if context.tp.size == 1:
+            return _keep(module, context.tp, weight=0)
+        return TransposedRowParallelLinear(module, group=context.tp)
+
+
+def _keep(module: nn.Module, group: AxisGroup, **dims: int) -> nn.Module:
+    """Return ``module`` for a group of one rank; its parameters are recorded as sharded."""
+    own = {
+        name: Split(dim) for name, dim in dims.items() if module._parameters.get(name) is not None
+    }
+    shard_parameters(module, own, group)
+    return module
+
+
+def _check(module: nn.Module, style: str) -> None:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or isinstance(module, nn.Linear | nn.Embedding):
+        raise ShardingError(
+            f"style {style} takes a layer with a weight of shape [in, out], such as GPT-2's "
+            f"Conv1D, and the plan points it at a {type(module).__name__}. Correct the pattern, or "
+            "give this module another style."
+        )

@@ -1,0 +1,67 @@
+"""Rows of plans for ``transformers`` models: tied parameters are split alike, equal layers share a
+row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from megatron_lightning.layers.styles import ParameterShards, RowParallel, Split, VocabParallel
+from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.parallel.sharding import Style, shared_names
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""Number of a layer in a path."""
+
+VOCABULARY = VocabParallel(shard_sequence=False, gather_output=True)
+"""Style of both ends: an embedding, and an output layer whose logits are full."""
+
+
+def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, Style]:
+    """Return ``rows`` (module path -> style) with the modules that share a parameter styled alike.
+
+    An embedding and an output layer get the same rows. A parameter beside them that is tied to the
+    output layer's bias is split like it. What has no such form stays full on every rank.
+    """
+    styles = dict(rows)
+    tied = [[name.rpartition(".")[::2] for name in names] for names in shared_names(model)]
+    # Weights first: their output layers decide over biases.
+    for group in sorted(tied, key=lambda group: any(own != "weight" for _, own in group)):
+        owners = [owner for owner, _ in group]
+        before = [styles.get(owner) for owner in owners]
+        if before[0] is not None and all(style == before[0] for style in before):
+            continue
+        if all(style is None for style in before):
+            continue
+        modules = [model.get_submodule(owner) for owner in owners]
+        ends = [isinstance(module, nn.Embedding | nn.Linear) for module in modules]
+        if all(ends) and not any(isinstance(style, RowParallel) for style in before):
+            styles |= dict.fromkeys(owners, VOCABULARY)
+        elif VOCABULARY in before and any(ends):
+            styles |= {
+                owner: ParameterShards({own: Split(uneven=True)})
+                for (owner, own), end in zip(group, ends, strict=True)
+                if not end
+            }
+        else:
+            for owner in owners:
+                styles.pop(owner, None)
+    return styles
+
+
+def as_patterns(rows: Mapping[str, Style], paths: Iterable[str]) -> dict[str, Style]:
+    """Return ``rows`` with one pattern for the layers that have the same style, where it matches
+    nothing else.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, style in rows.items():
+        groups.setdefault((_LAYER.sub("*", path), repr(style)), []).append(path)
+    compact: dict[str, Style] = {}
+    for (pattern, _), group in groups.items():
+        matches = compile_pattern(pattern).fullmatch
+        alike = {path for path in paths if matches(path)} == set(group)
+        compact |= {pattern: rows[group[0]]} if alike else {path: rows[path] for path in group}
+    return compact

@@ -1,0 +1,73 @@
+"""The coverage program says what equals one process, what is refused and why, and what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5")
+
+from benchmarks import hf_coverage
+from benchmarks.hf_coverage import compare, verdict, write_table
+from benchmarks.hf_families import Family
+
+
+def test_an_error_of_ours_is_a_refusal() -> None:
+    ours = "Traceback\n  File\nmegatron_lightning.errors.ConfigError: 3 heads. Set 1."
+    assert verdict(ours) == "refused: 3 heads. Set 1."
+    assert verdict("Traceback\nRuntimeError: shape") == "failed: RuntimeError: shape"
+
+
+def test_different_losses_are_wrong(tmp_path: Path) -> None:
+    expected = [4.0, 3.0]
+    assert compare([[4.0, 3.1]], expected, str(tmp_path)) == "wrong: losses differ by 3.3e-02"
+    assert compare([[4.0, float("nan")]], expected, str(tmp_path)).startswith("wrong")
+
+
+def test_a_weight_that_moved_elsewhere_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of a few steps hide a wrong gradient of a small parameter."""
+    monkeypatch.setattr(hf_coverage, "consolidate", lambda parts, path: None)
+    weights = {"initial": 1.0, "one": 1.1, "full": 1.05}
+    torch.save({"w": torch.tensor([weights["initial"]])}, tmp_path / "initial.pt")
+    for name in ("one", "full"):
+        state = {"state_dict": {"model.w": torch.tensor([weights[name]])}}
+        torch.save(state, tmp_path / f"{name}.ckpt")
+    assert (
+        compare([[1.0]], [1.0], str(tmp_path)) == "wrong: model.w is off by 5.0e-01 of its update"
+    )
+
+
+def test_the_table_counts_and_explains(tmp_path: Path) -> None:
+    rows = {
+        "a": {"plain": "trained", "tp2": "equal"},
+        "b": {"plain": "trained", "tp2": "refused: 3 heads. Set 1."},
+        "c": {"plain": "not built: ValueError"},
+    }
+    write_table(rows, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "| tp2 | 1 | 1 | 0 | 0 | 2 |" in page
+    assert "| b | refused [1] |" in page
+    assert "1. 3 heads. Set 1." in page
+    assert "configuration: c." in page
+
+
+@pytest.mark.slow
+def test_a_family_is_measured_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        hf_coverage.hf_families, "families", lambda: [Family("llama", "LlamaForCausalLM")]
+    )
+    work, table = tmp_path / "work.jsonl", tmp_path / "page.md"
+    arguments = ["hf_coverage", "--work", str(work), "--table", str(table), "--layouts", "tp2"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    hf_coverage.main()
+    assert "'tp2': 'equal'" in capsys.readouterr().out
+    hf_coverage.main()
+    assert "'tp2'" not in capsys.readouterr().out
+    assert len(work.read_text().splitlines()) == 1

@@ -1,0 +1,193 @@
+"""Plans of ``transformers`` models: what they are translated to, and what is refused before any
+process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+pytest.importorskip("transformers", "5")
+
+import transformers
+
+from megatron_lightning.assembly.plans import check_plans, find_plans
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.styles import (
+    ColumnParallel,
+    HeadParallel,
+    KeyOrValue,
+    RowParallel,
+    Split,
+    TensorParallelExperts,
+    VocabParallel,
+)
+from megatron_lightning.models import llama_hf_plan
+from megatron_lightning.models.hf_plans import transformers_plan
+from megatron_lightning.parallel import ParallelLayout
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers import hf_models
+from tests.helpers.trainers import trainer
+
+
+def _llama(**options: Any) -> Any:
+    return hf_models._decoder("Llama", **options)
+
+
+def _layout(**options: Any) -> ParallelLayout:
+    return ParallelLayout(tensor_model_parallel_size=2, **options)
+
+
+def test_a_plan_has_one_row_for_all_layers() -> None:
+    rows = transformers_plan(_llama(), 2).modules
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    assert rows == {
+        "lm_head": VocabParallel(gather_output=True),
+        "model.embed_tokens": VocabParallel(shard_sequence=False),
+        f"{attention}.q_proj": ColumnParallel(num_heads=4),
+        f"{attention}.k_proj": ColumnParallel(num_heads=2),
+        f"{attention}.v_proj": ColumnParallel(num_heads=2),
+        f"{attention}.o_proj": RowParallel(),
+        f"{mlp}.gate_proj": ColumnParallel(),
+        f"{mlp}.up_proj": ColumnParallel(),
+        f"{mlp}.down_proj": RowParallel(),
+    }
+
+
+def test_ranks_that_outnumber_the_keys_share_them() -> None:
+    plan = transformers_plan(_llama(), 4)
+    assert plan.modules["model.layers.*.self_attn.k_proj"] == KeyOrValue(2)
+    rewrite = plan.attributes["model.layers.0.self_attn.num_key_value_groups"]
+    assert rewrite.args == (2,)  # type: ignore[attr-defined]
+
+
+def test_both_ends_of_a_tied_pair_are_split_or_neither() -> None:
+    model = _llama(tie_word_embeddings=True)
+    rows = transformers_plan(model, 2).modules
+    assert rows["lm_head"] == rows["model.embed_tokens"]
+    model._tp_plan["lm_head"] = "rowwise_split_input"
+    rows = transformers_plan(model, 2).modules
+    assert not {"lm_head", "model.embed_tokens"} & rows.keys()
+
+
+def test_experts_and_their_parameters_become_one_row() -> None:
+    rows = transformers_plan(hf_models.MODELS["mixtral"](), 2).modules
+    assert rows["model.layers.*.mlp.experts"] == TensorParallelExperts(
+        {"gate_up_proj": Split(-2, blocks=2), "down_proj": Split(-1)}
+    )
+
+
+def test_experts_with_concatenated_gates_are_split_in_two_blocks() -> None:
+    """Whatever the plan says: that of Inkling has no word for it."""
+    model: Any = hf_models.MODELS["mixtral"]()
+    model._tp_plan["model.layers.*.mlp.experts.gate_up_proj"] = "colwise"
+    [experts] = [
+        row for row in transformers_plan(model, 2).modules.values() if hasattr(row, "splits")
+    ]
+    assert experts.splits["gate_up_proj"] == Split(-2, blocks=2)
+
+
+def test_an_activation_with_parameters_sees_split_features() -> None:
+    rows = transformers_plan(hf_models.MODELS["apertus"](), 2).modules
+    assert rows["model.layers.*.mlp.act_fn"] == HeadParallel()
+
+
+def test_without_a_plan_every_linear_layer_gathers_its_output() -> None:
+    rows = transformers_plan(hf_models.MODELS["bloom"](), 2).modules
+    assert rows["transformer.h.*.mlp.dense_h_to_4h"] == ColumnParallel(gather_output=True)
+    assert rows["lm_head"] == rows["transformer.word_embeddings"]
+
+
+def test_a_layer_whose_weight_other_code_reads_stays_full() -> None:
+    config = transformers.MambaConfig(
+        hidden_size=16, state_size=4, num_hidden_layers=1, vocab_size=8, time_step_rank=2
+    )
+    model = transformers.MambaForCausalLM(config)
+    rows = transformers_plan(model, 2).modules
+    assert not [path for path in rows if path.endswith("dt_proj")]
+    assert [path for path in rows if path.endswith("lm_head")]
+
+
+def test_a_module_inside_a_plan_of_ours_keeps_that() -> None:
+    class Ours(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _llama()
+
+        def sharding_plan(self) -> Any:
+            return llama_hf_plan(self.inner.config)
+
+    assert find_plans(Ours(), None, 2).keys() == {""}
+    assert find_plans(nn.ModuleDict({"a": _llama()}), None, 2).keys() == {"a"}
+    assert find_plans(nn.ModuleDict({"a": _llama()}), None, 1) == {}
+
+
+def _with_entry(entry: dict[str, str]) -> Any:
+    model = _llama()
+    model._tp_plan.update(entry)
+    return model
+
+
+def _mixtral_without_down() -> Any:
+    model: Any = hf_models.MODELS["mixtral"]()
+    del model._tp_plan["model.layers.*.mlp.experts.down_proj"]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "tensor", "message"),
+    [
+        (
+            lambda: _llama(num_attention_heads=6, num_key_value_heads=6, hidden_size=48),
+            4,
+            r"q_proj has 6 query heads, which 4 .* Set tensor_model_parallel_size to a divisor",
+        ),
+        (
+            lambda: _llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
+            2,
+            "k_proj has 3 key and value heads, which 2 tensor-parallel ranks",
+        ),
+        (
+            lambda: _with_entry({"model.norm": "sequence_parallel"}),
+            2,
+            'LlamaForCausalLM has "model.norm": "sequence_parallel".*a LlamaRMSNorm',
+        ),
+        (
+            lambda: _with_entry({"model.layers.*.mlp.act_fn": "colwise"}),
+            2,
+            r"no style of that kind for model.layers.0.mlp.act_fn \(a Si",
+        ),
+        (_mixtral_without_down, 2, "does not name their down_proj"),
+        (lambda: hf_models._decoder("Doge"), 2, "splits the heads of model.layers.0.* not its A,"),
+        (
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(n_layer=1, n_embd=24, n_head=3, vocab_size=8)
+            ),
+            2,
+            "GPT2LMHeadModel has 3 attention heads",
+        ),
+    ],
+    ids=["heads", "keys", "style", "module", "experts", "per-head", "table"],
+)
+def test_what_cannot_be_split_is_refused(make: Any, tensor: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transformers_plan(make(), tensor)
+
+
+def test_sequence_parallelism_needs_rows_that_shard_the_sequence() -> None:
+    model = _llama()
+    check_plans(model, _layout(), None)
+    check_plans(model, _layout(sequence_parallel=True), llama_hf_plan(model.config))
+    with pytest.raises(ConfigError, match=r'sequence_parallel is True.*LlamaForCausalLM.*"auto"'):
+        check_plans(model, _layout(sequence_parallel=True), None)
+
+
+def test_a_refusal_comes_before_the_launch() -> None:
+    fit = trainer(
+        MegatronStrategy(tensor_model_parallel_size=2, sequence_parallel=True),
+        devices=2,
+        max_epochs=1,
+    )
+    with pytest.raises(ConfigError, match="sequence_parallel is True"):
+        fit.fit(hf_models.Untouched("llama"), hf_models.loader("llama"))
