@@ -61,7 +61,7 @@ class CallAnalysis:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context of the run: nothing is recorded, and buffers are restored at the end."""
-        with _unchanged(self._partition.module), torch.inference_mode(False), torch.no_grad():
+        with _unchanged(self._partition.module), torch.no_grad():
             yield
 
     def conclude(self, facts: CallFacts, context: ParallelContext) -> None:

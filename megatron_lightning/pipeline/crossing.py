@@ -346,12 +346,12 @@ class StageCrossing:
 
     def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
         """Return the output for the model's code: a copy if it is sent and the code writes into
-        it.
+        it, or may do so in inference mode, where writes are not counted.
         """
         visit = self._visit
         if index not in visit.sent and not self._analysis:
             return output
-        if index in self._facts.written:
+        if index in self._facts.written or any(tensor.is_inference() for tensor in tensors):
             return tree_map_only(Tensor, torch.clone, output)
         visit.lent += [(index, tensor, _version(tensor)) for tensor in tensors]
         return output

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from megatron_lightning.errors import ConfigError
 
@@ -40,11 +39,9 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def kinds_of(batch: Any) -> Hashable:
-    """Return the structure of a batch with the dtypes and numbers of dims of its tensors."""
-    leaves, spec = tree_flatten(batch)
-    return str(spec), tuple(
-        (leaf.dtype, leaf.ndim) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
-    )
+    """Return the names in a batch, and the dtypes and numbers of dims of its tensors."""
+    names = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
+    return names, tuple((tensor.dtype, tensor.ndim) for tensor in tensors_of(batch))
 
 
 def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:

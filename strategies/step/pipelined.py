@@ -131,14 +131,17 @@ class PipelinedSteps(Steps):
             self._scope.module,
             hook,
             call,
-            microbatches,
-            indices,
+            indices=indices,
             around=partial(self._around, hook),
             begin_microbatch=self._begin_microbatch,
             variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
         )
         crossing = self._crossing(hook, microbatches[0], make_program)
-        program = make_program(crossing=crossing, training=self.training if trains else None)
+        program = make_program(
+            microbatches=microbatches,
+            crossing=crossing,
+            training=self.training if trains else None,
+        )
         self._rng.begin_step()
         self._lists.begin()
         if trains:
@@ -208,7 +211,10 @@ class PipelinedSteps(Steps):
             reached=self._rng.at_call,
         )
         if is_new:
-            self._analyze(crossing, make_program(crossing=crossing, training=None))
+            copied = tree_map_only(Tensor, Tensor.clone, first)  # steps may write into their batch
+            self._analyze(
+                crossing, make_program(microbatches=[copied], crossing=crossing, training=None)
+            )
         return crossing
 
     def _analyze(self, crossing: StageCrossing, program: UserProgram) -> None:

@@ -132,7 +132,7 @@ KINDS = [
     ("place", "method", "overwrite"),
     [
         (*KINDS[0], True),
-        (*KINDS[1], False),
+        pytest.param(*KINDS[1], False, marks=pytest.mark.slow),
         pytest.param(*KINDS[0], False, marks=pytest.mark.slow),
         pytest.param(*KINDS[1], True, marks=pytest.mark.slow),
     ],

@@ -98,7 +98,6 @@ SLOW = [
 @pytest.mark.parametrize(
     ("world", "layout", "kinds", "layers"),
     [
-        pytest.param(1, OWN_TABLE, ["selective"], 2, id="short"),
         *(
             pytest.param(world, layout, list(OPTIONS), 4, id=name, marks=pytest.mark.slow)
             for name, world, layout in SLOW

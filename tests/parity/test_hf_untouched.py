@@ -68,10 +68,8 @@ def _check_equal(name: str, optimizer: str, ranks: int, folder: Path) -> None:
 _DEFAULT = [
     ("llama-one-key", "SGD"),  # ranks share a key
     ("qwen3", "AdamW"),  # tied, norms of heads
-    ("gemma3", "SGD"),  # an embedding with a forward of its own
     ("mixtral", "SGD"),
     ("gpt2", "SGD"),
-    ("bert", "AdamW"),  # the head's bias is tied, too
     ("t5", "SGD"),
     ("bloom", "SGD"),  # no plan: layers gather their outputs
 ]

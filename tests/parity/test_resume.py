@@ -280,16 +280,11 @@ def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
     _check([*pairwise(ring)], tmp_path)
 
 
+@pytest.mark.slow  # test_precision and test_optim_parity check main params of one layout each
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("precision", "every"),
-    [
-        ("bf16-true", 72),
-        *(
-            pytest.param(precision, 4, marks=pytest.mark.slow)
-            for precision in ("bf16-true", "16-true", "16-mixed", "bf16-mixed")
-        ),
-    ],
+    [(precision, 4) for precision in ("bf16-true", "16-true", "16-mixed", "bf16-mixed")],
 )
 def test_masters_and_the_loss_scale_are_exact_in_another_layout(
     precision: str, every: int, tmp_path: Path
