@@ -59,9 +59,11 @@ class CallAnalysis:
         self._uses.append(uses)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context of the run: nothing is recorded, and buffers are restored at the end."""
-        with _unchanged(self._partition.module), torch.no_grad():
+    def running(self, root: nn.Module) -> Iterator[None]:
+        """Context of the run: nothing is recorded, and the buffers of ``root``, which the step may
+        use, are restored at the end.
+        """
+        with _unchanged(root), torch.no_grad():
             yield
 
     def conclude(self, facts: CallFacts, context: ParallelContext) -> None:

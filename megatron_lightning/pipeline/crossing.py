@@ -41,6 +41,7 @@ from megatron_lightning.pipeline.taint import Taint
 from megatron_lightning.pipeline.visit import CallFacts, Visit
 
 _FOREIGN_HOOKS = ("torch.distributed.fsdp", "megatron_lightning")
+_LIBRARIES = ("torch", "megatron_lightning", "transformers", "lightning")
 
 
 class StageExit(BaseException):
@@ -142,16 +143,17 @@ class StageCrossing:
         self._taint = self._analysis.follow() if self._analysis else None
 
     @contextmanager
-    def analyzing(self) -> Iterator[None]:
+    def analyzing(self, root: nn.Module) -> Iterator[None]:
         """Inside the block steps run without values and are left at the end of the module's
         forward; afterwards it is known what messages have to hold. A collective of the pipeline.
+        ``root``: the LightningModule.
 
         Raises:
             ConfigError: If state that units hand on by other ways crosses a stage boundary.
             ShardingError: If a stage reads a parameter that it does not have.
         """
         self._analysis = CallAnalysis(self._partition)
-        with self._analysis.running():
+        with self._analysis.running(root):
             yield
         self._analysis.conclude(self._facts, self._context)
         self._analysis = self._taint = None
@@ -169,6 +171,34 @@ class StageCrossing:
             yield
         finally:
             self._recomputes = False
+
+    def check_result(self, result: Any) -> None:
+        """Check that the step has not used a placeholder that a hook has recorded.
+
+        Raises:
+            PipelineError: If its result is NaN where those of the module are not.
+        """
+        if not self._fill:
+            return
+        units = self._partition.units[: self._visit.first]
+        hooked = [name for name in units if _hooks(self._partition.module.get_submodule(name))]
+        if hooked and _has_nan(result):
+            raise PipelineError(
+                f"{self._hook} returned NaN, and the pipelined module did not: it uses the output "
+                f"of {hooked[0]!r} that a hook has recorded, which is on an earlier stage. Let the "
+                "forward return what the step uses."
+            )
+
+    @property
+    def inner_hooks(self) -> list[str]:
+        """Return the modules inside of units whose forward hooks run on the unit's stage only."""
+        module = self._partition.module
+        return [
+            f"{name}.{path}"
+            for name in self._partition.units
+            for path, child in module.get_submodule(name).named_modules()
+            if path and _hooks(child)
+        ]
 
     # -------------------------------------------------------------------------------- of the module
 
@@ -407,6 +437,16 @@ class StageCrossing:
         )
 
 
+def _hooks(module: nn.Module) -> list[Any]:
+    """Return the user's forward hooks of a module."""
+    hooks = module._forward_hooks.values()
+    return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in _LIBRARIES]
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
+
+
 def _has_nan(tree: Any) -> bool:
     tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
     return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
@@ -420,7 +460,7 @@ def _version(tensor: Tensor) -> int:
 def _with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Run the user's forward hooks of a unit that does not run; some record outputs."""
     for key, hook in unit._forward_hooks.items():
-        if str(getattr(hook, "func", hook).__module__).startswith(_FOREIGN_HOOKS):
+        if _module_of(hook).startswith(_FOREIGN_HOOKS):
             continue
         with_kwargs = key in unit._forward_hooks_with_kwargs
         result = hook(unit, args, kwargs, output) if with_kwargs else hook(unit, args, output)

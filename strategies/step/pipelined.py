@@ -223,9 +223,15 @@ class PipelinedSteps(Steps):
         """
         state, streams = self._rng.state(), self._scope.context.rng.state_dict()
         self._rng.begin_step()
-        with self._in_step(crossing, trains=False), crossing.analyzing():
+        with self._in_step(crossing, trains=False), crossing.analyzing(self._scope.module):
             self._executor.run(self._schedule(1, backward=False), program, backward=False)
         self._executor.forget_boundaries()  # those of the analysis held no tensors
+        if crossing.inner_hooks:
+            rank_zero_warn(
+                f"forward hooks of {', '.join(crossing.inner_hooks[:3])} run on the pipeline stage "
+                "of these modules only: a loss or a log that uses what they record misses it. Let "
+                "the forward return it."
+            )
         self._rng.set_state(state)
         self._scope.context.rng.load_state_dict(streams)
 

@@ -89,6 +89,8 @@ class UserProgram:
             self._check_uncrossed(stage, received)
             if not is_last:
                 return StageTensors()
+        if crossing is not None:
+            crossing.check_result(output)
         return self._finish(microbatch, output)
 
     def _check_uncrossed(self, stage: int, received: StageTensors | None) -> None:
