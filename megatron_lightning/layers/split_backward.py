@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.compat import never_drop
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 
@@ -202,7 +203,7 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
         in neither list.
     """
     split, others = [], []
-    for name, module in root.named_modules():
+    for name, module in present_modules(root):
         if type(module) is nn.Linear:
             module.__class__ = SplitLinear
         if isinstance(module, Splittable):

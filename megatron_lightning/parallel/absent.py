@@ -3,7 +3,8 @@
 An absent module keeps its attributes, its children and its position in lists, so that indices,
 slices, ``len`` and loops mean what they do in the full model. Its parameters and buffers are gone
 from ``parameters()``, ``buffers()`` and ``state_dict()``; in their places are plain attributes on
-``meta``, so that code may still ask for a dtype or a shape, and fails where it computes with them.
+``meta`` (:class:`AbsentTensor`), so that code may still ask for a dtype or a shape, and fails where
+it computes with them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,63 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.errors import PipelineError
+from megatron_lightning.errors import PipelineError, ShardingError
+
+_ASKED = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad")
+} | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
+
+
+_FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+class AbsentTensor(Tensor):
+    """Shape and dtype of a tensor that another pipeline rank holds.
+
+    Some operations take a tensor on ``meta`` for one of uninitialized memory, so that all but
+    questions about it are refused.
+    """
+
+    path: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, path: str) -> AbsentTensor:
+        """Represent ``tensor``, whose name is ``path``."""
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        made: AbsentTensor = torch.Tensor._make_subclass(cls, empty)
+        made.path = path
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # called by torch
+        if func in _ASKED:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func in _FREEZES:  # another rank's parameter is frozen there
+            return args[0]
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        raise ShardingError(
+            f"{', '.join(leaf.path for leaf in found)} is a parameter of a unit on another "
+            "pipeline rank, and is read outside of that unit. Where the forward reads it, give the "
+            "LightningModule an example_input_array (transformers models have dummy_inputs), so "
+            "that it is known before the model is divided and stays on every rank."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
+        return AbsentTensor.of(self, self.path)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _represent, (tuple(self.shape), self.dtype, self.path)
+
+
+def _represent(shape: tuple[int, ...], dtype: torch.dtype, path: str) -> AbsentTensor:
+    return AbsentTensor.of(torch.empty(shape, dtype=dtype, device="meta"), path)
 
 
 class _AbsentForward:
@@ -41,12 +96,12 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
         path: Its path, for messages.
         kept: Ids of tensors that stay, since other modules use them too.
     """
-    for child in module.modules():
+    for inner, child in module.named_modules(prefix=path):
         for registry in (child._parameters, child._buffers):
             for name, tensor in list(registry.items()):
                 if tensor is not None and id(tensor) not in kept:
                     del registry[name]
-                    child.__dict__[name] = tensor.detach().to("meta")
+                    child.__dict__[name] = AbsentTensor.of(tensor, f"{inner}.{name}")
     module._compiled_call_impl = None
     module.__dict__["forward"] = _AbsentForward(path)
 
@@ -54,20 +109,6 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
 def is_absent(module: nn.Module) -> bool:
     """Return whether another pipeline rank holds the module."""
     return isinstance(module.__dict__.get("forward"), _AbsentForward)
-
-
-def absent_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Return what represents the tensors of absent modules, on ``meta``, by their names."""
-    found: dict[str, Tensor] = {}
-    for path, module in root.named_modules():
-        if is_absent(module):
-            for inner, child in module.named_modules(prefix=path):
-                found |= {
-                    f"{inner}.{name}": value
-                    for name, value in vars(child).items()
-                    if isinstance(value, Tensor) and value.is_meta
-                }
-    return found
 
 
 def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

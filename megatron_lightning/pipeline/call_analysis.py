@@ -15,11 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.parallel.absent import absent_tensors
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.stage import StagePartition
-from megatron_lightning.pipeline.taint import Taint, Uses
+from megatron_lightning.pipeline.taint import TAIL, Taint, Uses
 from megatron_lightning.pipeline.visit import CallFacts
 
 
@@ -32,31 +31,15 @@ class CallAnalysis:
 
     def __init__(self, partition: StagePartition) -> None:
         self._partition = partition
-        self._absent = absent_tensors(partition.module)
         self._uses: list[Uses] = []
 
     def follow(self) -> Taint:
         """Return the mode under which a stage runs its forward."""
-        return Taint({**dict(self._partition.module.named_parameters()), **self._absent})
+        return Taint(dict(self._partition.module.named_parameters()))
 
-    def learn(self, stage: int, taint: Taint) -> None:
-        """Keep what the forward of a stage has shown.
-
-        Raises:
-            ShardingError: If it reads a parameter that this rank does not have.
-        """
-        uses = taint.uses()
-        read = {name for name, _ in uses.parameters} | uses.read_between
-        missing = sorted(read & self._absent.keys())
-        if missing:
-            raise ShardingError(
-                f"stage {stage} of {type(self._partition.module).__name__} reads "
-                f"{', '.join(missing[:3])}, a parameter of a unit on another pipeline rank. Give "
-                "the LightningModule an example_input_array (transformers models have "
-                "dummy_inputs), so that it is known before the model is divided and stays on "
-                "every rank."
-            )
-        self._uses.append(uses)
+    def learn(self, taint: Taint) -> None:
+        """Keep what the forward of a stage has shown."""
+        self._uses.append(taint.uses())
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
@@ -79,7 +62,24 @@ class CallAnalysis:
         # Fewer where the step calls the units itself: everything is carried then.
         if len(shown) == len(partition.stages):
             facts.uses = Uses.union(shown)
-            check_boundaries(facts.uses, partition.units, [first for first, _ in partition.bounds])
+            starts = [first for first, _ in partition.bounds]
+            check_boundaries(facts.uses, partition.units, starts)
+            self._check_tail(facts.uses, starts[-1])
+
+    def _check_tail(self, uses: Uses, last: int) -> None:
+        """Check that the units of the last stage hand nothing on that others of their kind, on
+        earlier stages, would as well.
+        """
+        units, module = self._partition.units, self._partition.module
+        kinds = [type(module.get_submodule(unit)) for unit in units]
+        for source, reader in sorted(uses.leaks):
+            if reader == TAIL and kinds[source] in kinds[:last]:
+                raise ConfigError(
+                    f"unit {units[source]!r} hands state to the code behind the units by a list, "
+                    "an attribute or a hook, and the same state of units on earlier stages is "
+                    "missing there. Return it from the units, or switch it off (transformers: "
+                    "output_attentions=False, output_router_logits=False)."
+                )
 
 
 def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) -> None:
@@ -94,6 +94,14 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
         ConfigError: Naming the units and the boundaries that work.
     """
     for start in starts:
+        carried = uses.carried(start) if start else ()
+        for source, writer in sorted(uses.writes):
+            if writer < start and source in carried:
+                raise ConfigError(
+                    f"unit {units[writer]!r} writes into the output of unit {units[source]!r} in "
+                    f"place, which a stage that begins with {units[start]!r} uses too. Let it "
+                    "write into a copy (inplace=False)."
+                )
         if start and not uses.allows(start):
             source, reader = min((j, i) for j, i in uses.leaks if j < start <= i)
             by = "the code behind the units" if reader >= len(units) else repr(units[reader])

@@ -4,7 +4,7 @@ Every stage runs the user's own step and the pipelined module's own forward on t
 calls of its units are intercepted:
 
     unit before the stage    returns what was received, in the structure of the real output, or a
-                             placeholder: zeros of the real shape, where nothing depends on it
+                             placeholder: NaN of the real shape, where nothing depends on it
     unit of the stage        runs; what later stages use of its output is kept to be sent
     first unit behind it     is not entered: the step is unwound
 
@@ -14,7 +14,7 @@ compute the same.
 
 A boundary carries the output of the unit before it and whatever earlier output is still used behind
 it (``taint``). The first micro-batch of every kind of call runs twice: once without values to learn
-that (:class:`CallFacts`), and then with NaN in the placeholders, which must reach nothing.
+that (:class:`CallFacts`), and then for real, where the NaN of the placeholders must reach nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.analysis import intercepted
 from megatron_lightning.pipeline.call_analysis import CallAnalysis
 from megatron_lightning.pipeline.channel import StageTensors
+from megatron_lightning.pipeline.microbatches import tensors_of
 from megatron_lightning.pipeline.parallel_call import replaced_attribute
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.structure import Like, dump, flatten
@@ -87,7 +88,8 @@ class StageCrossing:
         self._signature: Hashable = None
         self._analysis: CallAnalysis | None = None
         self._taint: Taint | None = None  # follows the visit of an analysis
-        self._fill = 0.0
+        self._tests = False
+        self._fill = float("nan")  # whatever depends on a placeholder is wrong, and seen to be so
         self._placeholders: dict[Like, Tensor] = {}
         self._recomputes = False
         self._forward = partition.module.forward
@@ -139,7 +141,7 @@ class StageCrossing:
         )
         self._microbatch, self._signature = microbatch, signature
         self._recomputes = False
-        self._fill = 0.0 if self._analysis or stage in facts.tested else float("nan")
+        self._tests = self._analysis is None and stage not in facts.tested
         self._taint = self._analysis.follow() if self._analysis else None
 
     @contextmanager
@@ -150,7 +152,6 @@ class StageCrossing:
 
         Raises:
             ConfigError: If state that units hand on by other ways crosses a stage boundary.
-            ShardingError: If a stage reads a parameter that it does not have.
         """
         self._analysis = CallAnalysis(self._partition)
         with self._analysis.running(root):
@@ -160,13 +161,13 @@ class StageCrossing:
 
     def _learn(self) -> None:
         if self._analysis is not None and self._taint is not None:
-            self._analysis.learn(self._visit.stage, self._taint)
+            self._analysis.learn(self._taint)
 
     @contextmanager
     def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around the backward of a stage: what it recomputes calls units again, in any order."""
         self._visit = self._visits.pop((stage, microbatch), self._visit)
-        self._recomputes, self._fill = True, 0.0
+        self._recomputes, self._tests = True, False
         try:
             yield
         finally:
@@ -178,7 +179,7 @@ class StageCrossing:
         Raises:
             PipelineError: If its result is NaN where those of the module are not.
         """
-        if not self._fill:
+        if not self._tests:
             return
         units = self._partition.units[: self._visit.first]
         hooked = [name for name in units if _hooks(self._partition.module.get_submodule(name))]
@@ -212,7 +213,7 @@ class StageCrossing:
         self._begin()
         with self._context.rng.fork("data-parallel-rng"):
             output = self._run(args, kwargs)
-            if self._fill:
+            if self._tests:
                 self._check_placeholders(output, args, kwargs)
         if isinstance(output, StageExit):
             raise output
@@ -255,9 +256,6 @@ class StageCrossing:
                 exit_.__traceback__ = None  # its frames hold the hooks of unfinished checkpoints
                 left.append(exit_)
                 return tuple(exit_.outputs)
-            except Exception:
-                self._learn()  # a parameter that is not here explains most errors
-                raise
             return output
 
         output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
@@ -282,9 +280,11 @@ class StageCrossing:
         self._facts.tested.add(visit.stage)
         if not _has_nan(found) or _has_nan(visit.received):
             return
-        self._visit, self._fill = replace(visit, next=0, sent={}, lent=[], records=False), 0.0
+        self._visit = replace(visit, next=0, sent={}, lent=[], records=False)
+        self._placeholders, self._fill = {}, 0.0
         with torch.no_grad():
             again = self._run(args, kwargs)  # NaN may have other reasons
+        self._placeholders, self._fill = {}, float("nan")
         self._visit = visit
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
             raise PipelineError(
@@ -389,9 +389,10 @@ class StageCrossing:
     def _placeholder(self, like: Like) -> Tensor:
         """Return memory of the real shape: code may write into it."""
         known = self._placeholders.get(like)
-        fresh = bool(self._analysis or self._fill)
+        fresh = self._analysis is not None
         if fresh or known is None or known.requires_grad or _version(known):
-            value = self._fill if like.dtype.is_floating_point else 0
+            is_real = like.dtype.is_floating_point and not fresh
+            value = self._fill if is_real else 0
             known = torch.full(like.shape, value, dtype=like.dtype, device=self._context.device)
             if not fresh:
                 self._placeholders[like] = known
@@ -444,11 +445,11 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _module_of(hook: Any) -> str:
-    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    return str(getattr(getattr(hook, "func", hook), "__module__", None) or "")
 
 
 def _has_nan(tree: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    tensors = [*tensors_of(tree), *(x for x in tree_leaves(tree) if isinstance(x, Tensor))]
     return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
 
 

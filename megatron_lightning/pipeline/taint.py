@@ -41,6 +41,8 @@ class Uses:
     """(name, i): unit i, or the tail, reads a parameter."""
     read_between: frozenset[str] = frozenset()
     """Parameters that code between the units reads."""
+    writes: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): unit i writes into the output of unit j in place."""
 
     @classmethod
     def union(cls, parts: Sequence[Uses]) -> Uses:
@@ -50,6 +52,7 @@ class Uses:
             frozenset().union(*(part.leaks for part in parts)),
             frozenset().union(*(part.parameters for part in parts)),
             frozenset().union(*(part.read_between for part in parts)),
+            frozenset().union(*(part.writes for part in parts)),
         )
 
     def carried(self, end: int) -> tuple[int, ...]:
@@ -84,6 +87,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _inside: list[int] = field(default_factory=list)
     _used: dict[int, set[Any]] = field(default_factory=dict)
     _between: set[Any] = field(default_factory=set)
+    _writes: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +115,9 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self, output: Any) -> None:
         """Record what the forward returned."""
-        self._used.setdefault(TAIL, set()).update(self._of(_tensors(output)))
+        opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
+        inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
+        self._used.setdefault(TAIL, set()).update(self._of(_tensors([output, inside])))
 
     def uses(self) -> Uses:
         """Return what was recorded."""
@@ -121,6 +127,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frozenset((mark.unit, unit) for mark, unit in facts if isinstance(mark, _Mark)),
             frozenset((mark, unit) for mark, unit in facts if isinstance(mark, str)),
             frozenset(mark for mark in self._between if isinstance(mark, str)),
+            frozenset(self._writes),
         )
 
     def __torch_dispatch__(
@@ -138,7 +145,11 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if marks:
             for tensor in _tensors(output):
                 if _storage(tensor) not in earlier:
-                    self._mark(tensor, marks | self._of([tensor]))
+                    before = self._of([tensor])
+                    if self._inside and func._schema.is_mutable:
+                        unit = self._inside[-1]
+                        self._writes |= {(j, unit) for j in before if isinstance(j, int)}
+                    self._mark(tensor, marks | before)
         return output
 
     def _use(self, marks: frozenset[Any]) -> None:

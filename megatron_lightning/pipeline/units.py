@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.patterns import compile_pattern
@@ -239,7 +239,14 @@ def _ordered(
 
 
 def _num_parameters(modules: Mapping[str, nn.Module], names: Iterable[str]) -> int:
-    return sum(parameter.numel() for name in names for parameter in modules[name].parameters())
+    """Return the elements of the parameters, and of running statistics, which only one stage may
+    update.
+    """
+    children = [child for name in names for child in modules[name].modules()]
+    statistics = [c for c in children if isinstance(c, nn.modules.batchnorm._NormBase)]
+    tensors: list[Tensor] = [p for c in children for p in c.parameters(recurse=False)]
+    tensors += [buffer for child in statistics for buffer in child.buffers(recurse=False)]
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _weighed(

@@ -136,7 +136,7 @@ class PipelinedSteps(Steps):
             begin_microbatch=self._begin_microbatch,
             variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
         )
-        crossing = self._crossing(hook, microbatches[0], make_program)
+        crossing = self._crossing(hook, microbatches[0], indices[1:], make_program)
         program = make_program(
             microbatches=microbatches,
             crossing=crossing,
@@ -184,7 +184,11 @@ class PipelinedSteps(Steps):
             accumulation.drop_run()
 
     def _crossing(
-        self, hook: str, first: Any, make_program: Callable[..., UserProgram]
+        self,
+        hook: str,
+        first: Any,
+        loader: tuple[Any, ...],
+        make_program: Callable[..., UserProgram],
     ) -> StageCrossing | None:
         """Return what runs this rank's stages where the step calls the pipelined module; None with
         one stage.
@@ -199,7 +203,7 @@ class PipelinedSteps(Steps):
             with units.in_order(hook, stage):
                 return units.call(stage, forward, *args, **kwargs)
 
-        kind = (hook, self._scope.module.trainer.sanity_checking, kinds_of(first))
+        kind = (hook, self._scope.module.trainer.sanity_checking, loader, kinds_of(first))
         is_new = kind not in self._facts
         facts = self._facts.setdefault(kind, CallFacts())
         crossing = StageCrossing(
@@ -223,9 +227,10 @@ class PipelinedSteps(Steps):
         """
         state, streams = self._rng.state(), self._scope.context.rng.state_dict()
         self._rng.begin_step()
+        self._executor.forget_boundaries()  # the analysis sends no tensors
         with self._in_step(crossing, trains=False), crossing.analyzing(self._scope.module):
             self._executor.run(self._schedule(1, backward=False), program, backward=False)
-        self._executor.forget_boundaries()  # those of the analysis held no tensors
+        self._executor.forget_boundaries()
         if crossing.inner_hooks:
             rank_zero_warn(
                 f"forward hooks of {', '.join(crossing.inner_hooks[:3])} run on the pipeline stage "

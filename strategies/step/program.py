@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
-from megatron_lightning.pipeline.microbatches import batch_size_of, tensors_of
+from megatron_lightning.pipeline.microbatches import batch_size_of, kinds_of, tensors_of
 from megatron_lightning.strategies.step.logs import LogRecorder
 from megatron_lightning.strategies.step.training import Training
 
@@ -65,6 +65,12 @@ class UserProgram:
         self.sizes = [batch_size_of(part) for part in microbatches]
         known = [float(size) for size in self.sizes if size]
         self._weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
+        # Steps may leave out a sanity check, and depend on the loader's index.
+        of_all = (hook, module.trainer.sanity_checking, indices[1:])
+        self._signatures = [
+            (*of_all, kinds_of(part), tuple(tuple(x.shape) for x in tensors_of(part)))
+            for part in microbatches
+        ]
         self._items: dict[int, Tensor] = {}
         self.recorder = LogRecorder(module, self.sizes)
         self.outputs: dict[int, Any] = {}
@@ -147,16 +153,10 @@ class UserProgram:
         return [self._items.get(index, weight) for index, weight in enumerate(self._weights)]
 
     def signature(self, microbatch: int) -> Any:
-        """Return shapes and dtypes of the micro-batch: equal ones give equal outputs of the
+        """Return names, shapes and dtypes of the micro-batch: equal ones give equal outputs of the
         stages.
         """
-        if self._variable_shapes:
-            return microbatch
-        shapes = tuple(
-            (tuple(x.shape), x.dtype) for x in tensors_of(self._microbatches[microbatch])
-        )
-        # Steps may leave out a sanity check.
-        return (self._hook, self._module.trainer.sanity_checking, shapes)
+        return microbatch if self._variable_shapes else self._signatures[microbatch]
 
     def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Let a backward recompute the forward of a stage."""

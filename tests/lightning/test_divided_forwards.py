@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "reads": (
         lambda: VectorModule(Reads()),
-        r"stage 1 of Reads reads blocks.0.linear.weight, .* example_input_array",
+        r"blocks.0.linear.weight is a parameter of a unit on another .* example_input_array",
     ),
     "records": (Records, r"uses the output of 'blocks.0' that a hook has recorded"),
     "leaks-example": (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.errors import ConfigError, PipelineError, ShardingError
 from megatron_lightning.parallel.absent import is_absent, present_modules
 from megatron_lightning.pipeline.stage import StagePartition, has_unit
 
@@ -60,6 +60,10 @@ def test_an_index_means_the_same_layer_on_every_stage() -> None:
     assert list(model.layers[:2].parameters()) == [] and is_absent(model.layers[-4])
     assert model.layers[0].weight.shape == (4, 4) and model.layers[0].weight.dtype == torch.float32
     assert [path for path, _ in present_modules(model.layers)] == ["", "2", "3"]
+    with pytest.raises(
+        ShardingError, match=r"layers\.0\.weight is a parameter of a unit on another"
+    ):
+        torch.ones(1, 4) @ model.layers[0].weight  # torch would give uninitialized memory
     with pytest.raises(PipelineError, match=r"layers\.0 was called outside of the pipelined"):
         model.layers[0](torch.ones(1, 4))
 

@@ -14,6 +14,7 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.analysis import ExampleRun
+from megatron_lightning.pipeline.call_analysis import check_boundaries
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.taint import TAIL
 from megatron_lightning.pipeline.units import find_pipelined
@@ -214,3 +215,17 @@ def test_a_forward_that_branches_on_values_runs_for_real() -> None:
     with torch.device("meta"):
         model = Branching()
     assert _uses(model) is None
+
+
+def test_a_unit_that_writes_into_what_others_use_is_refused() -> None:
+    class Writes(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            one = self.first(x)
+            self.second.forward = lambda x: x.relu_() * 2
+            return self.third(self.second(one) + one)
+
+    uses = _uses(Writes())
+    assert uses.writes == {(0, 1)}
+    with pytest.raises(ConfigError, match=r"unit 'second' writes into the output of unit 'first'"):
+        check_boundaries(uses, UNITS, [0, 2])
+    check_boundaries(uses, UNITS, [0, 1])
