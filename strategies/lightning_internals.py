@@ -259,7 +259,7 @@ class FullSummary:
 def replace_summary(
     callback: ModelSummary, summary: FullSummary, summarize: Callable[..., None]
 ) -> Callable[[], None]:
-    """Let a callback show ``summary`` through ``summarize``; return what undoes this."""
+    """Replace what a callback shows by ``summary``, through ``summarize``; return the undo."""
     vars(callback).update(_summary=lambda *_: summary, summarize=summarize)
 
     def undo() -> None:

@@ -16,7 +16,7 @@ _FLOPS = "total flops"  # 0, since no example input is run
 
 
 def summarize_full(module: pl.LightningModule, undo: ExitStack) -> None:
-    """Let the summary callbacks show ``module`` as it is now, until ``undo`` is closed.
+    """Fix what the summary callbacks show: ``module`` as it is now, until ``undo`` is closed.
 
     Only rank 0 prints it. An example input is not run: the module may be on ``meta``.
     """

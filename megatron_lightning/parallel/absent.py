@@ -22,8 +22,6 @@ _ASKED = {
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad")
 } | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
-
-
 _FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 

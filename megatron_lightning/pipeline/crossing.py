@@ -38,11 +38,9 @@ from megatron_lightning.pipeline.microbatches import tensors_of
 from megatron_lightning.pipeline.parallel_call import replaced_attribute
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.structure import Like, dump, flatten
+from megatron_lightning.pipeline.stubs import Placeholders, num_writes, user_hooks, with_hooks
 from megatron_lightning.pipeline.taint import Taint
 from megatron_lightning.pipeline.visit import CallFacts, Visit
-
-_FOREIGN_HOOKS = ("torch.distributed.fsdp", "megatron_lightning")
-_LIBRARIES = ("torch", "megatron_lightning", "transformers", "lightning")
 
 
 class StageExit(BaseException):
@@ -60,7 +58,7 @@ class StageCrossing:
         hook: Name of the user's step, for messages.
         partition: The pipelined module and its stages.
         context: Groups of this rank.
-        facts: What is known of this kind of call.
+        facts: Facts about this kind of call.
         run_stage: Called with a stage, its forward and the forward's arguments; runs it with its
             parameters gathered.
         reached: Called with the micro-batch, right before the stage runs.
@@ -89,8 +87,8 @@ class StageCrossing:
         self._analysis: CallAnalysis | None = None
         self._taint: Taint | None = None  # follows the visit of an analysis
         self._tests = False
-        self._fill = float("nan")  # whatever depends on a placeholder is wrong, and seen to be so
-        self._placeholders: dict[Like, Tensor] = {}
+        # Whatever depends on a placeholder is wrong, and NaN shows it.
+        self._placeholders = Placeholders(float("nan"), context.device)
         self._recomputes = False
         self._forward = partition.module.forward
 
@@ -182,7 +180,7 @@ class StageCrossing:
         if not self._tests:
             return
         units = self._partition.units[: self._visit.first]
-        hooked = [name for name in units if _hooks(self._partition.module.get_submodule(name))]
+        hooked = [name for name in units if user_hooks(self._partition.module.get_submodule(name))]
         if hooked and _has_nan(result):
             raise PipelineError(
                 f"{self._hook} returned NaN, and the pipelined module did not: it uses the output "
@@ -198,7 +196,7 @@ class StageCrossing:
             f"{name}.{path}"
             for name in self._partition.units
             for path, child in module.get_submodule(name).named_modules()
-            if path and _hooks(child)
+            if path and user_hooks(child)
         ]
 
     # -------------------------------------------------------------------------------- of the module
@@ -281,11 +279,11 @@ class StageCrossing:
         if not _has_nan(found) or _has_nan(visit.received):
             return
         self._visit = replace(visit, next=0, sent={}, lent=[], records=False)
-        self._placeholders, self._fill = {}, 0.0
+        placeholders, device = self._placeholders, self._context.device
+        self._placeholders = Placeholders(0.0, device)
         with torch.no_grad():
             again = self._run(args, kwargs)  # NaN may have other reasons
-        self._placeholders, self._fill = {}, float("nan")
-        self._visit = visit
+        self._visit, self._placeholders = visit, placeholders
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
             raise PipelineError(
                 f"the result of stage {visit.stage} depends on the output of a pipeline unit that "
@@ -363,7 +361,9 @@ class StageCrossing:
         structure = visit.structures[index]
         if tensors is None:
             tensors = tuple(
-                self._placeholder(leaf) for leaf in structure.leaves if isinstance(leaf, Like)
+                self._placeholders.of(leaf, fresh=self._analysis is not None)
+                for leaf in structure.leaves
+                if isinstance(leaf, Like)
             )
         elif not self._recomputes and index in visit.carried:
             visit.sent[index] = tensors
@@ -372,7 +372,7 @@ class StageCrossing:
             self._taint.mark_output(index, output)
         if not self._recomputes:
             output = self._lend(index, output, tensors)
-        return _with_hooks(unit, args, kwargs, output)
+        return with_hooks(unit, args, kwargs, output)
 
     def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
         """Return the output for the model's code: a copy if it is sent and the code writes into
@@ -383,26 +383,14 @@ class StageCrossing:
             return output
         if index in self._facts.written or any(tensor.is_inference() for tensor in tensors):
             return tree_map_only(Tensor, torch.clone, output)
-        visit.lent += [(index, tensor, _version(tensor)) for tensor in tensors]
+        visit.lent += [(index, tensor, num_writes(tensor)) for tensor in tensors]
         return output
-
-    def _placeholder(self, like: Like) -> Tensor:
-        """Return memory of the real shape: code may write into it."""
-        known = self._placeholders.get(like)
-        fresh = self._analysis is not None
-        if fresh or known is None or known.requires_grad or _version(known):
-            is_real = like.dtype.is_floating_point and not fresh
-            value = self._fill if is_real else 0
-            known = torch.full(like.shape, value, dtype=like.dtype, device=self._context.device)
-            if not fresh:
-                self._placeholders[like] = known
-        return known
 
     def _outputs(self) -> StageTensors:
         """Return what the next stage receives."""
         visit, facts = self._visit, self._facts
         self._learn()
-        written = {unit for unit, tensor, version in visit.lent if _version(tensor) != version}
+        written = {unit for unit, tensor, version in visit.lent if num_writes(tensor) != version}
         if written and not self._analysis:
             raise PipelineError(
                 f"the forward writes into the output of {self._partition.units[min(written)]!r} "
@@ -438,32 +426,6 @@ class StageCrossing:
         )
 
 
-def _hooks(module: nn.Module) -> list[Any]:
-    """Return the user's forward hooks of a module."""
-    hooks = module._forward_hooks.values()
-    return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in _LIBRARIES]
-
-
-def _module_of(hook: Any) -> str:
-    return str(getattr(getattr(hook, "func", hook), "__module__", None) or "")
-
-
 def _has_nan(tree: Any) -> bool:
     tensors = [*tensors_of(tree), *(x for x in tree_leaves(tree) if isinstance(x, Tensor))]
     return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of writes into a tensor, as far as they are counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Run the user's forward hooks of a unit that does not run; some record outputs."""
-    for key, hook in unit._forward_hooks.items():
-        if _module_of(hook).startswith(_FOREIGN_HOOKS):
-            continue
-        with_kwargs = key in unit._forward_hooks_with_kwargs
-        result = hook(unit, args, kwargs, output) if with_kwargs else hook(unit, args, output)
-        output = output if result is None else result
-    return output

@@ -31,7 +31,7 @@ TAIL = 1_000_000
 
 @dataclass(frozen=True)
 class Uses:
-    """What a forward has shown."""
+    """Uses found in one or several forwards."""
 
     outputs: frozenset[tuple[int, int]] = frozenset()
     """(j, i): unit i, or the tail, uses the output of unit j."""
@@ -78,7 +78,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that follows the marks.
 
     Args:
-        parameters: Name -> parameter of the pipelined module, or what represents an absent one.
+        parameters: Name -> parameter of the pipelined module.
     """
 
     parameters: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""State of a stage's forward on one micro-batch, and what is known of all forwards of a kind."""
+"""State of a stage's forward on one micro-batch, and facts about all forwards of a kind."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_lightning.pipeline.taint import Uses
 
 @dataclass
 class CallFacts:
-    """What is known of one kind of call of the pipelined module: hook, mode, kinds of arguments."""
+    """Facts about one kind of call of the pipelined module: hook, mode, kinds of arguments."""
 
     uses: Uses | None = None
     """Which units use which outputs; None: not known, and every output is carried."""
     written: set[int] = field(default_factory=set)
     """Units into whose outputs the model's code writes: it is given copies."""
     tested: set[int] = field(default_factory=set)
-    """Stages of this rank that have run with NaN in their placeholders."""
+    """Stages of this rank whose results were checked for the NaN of placeholders."""
     notes: dict[tuple[int, Hashable], tuple[str, dict[int, Structure]]] = field(
         default_factory=dict
     )

@@ -159,7 +159,7 @@ class UserProgram:
         return microbatch if self._variable_shapes else self._signatures[microbatch]
 
     def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Let a backward recompute the forward of a stage."""
+        """Return the context in which a backward may recompute the forward of a stage."""
         crossing = self._crossing
         return nullcontext() if crossing is None else crossing.recomputing(stage, microbatch)
 
