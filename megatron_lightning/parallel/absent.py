@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.errors import PipelineError, ShardingError
 
+_MARK = "_megatron_absent"
 _ASKED = {
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad")
@@ -102,11 +103,12 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
                     child.__dict__[name] = AbsentTensor.of(tensor, f"{inner}.{name}")
     module._compiled_call_impl = None
     module.__dict__["forward"] = _AbsentForward(path)
+    module.__dict__[_MARK] = True  # recomputation and others may wrap the forward
 
 
 def is_absent(module: nn.Module) -> bool:
     """Return whether another pipeline rank holds the module."""
-    return isinstance(module.__dict__.get("forward"), _AbsentForward)
+    return _MARK in module.__dict__
 
 
 def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError, PipelineError, ShardingError
+from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.parallel.absent import is_absent, present_modules
 from megatron_lightning.pipeline.stage import StagePartition, has_unit
 
@@ -89,6 +91,13 @@ def test_tied_parameters_stay_with_each_unit() -> None:
     model.head.weight = model.embed.weight
     StagePartition(model, [["embed"], ["head"]], [1])
     assert [name for name, _ in model.named_parameters()] == ["head.weight"]
+
+
+def test_units_stay_absent_when_their_forward_is_wrapped() -> None:
+    model = _second()
+    options = RecomputeOptions(recompute_granularity="full", recompute_method="uniform")
+    apply_recompute(model, options)
+    assert is_absent(model.layers[0]) and not has_unit(model, "layers.1")
 
 
 def test_a_part_is_divided_once() -> None:
