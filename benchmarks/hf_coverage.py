@@ -6,13 +6,16 @@ Every family becomes a tiny random model, which takes a few SGD steps under plai
 process, and under each layout. Losses and final weights are compared. A family gives one line of
 JSON in the work file; a run continues after the last one. The table goes to docs/hf_coverage.md.
 
-A result is *equal*, *refused* (our error says why), *wrong*, or *failed* (any other error).
+A result is *equal*, *refused* (our error says why), *wrong*, *failed* (any other error), or
+*sensitive*: the results differ, but those of one process differ as much when its weights are
+changed by a rounding, so that nothing can be said.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing as mp
 import os
 import tempfile
@@ -24,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -58,20 +61,36 @@ LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
 """Of the distance that a parameter has moved; beside it a few roundings of its own size."""
 
+ROUNDING = 1e-7
+SENSITIVITY = 10
+"""How much farther than a rounding leads, a result may be and still say nothing."""
+
+KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
+
 TABLE = Path("docs/hf_coverage.md")
 
 
 class CausalLM(pl.LightningModule):
-    """An untouched model of a family."""
+    """An untouched model of a family, whose weights may be changed by a rounding."""
 
-    def __init__(self, family: Family, config: Any) -> None:
+    def __init__(self, family: Family, config: Any, rounding: float) -> None:
         super().__init__()
         self.family = family
         self.model_config = config
+        self.rounding = rounding
 
     def configure_model(self) -> None:
         """Build the model; every rank keeps its part."""
+        self.built()
+
+    def built(self) -> CausalLM:
+        """Return this module with its model."""
         self.model = hf_families.build(self.family, self.model_config)
+        noise = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1 + self.rounding * torch.randn(parameter.shape, generator=noise))
+        return self
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of the next tokens."""
@@ -90,8 +109,17 @@ class _Losses(pl.Callback):
         self.values.append(float(args[2]["loss"]))
 
 
-def train(family: Family, config: Any, options: dict[str, Any] | None, folder: str) -> list[float]:
-    """Train on this rank, save a checkpoint into ``folder``, and return the losses."""
+def train(
+    family: Family,
+    config: Any,
+    options: dict[str, Any] | None,
+    path: str,
+    rounding: float = 0.0,
+) -> list[float]:
+    """Train on this rank, save a checkpoint at ``path``, and return the losses.
+
+    ``options`` are those of the strategy; None: plain Lightning.
+    """
     warnings.filterwarnings("ignore")
     world = dist.get_world_size() if dist.is_initialized() else 1
     losses = _Losses()
@@ -107,46 +135,128 @@ def train(family: Family, config: Any, options: dict[str, Any] | None, folder: s
         enable_checkpointing=False,
         callbacks=[losses],
     )
-    module = CausalLM(family, config)
+    module = CausalLM(family, config, rounding)
     trainer.fit(module, DataLoader(hf_families.tokens(STEPS * BATCH), BATCH // replicas))  # type: ignore[arg-type]
-    trainer.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
+    trainer.save_checkpoint(path)
     return losses.values
 
 
-def reference(family: Family, folder: str) -> tuple[Any, list[float]]:
+class Trained(NamedTuple):
+    """The losses of a run, and its weights at the end."""
+
+    losses: list[float]
+    weights: Mapping[str, Tensor]
+
+
+class Reference(NamedTuple):
+    """One process: the shrunk configuration, the weights before training, and the results."""
+
+    config: Any
+    initial: Mapping[str, Tensor]
+    trained: Trained
+
+
+def _load(path: str) -> Mapping[str, Tensor]:
+    state: dict[str, Tensor] = torch.load(path, weights_only=True)["state_dict"]
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+def train_reference(family: Family, folder: str) -> tuple[Any, list[float]]:
     """Return the shrunk configuration and the losses of one process; its weights before and after
-    are saved.
+    are saved in ``folder``.
     """
     config = hf_families.small_config(family)
-    torch.save(hf_families.build(family, config).state_dict(), f"{folder}/initial.pt")
-    return config, train(family, config, None, folder)
+    torch.save(
+        {"state_dict": CausalLM(family, config).built().state_dict()}, f"{folder}/initial.pt"
+    )
+    return config, train(family, config, None, f"{folder}/one.ckpt")
+
+
+def reference(family: Family, folder: str, limit_s: float) -> Reference:
+    """Return the results of one process."""
+    [(config, losses)] = run(1, train_reference, family, folder, limit_s=limit_s)
+    trained = Trained(losses, _load(f"{folder}/one.ckpt"))
+    return Reference(config, _load(f"{folder}/initial.pt"), trained)
+
+
+def train_layout(family: Family, config: Any, layout: str, folder: str, limit_s: float) -> Trained:
+    """Return the results of a layout: losses are means over the data-parallel ranks."""
+    size, options = LAYOUTS[layout]
+    losses = run(size, train, family, config, options, f"{folder}/parts.ckpt", limit_s=limit_s)
+    own = losses if layout == "fsdp" else losses[:1]
+    consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
+    means = [sum(step) / len(step) for step in zip(*own, strict=True)]
+    return Trained(means, _load(f"{folder}/full.ckpt"))
 
 
 # ------------------------------------------------------------------------------------------ compare
 
 
-def compare(losses: Sequence[Sequence[float]], expected: Sequence[float], folder: str) -> str:
-    """Return "equal", or what differs, given the losses of each data-parallel rank."""
-    means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
-    errors = [abs(a - b) / abs(b) for a, b in zip(means, expected, strict=True)]
-    if not all(error <= LOSS_TOLERANCE for error in errors):  # NaN is not
-        return f"wrong: losses differ by {max(errors):.1e}"
-    consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
-    initial = torch.load(f"{folder}/initial.pt", weights_only=True)
-    one, full = (
-        torch.load(f"{folder}/{name}.ckpt", weights_only=True)["state_dict"]
-        for name in ("one", "full")
-    )
-    if one.keys() != full.keys():
-        return f"wrong: {len(one.keys() ^ full.keys())} names differ"
-    for name, weight in one.items():
+class Difference(NamedTuple):
+    """How far a run is from the reference, in units of the tolerances."""
+
+    first_loss: float
+    loss: float
+    weight: float
+    name: str
+    """Of the weight."""
+
+    def within(self, factor: float, own: Difference | None = None) -> bool:
+        """Return whether nothing is more than ``factor`` times as far as ``own`` is, or the
+        tolerance.
+        """
+        loss, weight = (own.loss, own.weight) if own else (0.0, 0.0)
+        return (
+            self.first_loss <= 1  # NaN is not
+            and self.loss <= max(1.0, factor * loss)
+            and self.weight <= max(1.0, factor * weight)
+        )
+
+    def __str__(self) -> str:
+        if not self.loss <= 1:
+            return f"losses differ by {self.loss * LOSS_TOLERANCE:.1e}"
+        return f"{self.name} is off by {self.weight * WEIGHT_TOLERANCE:.1e} of its update"
+
+
+def difference(run: Trained, expected: Reference) -> Difference:
+    """Return how far a run is from the reference.
+
+    Raises:
+        ValueError: If the names of the weights differ.
+    """
+    one = expected.trained
+    if one.weights.keys() != run.weights.keys():
+        raise ValueError(f"{len(one.weights.keys() ^ run.weights.keys())} names differ")
+    losses = [
+        abs(a - b) / abs(b) / LOSS_TOLERANCE for a, b in zip(run.losses, one.losses, strict=True)
+    ]
+    farthest, place = 0.0, ""
+    for name, weight in one.weights.items():
         if not weight.is_floating_point():
             continue
-        moved = (weight - initial[name.removeprefix("model.")]).norm()
-        error = (full[name] - weight).norm()
-        if not error <= WEIGHT_TOLERANCE * moved + 1e-6 * weight.norm():
-            return f"wrong: {name} is off by {float(error / (moved + 1e-12)):.1e} of its update"
-    return "equal"
+        moved = (weight - expected.initial[name]).norm()
+        allowed = WEIGHT_TOLERANCE * moved + 1e-6 * weight.norm()
+        error = float((run.weights[name] - weight).norm() / (allowed + 1e-12))
+        if not error <= farthest:  # NaN is the farthest
+            farthest, place = error, name
+    worst = max(losses) if all(map(math.isfinite, losses)) else math.inf
+    return Difference(losses[0], worst, farthest, place)
+
+
+def compare(run: Trained, expected: Reference, rounded: Callable[[], Trained]) -> str:
+    """Return "equal", or what differs; ``rounded`` trains one process whose weights are changed by
+    a rounding.
+    """
+    try:
+        found = difference(run, expected)
+    except ValueError as error:
+        return f"wrong: {error}"
+    if found.within(1):
+        return "equal"
+    own = difference(rounded(), expected)
+    if found.within(SENSITIVITY, own):
+        return f"sensitive: {found}; changed by a rounding, in one process {own}"
+    return f"wrong: {found}"
 
 
 def verdict(error: BaseException | str) -> str:
@@ -240,16 +350,21 @@ def measure(family: Family, layouts: Sequence[str], limit_s: float) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         try:
             hf_families.load(family)  # before the forks, which share it
-            [(config, expected)] = run(1, reference, family, folder, limit_s=limit_s)
+            expected = reference(family, folder, limit_s)
         except Exception as error:
             return {"plain": f"not built: {str(error).strip().splitlines()[-1][:300]}"}
+
+        def rounded() -> Trained:
+            path = f"{folder}/rounded.ckpt"
+            arguments = (family, expected.config, None, path, ROUNDING)
+            [losses] = run(1, train, *arguments, limit_s=limit_s)
+            return Trained(losses, _load(path))
+
         results = {"plain": "trained"}
         for layout in layouts:
-            size, options = LAYOUTS[layout]
             try:
-                losses = run(size, train, family, config, options, folder, limit_s=limit_s)
-                own = losses if layout == "fsdp" else losses[:1]
-                results[layout] = compare(own, expected, folder)
+                trained = train_layout(family, expected.config, layout, folder, limit_s)
+                results[layout] = compare(trained, expected, rounded)
             except Exception as error:
                 results[layout] = verdict(error)
         return results
@@ -272,13 +387,16 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         "of each family, untouched, takes a few SGD steps in fp32 under each layout and in one",
         "process of plain Lightning. *Equal* means losses within 1e-5 and final weights within",
         "1e-4 of their updates. *Refused* means that our error says why and what to set.",
+        "*Sensitive* means that the first loss is equal, and that the later ones and the weights",
+        f"differ at most {SENSITIVITY} times as much as those of one process whose weights are",
+        "changed by a rounding.",
         "",
-        "| layout | equal | refused | wrong | failed | of |",
-        "|---|---|---|---|---|---|",
+        f"| layout | {' | '.join(KINDS)} | of |",
+        "|---" * (len(KINDS) + 2) + "|",
     ]
     for layout in layouts:
         counts = Counter(row[layout].split(":")[0] for row in trained.values() if layout in row)
-        numbers = [counts[kind] for kind in ("equal", "refused", "wrong", "failed")]
+        numbers = [counts[kind] for kind in KINDS]
         lines.append(f"| {layout} | {' | '.join(map(str, numbers))} | {sum(counts.values())} |")
     lines += ["", f"| family | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     notes: list[str] = []

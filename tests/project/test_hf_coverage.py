@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", "5")
 
 from benchmarks import hf_coverage
-from benchmarks.hf_coverage import compare, verdict, write_table
+from benchmarks.hf_coverage import Reference, Trained, compare, verdict, write_table
 from benchmarks.hf_families import Family
 
 
@@ -21,25 +21,36 @@ def test_an_error_of_ours_is_a_refusal() -> None:
     assert verdict("Traceback\nRuntimeError: shape") == "failed: RuntimeError: shape"
 
 
-def test_different_losses_are_wrong(tmp_path: Path) -> None:
-    expected = [4.0, 3.0]
-    assert compare([[4.0, 3.1]], expected, str(tmp_path)) == "wrong: losses differ by 3.3e-02"
-    assert compare([[4.0, float("nan")]], expected, str(tmp_path)).startswith("wrong")
+def trained(losses: list[float], weight: float) -> Trained:
+    return Trained(losses, {"w": torch.tensor([weight])})
 
 
-def test_a_weight_that_moved_elsewhere_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+REFERENCE = Reference(None, {"w": torch.tensor([1.0])}, trained([4.0, 3.0], 1.1))
+
+
+def test_different_losses_are_wrong() -> None:
+    assert compare(trained([4.0, 3.0], 1.1), REFERENCE, lambda: REFERENCE.trained) == "equal"
+    found = compare(trained([4.0, 3.1], 1.1), REFERENCE, lambda: REFERENCE.trained)
+    assert found == "wrong: losses differ by 3.3e-02"
+    nothing = trained([4.0, float("nan")], 1.1)
+    assert compare(nothing, REFERENCE, lambda: REFERENCE.trained).startswith("wrong")
+    other = Trained([4.0, 3.0], {})
+    assert compare(other, REFERENCE, lambda: REFERENCE.trained) == "wrong: 1 names differ"
+
+
+def test_a_weight_that_moved_elsewhere_is_wrong() -> None:
     """Losses of a few steps hide a wrong gradient of a small parameter."""
-    monkeypatch.setattr(hf_coverage, "consolidate", lambda parts, path: None)
-    weights = {"initial": 1.0, "one": 1.1, "full": 1.05}
-    torch.save({"w": torch.tensor([weights["initial"]])}, tmp_path / "initial.pt")
-    for name in ("one", "full"):
-        state = {"state_dict": {"model.w": torch.tensor([weights[name]])}}
-        torch.save(state, tmp_path / f"{name}.ckpt")
-    assert (
-        compare([[1.0]], [1.0], str(tmp_path)) == "wrong: model.w is off by 5.0e-01 of its update"
-    )
+    found = compare(trained([4.0, 3.0], 1.05), REFERENCE, lambda: REFERENCE.trained)
+    assert found.startswith("wrong: w is off by 4.5e-01 of its update")
+
+
+def test_differences_that_a_rounding_makes_too_say_nothing() -> None:
+    def rounded() -> Trained:
+        return trained([4.0, 3.01], 1.09)
+
+    assert compare(trained([4.0, 3.02], 1.11), REFERENCE, rounded).startswith("sensitive: losses")
+    assert compare(trained([4.0, 3.5], 1.11), REFERENCE, rounded).startswith("wrong: losses")
+    assert compare(trained([4.1, 3.02], 1.11), REFERENCE, rounded).startswith("wrong: losses")
 
 
 def test_the_table_counts_and_explains(tmp_path: Path) -> None:
@@ -50,7 +61,7 @@ def test_the_table_counts_and_explains(tmp_path: Path) -> None:
     }
     write_table(rows, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "| tp2 | 1 | 1 | 0 | 0 | 2 |" in page
+    assert "| tp2 | 1 | 1 | 0 | 0 | 0 | 2 |" in page
     assert "| b | refused [1] |" in page
     assert "1. 3 heads. Set 1." in page
     assert "configuration: c." in page
