@@ -73,7 +73,7 @@ TABLE = Path("docs/hf_coverage.md")
 class CausalLM(pl.LightningModule):
     """An untouched model of a family, whose weights may be changed by a rounding."""
 
-    def __init__(self, family: Family, config: Any, rounding: float) -> None:
+    def __init__(self, family: Family, config: Any, rounding: float = 0.0) -> None:
         super().__init__()
         self.family = family
         self.model_config = config
