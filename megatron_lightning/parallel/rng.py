@@ -6,6 +6,10 @@ The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
+One more is ours:
+
+    pipeline-rng         seed                             equal on all ranks: seeds of forwards
+
 Code outside layers draws from torch's default generator, which all ranks of a model replica keep
 equal.
 """
@@ -29,6 +33,20 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the default generators of the CPU and of ``device`` inside the block; they continue
+    outside as if nothing had been drawn.
+    """
+    outside = [(place, get_generator_state(place)) for place in {torch.device("cpu"), device}]
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for place, state in outside:
+            set_generator_state(place, state)
 
 
 class _Replay(AbstractContextManager[None]):
@@ -64,6 +82,7 @@ class RngStreams:
             "model-parallel-rng": self._seeded(base + 2718 + tp_rank),
             "expert-parallel-rng": self._seeded(base + 1024 + 100 * ep_rank + etp_rank),
             "data-parallel-rng": self._seeded(base),
+            "pipeline-rng": self._seeded(seed),
         }
 
     def _seeded(self, seed: int) -> torch.Tensor:
@@ -79,6 +98,11 @@ class RngStreams:
         finally:
             self._states[name] = get_generator_state(self.device)
             set_generator_state(self.device, outside)
+
+    def draw_seed(self, name: str) -> int:
+        """Return a random seed from stream ``name``."""
+        with self.fork(name):
+            return int(torch.randint(2**62, (), device=self.device))
 
     def replay(self) -> AbstractContextManager[None]:
         """Return a reusable context manager inside which the streams draw as they would from now

@@ -12,6 +12,10 @@ Code between two units thus runs on both of their stages and only counts on the 
 last stage the rest of the forward and of the step runs. Before the call of the module all stages
 compute the same.
 
+Random numbers between units are equal on all stages, as each forward is seeded at its entry. Units
+draw only where they run: each from a seed of its own, which leaves the generator between units as
+it is, and which a recomputation uses again.
+
 A boundary carries the output of the unit before it and whatever earlier output is still used behind
 it (``taint``). The first micro-batch of every kind of call runs twice: once without values to learn
 that (:class:`CallFacts`), and then for real, where the NaN of the placeholders must reach nothing.
@@ -31,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.rng import seeded
 from megatron_lightning.pipeline.analysis import intercepted
 from megatron_lightning.pipeline.call_analysis import CallAnalysis
 from megatron_lightning.pipeline.channel import StageTensors
@@ -81,7 +86,8 @@ class StageCrossing:
         self._run_stage = run_stage
         self._reached = reached
         self._microbatch = 0
-        self._visit = Visit(0, 0, 0, (), {}, {}, None, True)
+        self._seed = 0
+        self._visit = Visit(0, 0, 0, (), {}, {}, None, True, 0)
         self._visits: dict[tuple[int, int], Visit] = {}
         self._signature: Hashable = None
         self._analysis: CallAnalysis | None = None
@@ -107,6 +113,8 @@ class StageCrossing:
     def installed(self) -> Iterator[None]:
         """Intercept the module and its units inside the block."""
         module = self._partition.module
+        replica = 1_000_003 * self._context.dp.rank
+        self._seed = self._context.rng.draw_seed("pipeline-rng") + replica
         with ExitStack() as undo:
             undo.enter_context(replaced_attribute(module, "forward", self.cross))
             for index, name in enumerate(self._partition.units):
@@ -136,6 +144,7 @@ class StageCrossing:
             structures,
             own_note,
             was_called_before=bool(note),
+            seed=self._seed + microbatch * (len(self._partition.units) + 1),
         )
         self._microbatch, self._signature = microbatch, signature
         self._recomputes = False
@@ -209,10 +218,9 @@ class StageCrossing:
             PipelineError: If a step calls the module in a way that a pipeline cannot run.
         """
         self._begin()
-        with self._context.rng.fork("data-parallel-rng"):
-            output = self._run(args, kwargs)
-            if self._tests:
-                self._check_placeholders(output, args, kwargs)
+        output = self._run(args, kwargs)
+        if self._tests:
+            self._check_placeholders(output, args, kwargs)
         if isinstance(output, StageExit):
             raise output
         return output
@@ -256,7 +264,8 @@ class StageCrossing:
                 return tuple(exit_.outputs)
             return output
 
-        output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
+        with seeded(self._visit.seed, self._context.device):
+            output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
         return left[0] if left else output
 
     def _check_end(self) -> None:
@@ -303,7 +312,8 @@ class StageCrossing:
             if index >= visit.end:
                 raise StageExit(StageTensors())
             if index >= visit.first:
-                return run(*args, **kwargs)
+                with seeded(visit.seed + 1 + index, self._context.device):
+                    return run(*args, **kwargs)
             return self._stub(index, unit, args, kwargs)
         if not visit.entered:
             self._begin()
@@ -336,7 +346,8 @@ class StageCrossing:
             with torch.compiler.set_stance("force_eager"):
                 output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
         else:
-            output = run(*args, **kwargs)
+            with seeded(visit.seed + 1 + index, self._context.device):
+                output = run(*args, **kwargs)
         if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
             return output
         tensors, structure = flatten(output, self._partition.units[index])

@@ -60,6 +60,8 @@ class Visit:
     """The structures for the next stage; None: own units have not run with this signature."""
     was_called_before: bool
     """Whether the step on the stage before has called the module."""
+    seed: int
+    """Seed of the forward between units, equal on all stages; a unit adds its number from 1 on."""
     sent: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Tensors of units for the next stage."""
     lent: list[tuple[int, Tensor, int]] = field(default_factory=list)
