@@ -72,11 +72,14 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
     uses = None
     if placement.num_stages > 1:
         uses = example.uses(path, names)
-    allows = uses.allows if uses else (lambda _: True)
-    stages = split_units(units, placement, options, allows)
+    try:
+        stages = split_units(units, placement, options, uses.allows if uses else lambda _: True)
+    except ConfigError:
+        if uses is None:
+            raise
+        stages = split_units(units, placement, options)  # fails later: leaks leave too few stages
     if uses is not None:
-        starts = [0, *accumulate(map(len, stages[:-1]))]
-        check_boundaries(uses, names, starts)
+        check_boundaries(uses, names, [0, *accumulate(map(len, stages[:-1]))])
     return Stages(path, pipelined, stages, _everywhere(pipelined, stages, placement, uses))
 
 

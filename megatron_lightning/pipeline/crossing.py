@@ -167,6 +167,20 @@ class StageCrossing:
         self._analysis = self._taint = None
 
     def _learn(self) -> None:
+        """Learn from the end of a forward on this stage.
+
+        Raises:
+            PipelineError: If the model's code writes into an output that it was not given a copy
+                of.
+        """
+        lent, self._visit.lent = self._visit.lent, []
+        written = {unit for unit, tensor, version in lent if num_writes(tensor) != version}
+        if written and not self._analysis:
+            raise PipelineError(
+                f"the forward writes into the output of {self._partition.units[min(written)]!r} "
+                "in place, and did not when this kind of step ran first. Write into a copy."
+            )
+        self._facts.written |= written
         if self._analysis is not None and self._taint is not None:
             self._analysis.learn(self._taint)
 
@@ -256,7 +270,8 @@ class StageCrossing:
                 self._check_end()
                 if self._taint is not None:
                     self._taint.end(output)
-                    self._learn()
+                self._learn()
+                if self._taint is not None:
                     raise StageExit(StageTensors())
             except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
                 exit_.__traceback__ = None  # its frames hold the hooks of unfinished checkpoints
@@ -329,6 +344,7 @@ class StageCrossing:
             self._check_grad(index, unit)
         output = self._run_unit(index, unit, run, args, kwargs)
         if self._analysis and self._taint is None and visit.next == len(self._partition.units):
+            self._learn()
             raise StageExit(StageTensors())
         return output
 
@@ -383,16 +399,20 @@ class StageCrossing:
             self._taint.mark_output(index, output)
         if not self._recomputes:
             output = self._lend(index, output, tensors)
+        elif index in self._facts.written:
+            output = tree_map_only(Tensor, torch.clone, output)
         return with_hooks(unit, args, kwargs, output)
 
     def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the output for the model's code: a copy if it is sent and the code writes into
-        it, or may do so in inference mode, where writes are not counted.
+        """Return the output for the model's code: a copy if it is sent or was received, since a
+        recomputation needs it again, and the code writes into it, or may do so in inference mode,
+        where writes are not counted.
         """
         visit = self._visit
-        if index not in visit.sent and not self._analysis:
+        if not (index in visit.sent or index in visit.received or self._analysis):
             return output
-        if index in self._facts.written or any(tensor.is_inference() for tensor in tensors):
+        uncounted = index in visit.sent and any(tensor.is_inference() for tensor in tensors)
+        if uncounted or index in self._facts.written:
             return tree_map_only(Tensor, torch.clone, output)
         visit.lent += [(index, tensor, num_writes(tensor)) for tensor in tensors]
         return output
@@ -401,19 +421,12 @@ class StageCrossing:
         """Return what the next stage receives."""
         visit, facts = self._visit, self._facts
         self._learn()
-        written = {unit for unit, tensor, version in visit.lent if num_writes(tensor) != version}
-        if written and not self._analysis:
-            raise PipelineError(
-                f"the forward writes into the output of {self._partition.units[min(written)]!r} "
-                "in place, and did not when this kind of step ran first. Write into a copy."
-            )
-        facts.written |= written
         if visit.note is None:
-            visit.note = dump(visit.structures)
+            visit.note = dump(visit.structures, self._partition.units)
             facts.notes[visit.stage, self._signature] = (visit.note, visit.structures)
         tensors = () if self._analysis else (t for unit in visit.carried for t in visit.sent[unit])
         outputs = StageTensors(tensors, visit.note)
-        visit.sent, visit.lent = {}, []  # outputs are released once they are sent
+        visit.sent = {}  # outputs are released once they are sent
         return outputs
 
     def _check_grad(self, index: int, unit: nn.Module) -> None:

@@ -8,7 +8,7 @@ Nothing is pickled: a structure travels as JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +66,8 @@ def flatten(output: Any, name: str) -> tuple[tuple[Tensor, ...], Structure]:
     return tensors, Structure(spec, described)
 
 
-def dump(structures: Mapping[int, Structure]) -> str:
-    """Return the structures of several units as JSON.
+def dump(structures: Mapping[int, Structure], units: Sequence[str]) -> str:
+    """Return the structures of the outputs of several of ``units`` as JSON.
 
     Raises:
         PipelineError: If a container's type is not known by name.
@@ -78,11 +78,16 @@ def dump(structures: Mapping[int, Structure]) -> str:
             text = pytree.treespec_dumps(spec)
         except (NotImplementedError, TypeError) as error:
             raise PipelineError(
-                f"pipeline unit {index} returns {spec}, which cannot be sent to the next stage: "
-                f"{error}. Return a tensor, or tensors in tuples, lists or dicts."
+                f"pipeline unit {units[index]!r} returns a {_name(spec)}, a type that other stages "
+                "cannot build. Return a tensor, or tensors in tuples, lists or dicts."
             ) from error
         entries[index] = [text, *map(_dump_leaf, leaves)]
     return json.dumps(entries)
+
+
+def _name(spec: pytree.TreeSpec) -> str:
+    kind = spec.context if isinstance(spec.context, type) else spec.type
+    return str(kind.__name__)
 
 
 def load(text: str) -> dict[int, Structure]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.resilience.failure import PeerFailure
-from tests.lightning.support import PP2, Layout, run
+from tests.lightning.support import PP2, SINGLE, Layout, run
 from tests.lightning.vectors import VectorModule, loader
 
 
@@ -66,6 +66,27 @@ class Dropped(Chain):
 class Reentrant(Chain):
     def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(block, x.requires_grad_(), use_reentrant=True)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    residual: Tensor
+
+
+class Named(Chain):
+    """The blocks return named tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Pairs() for _ in range(4))
+
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x).x
+
+
+class _Pairs(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Pair(super().forward(x), x)
 
 
 class Hidden(Chain):
@@ -140,6 +161,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VectorModule(Reentrant()),
         r"'blocks.\d' runs without a graph .* use_reentrant=False",
     ),
+    "named": (
+        lambda: VectorModule(Named()),
+        r"unit 'blocks.\d' returns a Pair, a type that other stages cannot build",
+    ),
     "hidden": (
         lambda: VectorModule(Hidden()),
         r"the result of stage 1 depends on the output of a pipeline unit that was not sent",
@@ -151,7 +176,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "records": (Records, r"uses the output of 'blocks.0' that a hook has recorded"),
     "leaks-example": (
         LeaksWithExample,
-        r"2 pipeline stages need at least 2 layers, and the model lists 1",
+        r"unit 'blocks.0' hands state to .* by a list, an attribute or a hook",
     ),
 }
 
@@ -180,3 +205,38 @@ def test_forwards_that_cannot_be_divided(case: str, tmp_path: Path) -> None:
     assert None not in errors and said
     for error in said:
         assert re.search(CASES[case][1], error, re.DOTALL), error
+
+
+class WritesInCheckpoints(Chain):
+    """Checkpoints of ``span`` blocks; code between the blocks writes into their outputs."""
+
+    def __init__(self, span: int) -> None:
+        super().__init__()
+        self.span = span
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in range(0, 4, self.span):
+            blocks = self.blocks[first : first + self.span]
+            x = checkpoint(self._run, blocks, x, use_reentrant=False)
+        return self.head(x)
+
+    def _run(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+            x += 1.0
+        return x
+
+
+def _losses(layout: Layout, folder: str, span: int) -> list[float]:
+    module, losses = VectorModule(WritesInCheckpoints(span)), []
+    module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))
+    layout.trainer(folder, max_epochs=1).fit(module, loader(layout))
+    return losses
+
+
+@pytest.mark.parametrize("span", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_checkpoints_over_writes_between_units(span: int, tmp_path: Path) -> None:
+    """A recomputation on a later stage starts from what was received, not from what was written."""
+    expected = run(SINGLE, _losses, tmp_path, span)[0]
+    found = run(PP2, _losses, tmp_path, span)[0]
+    assert found == pytest.approx(expected, rel=1e-5)  # fp32
