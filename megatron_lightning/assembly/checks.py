@@ -93,6 +93,8 @@ def _everywhere(
 
     A parameter that units on several ranks read is one of them, unless it is tied: has a name in
     each of these units, on the first and the last rank, which add up the gradients of their copies.
+    Names outside of the units count where they are read, or where a rank has the parameter by such
+    a name alone.
     """
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
@@ -109,8 +111,10 @@ def _everywhere(
             continue
         readers = {index for name, index in read if name == first_name[identity]} - homes
         ranks = {rank_of[index] for index in homes}
-        outside = first_name[identity] in between or any(
-            not n.startswith(tuple(f"{unit}." for unit in units)) for n in own
+        # A name outside of the units is an alias that is not read if the run has not seen it.
+        alone = uses is None or ranks != set(range(placement.num_ranks))
+        outside = first_name[identity] in between or (
+            alone and any(not n.startswith(tuple(f"{unit}." for unit in units)) for n in own)
         )
         reached = ranks | {rank_of[index] for index in readers if index < len(units)}
         if outside or reached != ranks or (len(ranks) > 1 and not ends.issuperset(ranks)):

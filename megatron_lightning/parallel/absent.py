@@ -53,10 +53,11 @@ class AbsentTensor(Tensor):
             return args[0]
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         raise ShardingError(
-            f"{', '.join(leaf.path for leaf in found)} is a parameter of a unit on another "
-            "pipeline rank, and is read outside of that unit. Where the forward reads it, give the "
-            "LightningModule an example_input_array (transformers models have dummy_inputs), so "
-            "that it is known before the model is divided and stays on every rank."
+            f"{', '.join(leaf.path for leaf in found)} belongs to a unit on another pipeline rank, "
+            "and is read outside of that unit. A parameter that the forward reads stays on every "
+            "rank if that is known before the model is divided: give the LightningModule an "
+            "example_input_array (transformers models have dummy_inputs). A buffer does not: name "
+            "units without it in PipelineOptions(units=[...])."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:

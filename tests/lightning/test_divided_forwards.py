@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "reads": (
         lambda: VectorModule(Reads()),
-        r"blocks.0.linear.weight is a parameter of a unit on another .* example_input_array",
+        r"blocks.0.linear.weight belongs to a unit on another .* example_input_array",
     ),
     "records": (Records, r"uses the output of 'blocks.0' that a hook has recorded"),
     "leaks-example": (

@@ -47,7 +47,6 @@ SPREAD = {
 }
 NOT_DIVIDED = {
     **{name: ["tp2-pp2"] for name in OWN},  # they have no sharding plan
-    "t5": ["tp2-pp2"],  # refused: its embedding is used on every stage
 }
 
 
