@@ -106,12 +106,15 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
             source, reader = min((j, i) for j, i in uses.leaks if j < start <= i)
             by = "the code behind the units" if reader >= len(units) else repr(units[reader])
             works = ", ".join(repr(units[cut]) for cut in range(1, len(units)) if uses.allows(cut))
+            otherwise = (
+                f"or begin stages only with {works} (pipeline_model_parallel_layout)"
+                if works
+                else "otherwise this model cannot be divided"
+            )
             raise ConfigError(
                 f"unit {units[source]!r} hands state to {by} by a list, an attribute or a hook, "
                 f"and a stage begins with {units[start]!r} between them. Return it from the unit, "
-                "or switch it off (transformers: output_router_logits=False); or begin stages "
-                f"only with {works or 'no unit, as this model cannot be divided'} "
-                "(pipeline_model_parallel_layout)."
+                f"or switch it off (transformers: output_router_logits=False); {otherwise}."
             )
 
 

@@ -177,7 +177,7 @@ def test_state_that_travels_by_a_list_forbids_boundaries() -> None:
     uses = _uses(Leaky())
     assert uses.leaks == {(0, 2)} and not uses.allows(1) and not uses.allows(2)
     root = Root(Leaky(), torch.ones(2, 4))
-    with pytest.raises(ConfigError, match=r"2 pipeline stages need .* lists 1 that may"):
+    with pytest.raises(ConfigError, match=r"unit 'first' hands state to 'third' by .* cannot be"):
         find_stages(root, Placement.loop(2), PipelineOptions(units=UNITS))
 
 
