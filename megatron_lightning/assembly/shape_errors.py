@@ -1,4 +1,4 @@
-"""Explain shape errors of a step that a missing row of a sharding plan causes.
+"""Explain errors of a step that a missing row of a sharding plan, or fsdp's shards, cause.
 
 A layer without a row expects full activations. Where one meets a rank's shard of the sequence or of
 the features, torch reports two numbers, one of which is the other times the tensor-parallel ranks.
@@ -30,6 +30,7 @@ _CONCATENATED = re.compile(
 _PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _NORMALIZED = re.compile(r"normalized_shape=\[(\d+)\].* got input of size\s?\[(?:.*, ?)?(\d+)\]")
 _TARGETS = re.compile(r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)")
+_MIXED = "mixed torch.Tensor and DTensor"
 _VIEW = re.compile(r"shape '\[(.*)\]' is invalid for input of size (\d+)")
 
 
@@ -55,7 +56,8 @@ class _Place(NamedTuple):
 def explained_shapes(
     module: nn.Module, plans: Mapping[str, ShardingPlan], context: ParallelContext
 ) -> Iterator[None]:
-    """Turn shape errors inside the block, if a missing row explains them, into errors that name it.
+    """Turn shape errors inside the block, if a missing row explains them, into errors that name it,
+    and say what parameters that are read outside of fsdp's units lack.
 
     Raises:
         ShardingError: With the module and the rows to add, from torch's error.
@@ -63,6 +65,8 @@ def explained_shapes(
     try:
         yield
     except (RuntimeError, ValueError) as error:
+        if _MIXED in str(error):
+            raise ShardingError(_explain_shard(error, module)) from error
         if context.tp.size == 1 or not plans or isinstance(error, MegatronLightningError):
             raise
         explanation = explain(error, module, plans, context)
@@ -103,6 +107,15 @@ def explain(
     )
 
 
+def _explain_shard(error: Exception, module: nn.Module) -> str:
+    where = _running(error, module) or type(module).__name__
+    return (
+        f'{where} reads a parameter of a unit that data_parallel="fsdp" shards, and the forward of '
+        "the unit is not called, which would gather it. Name units whose forward is called in "
+        'PipelineOptions(units=[...]), or set data_parallel="zero1".'
+    )
+
+
 def _mismatch(text: str) -> _Mismatch | None:
     if found := _MEETING.search(text):
         return _Mismatch((int(found[1]), int(found[2])), int(found[3]), is_feature=False)
@@ -135,19 +148,24 @@ def _place(
     error: BaseException, module: nn.Module, plans: Mapping[str, ShardingPlan]
 ) -> _Place | None:
     """Return the innermost module of ``module`` that was running when ``error`` was raised."""
+    path = _running(error, module)
+    if path is None:
+        return None
+    owners = [owner for owner in plans if not owner or f"{path}.".startswith(f"{owner}.")]
+    owner = max(owners, key=len) if owners else min(plans, key=len)
+    return _Place(path, module.get_submodule(path), owner, plans[owner])
+
+
+def _running(error: BaseException, module: nn.Module) -> str | None:
+    """Return the path of the innermost module that was running."""
     paths = {id(child): path for path, child in module.named_modules()}
     found, step = None, error.__traceback__
     while step is not None:
         candidate = step.tb_frame.f_locals.get("self")
-        if isinstance(candidate, nn.Module) and id(candidate) in paths:
-            found = candidate
+        if isinstance(candidate, nn.Module):
+            found = paths.get(id(candidate), found)
         step = step.tb_next
-    if found is None:
-        return None
-    path = paths[id(found)]
-    owners = [owner for owner in plans if not owner or f"{path}.".startswith(f"{owner}.")]
-    owner = max(owners, key=len) if owners else min(plans, key=len)
-    return _Place(path, found, owner, plans[owner])
+    return found
 
 
 def _missing_rows(place: _Place, *, sequence: bool) -> str:

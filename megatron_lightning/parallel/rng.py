@@ -22,17 +22,21 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
 def get_generator_state(device: torch.device) -> torch.Tensor:
     """Return the state of the default generator that draws on ``device``."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return _default_generator(device).get_state()
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the state of the default generator that draws on ``device``."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    _default_generator(device).set_state(state)
 
 
 @contextmanager
@@ -40,13 +44,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the default generators of the CPU and of ``device`` inside the block; they continue
     outside as if nothing had been drawn.
     """
-    outside = [(place, get_generator_state(place)) for place in {torch.device("cpu"), device}]
-    torch.manual_seed(seed)
+    generators = {_default_generator(place) for place in (torch.device("cpu"), device)}
+    outside = [(generator, generator.get_state()) for generator in generators]
+    for generator in generators:  # torch.manual_seed formats the stack for devices not yet in use
+        generator.manual_seed(seed)
     try:
         yield
     finally:
-        for place, state in outside:
-            set_generator_state(place, state)
+        for generator, state in outside:
+            generator.set_state(state)
 
 
 class _Replay(AbstractContextManager[None]):

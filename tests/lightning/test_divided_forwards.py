@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.resilience.failure import PeerFailure
-from tests.lightning.support import PP2, SINGLE, Layout, run
+from tests.lightning.support import PP2, SINGLE, Layout, make_layout, run
 from tests.lightning.vectors import VectorModule, loader
 
 
@@ -205,6 +205,14 @@ def test_forwards_that_cannot_be_divided(case: str, tmp_path: Path) -> None:
     assert None not in errors and said
     for error in said:
         assert re.search(CASES[case][1], error, re.DOTALL), error
+
+
+FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
+
+
+def test_fsdp_refuses_parameters_that_are_read_outside_of_their_unit(tmp_path: Path) -> None:
+    for error in run(FSDP2, _refused, tmp_path, "reads"):
+        assert error and "net reads a parameter of a unit" in error and "zero1" in error
 
 
 class WritesInCheckpoints(Chain):
