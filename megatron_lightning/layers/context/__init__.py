@@ -1,0 +1,1 @@
+"""Attention over sequences that are divided over ranks: one backend a file."""

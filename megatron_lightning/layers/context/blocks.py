@@ -1,0 +1,107 @@
+"""Which blocks of queries and keys a kernel computes. No torch here.
+
+Queries and keys are *spans*: runs of consecutive positions, in order and of any place in the
+sequence. A pair of spans is visible, invisible or cut by the diagonal or the edge of a window; a
+window is walked in pieces of its own length, so that no mask is larger than a piece and the keys
+that it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+_LEAST_PIECE = 128
+
+
+@dataclass(frozen=True)
+class Block:
+    """Local queries and keys between which attention is computed at once."""
+
+    queries: slice
+    keys: slice
+    mask: Literal["none", "causal", "band"] = "none"
+    """``band``: query i sees key j where ``0 <= i + shift - j``, and ``<= window`` if there is
+    one."""
+    shift: int = 0
+    window: int | None = None
+
+
+def blocks(
+    queries: Sequence[range], keys: Sequence[range], *, causal: bool, window: int | None
+) -> list[Block]:
+    """Return the blocks in which every visible pair of a query and a key is exactly once.
+
+    Args:
+        queries: Spans of the local queries.
+        keys: Spans of the keys.
+        causal: Whether a query sees no later key.
+        window: Positions back that a causal query sees beside its own; None: all.
+    """
+    whole = Block(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))))
+    if not causal:
+        return [whole]
+    if window is None and list(queries) == list(keys):
+        return [Block(whole.queries, whole.keys, "causal")]
+    found: list[Block] = []
+    key_starts = [0, *accumulate(map(len, keys))]
+    for piece, start in _pieces(queries, window):
+        for span, key_start in zip(keys, key_starts, strict=False):
+            block = _block(piece, start, span, key_start, window)
+            if block is not None:
+                found.append(block)
+    return _merged(found)
+
+
+def _pieces(queries: Sequence[range], window: int | None) -> Iterator[tuple[range, int]]:
+    """Yield runs of positions, and the local index of the first query of each."""
+    start = 0
+    for span in queries:
+        size = len(span) if window is None else max(window, _LEAST_PIECE)
+        for offset in range(0, len(span), size):
+            yield span[offset : offset + size], start + offset
+        start += len(span)
+
+
+def _block(
+    piece: range, start: int, span: range, key_start: int, window: int | None
+) -> Block | None:
+    """Return the visible part of a pair, without keys that no query sees; None: there is none."""
+    first = span.start if window is None else max(span.start, piece.start - window)
+    stop = min(span.stop, piece.stop)
+    if stop <= first:
+        return None
+    local = slice(start, start + len(piece))
+    seen = slice(key_start + first - span.start, key_start + stop - span.start)
+    if stop - 1 <= piece.start and (window is None or first >= piece.stop - 1 - window):
+        return Block(local, seen)
+    if window is None and first == piece.start and stop == piece.stop:
+        return Block(local, seen, "causal")
+    return Block(local, seen, "band", piece.start - first, window)
+
+
+def _merged(found: Sequence[Block]) -> list[Block]:
+    """Join neighbors that are visible as a whole: keys of the same queries, then queries of the
+    same keys.
+    """
+    result = list(found)
+    for by in ("keys", "queries"):
+        source, result = result, []
+        for block in source:
+            if result and _adjoin(result[-1], block, by):
+                last = result.pop()
+                queries = slice(last.queries.start, block.queries.stop)
+                result.append(Block(queries, slice(last.keys.start, block.keys.stop)))
+            else:
+                result.append(block)
+    return result
+
+
+def _adjoin(last: Block, block: Block, by: str) -> bool:
+    if last.mask != "none" or block.mask != "none":
+        return False
+    if by == "keys":
+        return last.queries == block.queries and last.keys.stop == block.keys.start
+    return last.keys == block.keys and last.queries.stop == block.queries.start

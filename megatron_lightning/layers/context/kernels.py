@@ -1,0 +1,159 @@
+"""Attention of one block on one device, with the log-sum-exp of its scores, forward and backward.
+
+Shapes: queries [b, n, s, d], keys and values [b, g, t, d], log-sum-exps [b, n, s]. These are the
+fused kernels behind ``scaled_dot_product_attention``, whose public form keeps the log-sum-exp to
+itself. Backward takes the *final* output and log-sum-exp of a query, over all of its blocks: the
+gradients of the blocks then add up to those of the full attention
+(https://arxiv.org/abs/2205.14135, section 3.1 and appendix B.2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.layers.context.blocks import Block
+
+_aten = torch.ops.aten
+
+
+class Inputs(NamedTuple):
+    """Queries, keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Output(NamedTuple):
+    """Output [b, n, s, d] and log-sum-exp [b, n, s]."""
+
+    out: Tensor
+    log_sum: Tensor
+
+
+class Kernel(Protocol):
+    """Attention of one block."""
+
+    name: str
+    """For messages."""
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        """Return the output; its log-sum-exp is -inf where a query sees no key of the block."""
+        ...
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        """Return the block's part of the gradients; ``output`` is the final one of its queries."""
+        ...
+
+
+def kernel_for(device: torch.device) -> Kernel:
+    """Return the kernels of a device."""
+    return _MemoryEfficient() if device.type == "cuda" else _CpuFlash()
+
+
+class _CpuFlash:
+    name = "flash attention of the CPU"
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        q, k, v = inputs
+        mask = _mask(block, q)
+        out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, block.mask == "causal", attn_mask=mask, scale=scale
+        )
+        return Output(out, _without_blind(log_sum, mask))
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        return Inputs(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad,
+                *inputs,
+                *output,
+                0.0,
+                block.mask == "causal",
+                attn_mask=_mask(block, inputs.q),
+                scale=scale,
+            )
+        )
+
+
+class _MemoryEfficient:
+    """The kernel of CUDA that takes a mask; heads of a group share keys by a repeated view."""
+
+    name = "memory-efficient attention of CUDA"
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        q, k, v = inputs
+        mask, heads = _mask(block, q), q.shape[1] // k.shape[1]
+        bias = None if mask is None else mask.expand(q.shape[0], q.shape[1], -1, -1)
+        out, log_sum, *_ = _aten._scaled_dot_product_efficient_attention(
+            q,
+            k.repeat_interleave(heads, 1),
+            v.repeat_interleave(heads, 1),
+            bias,
+            True,
+            0.0,
+            block.mask == "causal",
+            scale=scale,
+        )
+        return Output(out, _without_blind(log_sum[..., : q.shape[2]], mask))  # padded to 32
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        q, k, v = inputs
+        out, log_sum = output
+        mask, heads = _mask(block, q), q.shape[1] // k.shape[1]
+        bias = None if mask is None else mask.expand(q.shape[0], q.shape[1], -1, -1)
+        padded = torch.nn.functional.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=torch.inf)
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # there is no dropout
+        grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad,
+            q,
+            k.repeat_interleave(heads, 1),
+            v.repeat_interleave(heads, 1),
+            bias,
+            out,
+            padded,
+            none,
+            none,
+            0.0,
+            [True, True, True, False],
+            block.mask == "causal",
+            scale=scale,
+        )
+        return Inputs(grad_q, _sum_heads(grad_k, heads), _sum_heads(grad_v, heads))
+
+
+def _sum_heads(grad: Tensor, heads: int) -> Tensor:
+    if heads == 1:
+        return grad
+    b, n, *rest = grad.shape
+    return grad.view(b, n // heads, heads, *rest).sum(2)
+
+
+def _mask(block: Block, q: Tensor) -> Tensor | None:
+    """Return the additive mask of a block [s, t]; None: it has none."""
+    if block.mask != "band":
+        return None
+    num_keys = block.keys.stop - block.keys.start
+    queries = torch.arange(block.shift, block.shift + q.shape[2], device=q.device)
+    back = queries[:, None] - torch.arange(num_keys, device=q.device)
+    visible = back >= 0
+    if block.window is not None:
+        visible &= back <= block.window
+    mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    return mask.masked_fill_(~visible, -torch.inf)
+
+
+def _without_blind(log_sum: Tensor, mask: Tensor | None) -> Tensor:
+    """Set the log-sum-exp of queries that see no key of the block; kernels return 0 there."""
+    if mask is None:
+        return log_sum
+    return log_sum.masked_fill((mask == -torch.inf).all(1), -torch.inf)
