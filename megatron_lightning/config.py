@@ -21,6 +21,7 @@ NonFinite = Literal["ignore", "raise", "skip"]
 StartMethod = Literal["popen", "spawn", "fork"]
 MomentsDtype = Literal["fp32", "bf16"]
 SaveErrorAction = Literal["raise", "warn"]
+ContextExchange = Literal["p2p"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -134,6 +135,9 @@ class TransformerConfig:
     """Dropout of the embedding's and of each block's output before it joins the residual stream."""
     attention_dropout: float = 0.0
     """Dropout of the attention probabilities."""
+    window_size: tuple[int, int] | None = None
+    """Sliding window of attention: positions before a query's own that it sees, and positions after
+    it, which have to be 0; None: all positions before."""
     fp32_residual_connection: bool = False
     """Keep the residual stream, from the embedding to the last norm, in fp32 where the weights are
     bf16 or fp16."""
@@ -170,6 +174,22 @@ class TransformerConfig:
                     "and below 1."
                 )
         self._check_heads()
+        self._check_window()
+
+    def _check_window(self) -> None:
+        window = self.window_size
+        if window is None:
+            return
+        if len(window) != 2 or window[0] < 0 or window[1] != 0:
+            raise ConfigError(
+                f"window_size is {window}; a position sees itself and some before it. Set it to "
+                "(positions before, 0), or leave it unset."
+            )
+        if self.attention_dropout:
+            raise ConfigError(
+                f"window_size={window} and attention_dropout={self.attention_dropout} cannot be "
+                "combined. Set attention_dropout to 0."
+            )
 
     def _check_heads(self) -> None:
         heads, groups = self.num_attention_heads, self.query_groups
@@ -312,6 +332,25 @@ class DataParallelOptions:
     def __post_init__(self) -> None:
         _check_counts(self, "bucket_size", "num_distributed_optimizer_instances")
         _check_choice("moments_dtype", self.moments_dtype, get_args(MomentsDtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """Attention over sequences that are divided over ranks, with Megatron-Core's names."""
+
+    cp_comm_type: ContextExchange = "p2p"
+    """How queries meet the keys of other ranks: "p2p" passes keys and values around the ranks (ring
+    attention)."""
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_type in ("all_gather", "a2a", "a2a+p2p") or isinstance(
+            self.cp_comm_type, list
+        ):
+            raise ConfigError(
+                f"cp_comm_type={self.cp_comm_type!r} is not available in this version. Set it to "
+                '"p2p".'
+            )
+        _check_choice("cp_comm_type", self.cp_comm_type, get_args(ContextExchange))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,10 @@ def check_options(
     non_finite: str,
 ) -> None:
     """Check each option of the strategy by itself."""
-    for name, size in (
-        ("context_parallel_size", layout.cp),
-        ("expert_model_parallel_size", layout.ep),
-    ):
-        if size != 1:
-            raise ConfigError(f"{name}={size} is not available in this version. Set it to 1.")
+    if layout.ep != 1:
+        raise ConfigError(
+            f"expert_model_parallel_size={layout.ep} is not available in this version. Set it to 1."
+        )
     if layout.etp != layout.tp:
         raise ConfigError(
             f"expert_tensor_parallel_size={layout.etp} differs from "

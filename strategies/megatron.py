@@ -40,6 +40,7 @@ from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.saver import SaveReport
 from megatron_lightning.config import (
     CheckpointOptions,
+    ContextOptions,
     DataParallel,
     DataParallelOptions,
     NonFinite,
@@ -93,6 +94,8 @@ class MegatronStrategy(ParallelStrategy):
             class path of a function that makes one.
         pipeline_options: How the model is partitioned into stages and how micro-batches visit them;
             None: layers are spread evenly.
+        context_options: How attention sees sequences that context-parallel ranks share; None: the
+            defaults.
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the
             data-parallel ranks; "fsdp": shard gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel
@@ -129,6 +132,7 @@ class MegatronStrategy(ParallelStrategy):
         micro_batch_size: int | None = None,
         pipeline_schedule: str | list[str] = "auto",
         pipeline_options: PipelineOptions | None = None,
+        context_options: ContextOptions | None = None,
         data_parallel: DataParallel = "zero1",
         data_parallel_options: DataParallelOptions | None = None,
         recompute: RecomputeOptions | None = None,
@@ -162,6 +166,7 @@ class MegatronStrategy(ParallelStrategy):
             ),
             micro_batch_size=micro_batch_size,
             pipeline=pipeline,
+            sequence=context_options or ContextOptions(),
             data_parallel=data_parallel,
             data=data_parallel_options or DataParallelOptions(),
             recompute=recompute or RecomputeOptions(),

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from megatron_lightning.config import (
     CheckpointOptions,
+    ContextOptions,
     DataParallel,
     DataParallelOptions,
     NonFinite,
@@ -32,6 +33,8 @@ class StrategyOptions:
     micro-batch."""
     pipeline: PipelineOptions
     """How the model is partitioned into stages and how micro-batches visit them."""
+    sequence: ContextOptions
+    """How attention sees the sequence that context-parallel ranks share."""
     data_parallel: DataParallel
     """Sharding of gradients, optimizer state and parameters over the data-parallel ranks."""
     data: DataParallelOptions
@@ -56,7 +59,8 @@ class StrategyOptions:
 
     @property
     def is_native(self) -> bool:
-        """Whether Lightning's own steps do the work: one stage, the whole batch; the same for every
-        batch and rank.
+        """Whether Lightning's own steps do the work: one stage, the whole batch and sequence; the
+        same for every batch and rank.
         """
-        return self.layout.num_stages == 1 and self.micro_batch_size is None
+        layout = self.layout
+        return layout.num_stages == layout.cp == 1 and self.micro_batch_size is None

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from megatron_lightning.assembly.attention_watch import check_attention_rows
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.models.hf_plans import transformers_models, transformers_plan
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, sharding_plans
@@ -56,6 +58,10 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
     """
     for path, own_plan in find_plans(module, plan).items():
         check_plan(module.get_submodule(path), own_plan, path)
+    own = find_plans(module, plan).values()
+    rows = [row for own_plan in own for row in own_plan.modules.values()]
+    bound = sum(isinstance(row, ContextAttention) for row in rows)
+    check_attention_rows(layout.cp, bound, type(module).__name__)
     if layout.tp == 1:
         return
     plans = find_plans(module, plan, layout.tp)

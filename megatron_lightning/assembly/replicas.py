@@ -91,8 +91,9 @@ def check_same_batch(batch: object, context: ParallelContext) -> None:
     total = torch.stack(
         fingerprints or [torch.zeros((), dtype=torch.int64, device=context.device)]
     ).sum()
-    replica = context.axis("tp-pp")
-    if diverged(total.view(1), replica):
+    for replica in (context.axis("tp-pp"), context.cp):
+        if not diverged(total.view(1), replica):
+            continue
         raise ShardingError(
             f"ranks {list(replica.ranks)} hold parts of one model replica and read different first "
             "batches. Draw random transforms from torch's generators (seed_everything(..., "

@@ -1,5 +1,6 @@
 """The layers of a transformer, plain and tensor-parallel."""
 
+from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.embedding import VocabParallelEmbedding
 from megatron_lightning.layers.linear import (
     ColumnParallelLinear,
@@ -14,6 +15,7 @@ from megatron_lightning.layers.loss import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "CoreAttention",
     "CrossEntropy",
     "RowParallelLinear",
     "VocabParallelCrossEntropy",

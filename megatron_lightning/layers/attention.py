@@ -1,4 +1,4 @@
-"""Causal self-attention with a fused projection, grouped queries and rotary positions.
+"""Self-attention with a fused projection, grouped queries and rotary positions.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head
 dim. Under tensor parallelism ``n`` and ``g`` are the rank's own; they are read from the tensor
@@ -12,13 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary
+from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.parallel.context import AxisGroup
 
 
 class CoreAttention(nn.Module):
-    """Causal scaled dot product attention (torch's fused kernels).
+    """Scaled dot product attention: torch's fused kernels, or over the context-parallel ranks that
+    the style ``ContextAttention`` has bound.
 
     Args:
         dropout: Dropout probability of the attention weights.
@@ -29,26 +34,44 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.dropout = Dropout(dropout)
         self.in_fp32 = in_fp32
+        self.exchange: RingAttention | None = None
+        """Attention over the ranks that share a sequence; None: every rank has all of it."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo | None = None
+    ) -> Tensor:
         """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b,
-        n*d].
+        n*d]; ``sequence`` None: causal, at positions 0 to s-1.
+
+        Raises:
+            ConfigError: If the sequence is divided over ranks and its positions are not given.
         """
+        sequence = sequence or SequenceInfo()
+        if self.exchange is not None and sequence.position_ids is None:
+            raise ConfigError(
+                "a rank holds a part of every sequence, and attention was not told which positions "
+                "(position_ids of the model). Pass those of context_parallel.positions."
+            )
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
-                return self._attend(q.float(), k.float(), v.float()).to(v.dtype)
-        return self._attend(q, k, v)
+                out = self._attend(q.float(), k.float(), v.float(), sequence)
+                return out.to(v.dtype)
+        return self._attend(q, k, v, sequence)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo) -> Tensor:
         grouped = q.shape[2] != k.shape[2]
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        if self.exchange is not None or sequence.window is not None:
+            exchange = self.exchange or RingAttention(AxisGroup("cp", (0,), 0, None))
+            out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, q.shape[3] ** -0.5)
+            return out.permute(2, 0, 1, 3).flatten(2)
         with self.dropout.stream():
             out = F.scaled_dot_product_attention(
                 q_bnsd,
                 k_bgsd,
                 v_bgsd,
                 dropout_p=self.dropout.active_p,
-                is_causal=True,
+                is_causal=sequence.causal,
                 enable_gqa=grouped,
             )
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -83,8 +106,8 @@ class SelfAttention(nn.Module):
         projected = config.num_attention_heads * config.head_dim
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h]; ``position_ids`` [b, s] replace the positions 0 to s-1.
+    def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
+        """Map [s, b, h] to [s, b, h]; ``sequence`` None: causal, at positions 0 to s-1.
 
         The input may be a sequence shard: the full length is known only after the projection has
         gathered it.
@@ -95,9 +118,9 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if self.rotary is not None:
-            cosines, sines = self.rotary(q.shape[0], q, position_ids)
+            positions = None if sequence is None else sequence.position_ids
+            cosines, sines = self.rotary(q.shape[0], q, positions)
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
-        out: Tensor = self.linear_proj(
-            self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))
-        )
+        context = self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), sequence)
+        out: Tensor = self.linear_proj(context)
         return out

@@ -1,5 +1,5 @@
-"""Dropout that draws from a named random stream where its input differs between tensor-parallel
-ranks.
+"""Dropout that draws from a named random stream where its input differs between the ranks of a
+replica.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from megatron_lightning.parallel.rng import RngStreams
 
 
 class Dropout(nn.Module):
-    """Dropout from torch's default generator, or from ``streams``'s ``model-parallel-rng`` once a
-    plan has set it.
+    """Dropout from torch's default generator, or from a named stream once a plan has set it.
 
     Args:
         p: Probability of a zero; 0 makes this the identity.
@@ -24,6 +23,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
         self.streams: RngStreams | None = None
+        self.stream_name = "model-parallel-rng"
 
     @property
     def active_p(self) -> float:
@@ -34,7 +34,7 @@ class Dropout(nn.Module):
         """Return a context in which draws come from the right stream."""
         if self.streams is None or not self.active_p:
             return nullcontext()
-        return self.streams.fork("model-parallel-rng")
+        return self.streams.fork(self.stream_name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` with dropped entries; any shape."""

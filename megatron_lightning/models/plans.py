@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.styles import (
     ColumnParallel,
+    ContextAttention,
     GatherLogits,
     HeadParallel,
     KeyOrValue,
@@ -44,6 +45,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
                 config.query_groups, config.heads_per_group
             ),
             **(head_norms if config.qk_layernorm else {}),
+            f"{layer}.self_attention.core_attention": ContextAttention(),
             f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
             f"{layer}.self_attention.linear_proj": RowParallel(),
             f"{layer}.pre_mlp_layernorm": SequenceParallel(),
@@ -55,6 +57,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             "output_gather": GatherLogits(config.vocab_size),
             "loss": VocabParallelLoss(config.vocab_size),
         },
+        positions="position_ids",
         attributes={
             f"{layer}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups

@@ -24,6 +24,7 @@ from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
+from megatron_lightning.layers.sequence_info import SequenceInfo
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.sharding import ShardingPlan
@@ -74,11 +75,9 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config)
         self.dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        hidden = hidden + self.dropout(
-            self.self_attention(self.input_layernorm(hidden), position_ids)
-        )
+        hidden = hidden + self.dropout(self.self_attention(self.input_layernorm(hidden), sequence))
         out: Tensor = hidden + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
         return out
 
@@ -98,22 +97,20 @@ class TransformerBlock(nn.Module):
         """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed
         together."""
 
-    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
         layers = list(self.layers.values())
         for start in range(0, len(layers), self.layers_at_once):
-            hidden = self.run_layers(
-                layers[start : start + self.layers_at_once], hidden, position_ids
-            )
+            hidden = self.run_layers(layers[start : start + self.layers_at_once], hidden, sequence)
         out: Tensor = self.final_layernorm(hidden)
         return out
 
     def run_layers(
-        self, layers: Sequence[nn.Module], hidden: Tensor, position_ids: Tensor | None
+        self, layers: Sequence[nn.Module], hidden: Tensor, sequence: SequenceInfo | None
     ) -> Tensor:
         """Map [s, b, h] to [s, b, h] through some of the layers."""
         for layer in layers:
-            hidden = layer(hidden, position_ids)
+            hidden = layer(hidden, sequence)
         return hidden
 
 
@@ -151,7 +148,7 @@ class GPTModel(nn.Module):
         Args:
             tokens: [b, s] token ids.
             labels: [b, s] next tokens, already shifted; -100 is ignored.
-            position_ids: [b, s] positions; None: 0 to s-1.
+            position_ids: [b or 1, s] positions; None: 0 to s-1.
 
         Returns:
             Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32.
@@ -159,7 +156,9 @@ class GPTModel(nn.Module):
         hidden: Tensor = self.embedding(tokens, position_ids)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
-        hidden = self.decoder(hidden, position_ids)
+        window = self.config.window_size
+        sequence = SequenceInfo(position_ids, window=None if window is None else window[0])
+        hidden = self.decoder(hidden, sequence)
         logits = self.output_layer(hidden)
         if labels is None:
             full: Tensor = self.output_gather(logits)

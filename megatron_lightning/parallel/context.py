@@ -145,6 +145,7 @@ class ParallelContext:
             seed,
             device=self.device,
             tp_rank=self.tp.rank,
+            cp_rank=self.cp.rank,
             pp_rank=self.pp.rank,
             ep_rank=self.ep.rank,
             etp_rank=self.etp.rank,

@@ -6,7 +6,7 @@ The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
-One more is ours:
+Ranks that hold other parts of a sequence draw from seeds of their own. One more stream is ours:
 
     pipeline-rng         seed                             equal on all ranks: seeds of forwards
 
@@ -78,12 +78,13 @@ class RngStreams:
         *,
         device: torch.device,
         tp_rank: int = 0,
+        cp_rank: int = 0,
         pp_rank: int = 0,
         ep_rank: int = 0,
         etp_rank: int = 0,
     ) -> None:
         self.device = device
-        base = seed + 100 * pp_rank
+        base = seed + 100 * pp_rank + 1_000_003 * cp_rank
         self._states = {
             "model-parallel-rng": self._seeded(base + 2718 + tp_rank),
             "expert-parallel-rng": self._seeded(base + 1024 + 100 * ep_rank + etp_rank),

@@ -136,6 +136,9 @@ class ShardingPlan:
     attributes: Mapping[str, Callable[[int, ParallelContext], int]] = field(default_factory=dict)
     """Attribute path pattern -> function of (value, context) for sizes that become local, such as a
     head count."""
+    positions: str | None = None
+    """Keyword under which the model takes the positions of its tokens [b or 1, s], which a rank
+    that holds a part of the sequence is given; None: it takes none."""
     shards_output: bool = False
     """Whether the model returns shards on purpose, to a step that expects them; otherwise a sharded
     output is an error in the first step."""

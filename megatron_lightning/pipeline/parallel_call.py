@@ -5,6 +5,7 @@ Under a pipeline calls outside of steps are refused; what a call does in a step 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from megatron_lightning.errors import PipelineError
 class ParallelCall:
     """Forward pre-hook of the parallel module.
 
+    In a step it adds the positions of this rank's part of the sequence, where ranks share one.
+
     Under a pipeline it stays after a run, as the module stays divided, and refuses calls outside of
     steps. It is plain data, so that the module can be copied and pickled.
 
@@ -27,6 +30,7 @@ class ParallelCall:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._open = False
+        self._added: dict[str, Any] = {}
 
     @classmethod
     def on(cls, module: nn.Module, num_ranks: int, undo: ExitStack) -> ParallelCall:
@@ -52,8 +56,23 @@ class ParallelCall:
         finally:
             self._open = False
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse calls outside of steps where this rank has only some of the layers."""
+    @contextmanager
+    def adding(self, **arguments: Any) -> Iterator[None]:
+        """Context in which a call is given keyword arguments that it does not have."""
+        self._added = arguments
+        try:
+            yield
+        finally:
+            self._added = {}
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Refuse calls outside of steps where this rank has only some of the layers.
+
+        Returns:
+            The arguments with those that are added; None: they stay.
+        """
         if self._num_ranks > 1 and not self._open:
             raise PipelineError(
                 f"{type(module).__name__} was called outside of a training, validation, test or "
@@ -62,6 +81,13 @@ class ParallelCall:
                 "one. A checkpoint holds the full model: load_from_checkpoint reads a "
                 "consolidated one."
             )
+        if not self._added:
+            return None
+        given = (
+            inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        )
+        missing = {k: v for k, v in self._added.items() if given.get(k) is None}
+        return args, kwargs | missing
 
 
 def find_parallel_module(root: nn.Module) -> nn.Module | None:

@@ -8,6 +8,8 @@ Layers that ``configure_model`` builds are checked on every rank when it has bui
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -62,6 +64,26 @@ def is_built_later(module: pl.LightningModule) -> bool:
     return is_overridden("configure_model", module) or is_overridden("setup", module)
 
 
+def sequence_dims_of(
+    module: pl.LightningModule, data: pl.LightningDataModule | None
+) -> Mapping[Any, int]:
+    """Return which entries of a batch hold a sequence, and in which dim.
+
+    Raises:
+        ConfigError: If neither the module nor its data declares it.
+    """
+    for owner in (module, data):
+        dims: Mapping[Any, int] | None = getattr(owner, "sequence_dims", None)
+        if dims:
+            return dims
+    raise ConfigError(
+        f"context_parallel_size is above 1, and neither {type(module).__name__} nor its datamodule "
+        "says which entries of a batch hold a sequence. Give one of them an attribute such as "
+        'sequence_dims = {"tokens": 1, "labels": 1}: the key (of a tuple: the index), and the dim '
+        "of the sequence."
+    )
+
+
 def check_module(
     module: pl.LightningModule,
     layout: ParallelLayout,
@@ -74,7 +96,7 @@ def check_module(
     Raises:
         ConfigError: For steps that a schedule of micro-batches cannot run.
     """
-    if layout.num_stages == 1 and micro_batch_size is None:
+    if layout.num_stages == layout.cp == 1 and micro_batch_size is None:
         return
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, hook)

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.assembly import checks
 from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.advice import advice_on_full_batches
@@ -24,6 +25,7 @@ from megatron_lightning.strategies.checks.callbacks import (
 )
 from megatron_lightning.strategies.checks.data import check_batches, check_config
 from megatron_lightning.strategies.checks.module import (
+    sequence_dims_of,
     check_module,
     check_one_backward,
     check_param_groups,
@@ -73,6 +75,8 @@ def check_before_launch(
     check_config(
         module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
     )
+    if options.layout.cp > 1:
+        check_context(options, module, trainer, data)
     # By an earlier Trainer: its units were checked then, and some are gone.
     if not is_assembled(module):
         is_built = not is_built_later(module)
@@ -90,6 +94,31 @@ def check_before_launch(
         check_batches(options.schedule, options.micro_batch_size, replicas, data)
     if trainer is not None:
         _check_trained_by(options, world_size, module, trainer)
+
+
+def check_context(
+    options: StrategyOptions,
+    module: pl.LightningModule,
+    trainer: pl.Trainer | None,
+    data: pl.LightningDataModule | None,
+) -> None:
+    """Check what ranks that share a sequence cannot do.
+
+    Raises:
+        ConfigError: If it is asked for.
+    """
+    sequence_dims_of(module, data)
+    if options.pipeline.explicit_steps:
+        raise ConfigError(
+            "explicit_steps of pipeline_options cannot be combined with context_parallel_size="
+            f"{options.layout.cp}. Set one of them to its default."
+        )
+    if trainer is not None and trainer.state.fn == TrainerFn.PREDICTING:
+        raise ConfigError(
+            f"context_parallel_size={options.layout.cp} is not available for predictions in this "
+            "version, as they would be parts of sequences. Set it to 1: checkpoints load on every "
+            "layout."
+        )
 
 
 def check_layers(

@@ -20,8 +20,10 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.pipeline.microbatches import weighted_mean
 from megatron_lightning.pipeline.parallel_call import replaced_attribute
+from megatron_lightning.strategies.step.context_mean import gather_rows
 
 
 class LogEntry(NamedTuple):
@@ -84,16 +86,23 @@ class LogRecorder:
             _Call(value, batch_size, self.microbatch, arguments, metric)
         )
 
-    def entries(self, weights: Sequence[float | Tensor]) -> list[LogEntry]:
-        """Return what was recorded, reduced over the micro-batches.
+    def entries(
+        self, weights: Sequence[float | Tensor], sharing: AxisGroup
+    ) -> list[LogEntry]:
+        """Return what was recorded, reduced over the micro-batches; a collective of ``sharing``.
 
         Args:
             weights: What a micro-batch weighs in a mean where the call names no ``batch_size``.
+            sharing: The ranks that hold the other parts of the sequences.
         """
-        return [self._reduced(name, calls, weights) for name, calls in self._calls.items()]
+        return [self._reduced(name, calls, weights, sharing) for name, calls in self._calls.items()]
 
     def _reduced(
-        self, name: str, calls: list[_Call], weights: Sequence[float | Tensor]
+        self,
+        name: str,
+        calls: list[_Call],
+        weights: Sequence[float | Tensor],
+        sharing: AxisGroup,
     ) -> LogEntry:
         options, metric, value = calls[-1].options, calls[-1].metric, calls[-1].value
         sizes = [
@@ -101,7 +110,8 @@ class LogRecorder:
             for call in calls
         ]
         batch_size = None if None in sizes else sum(size or 0 for size in sizes)
-        if len(calls) > 1 and (metric is None or all(_is_scalar(call.value) for call in calls)):
+        several = len(calls) > 1 or (sharing.size > 1 and metric is None)
+        if several and (metric is None or all(_is_scalar(call.value) for call in calls)):
             values = torch.stack(
                 [torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls]
             )
@@ -109,6 +119,10 @@ class LogRecorder:
             weight = torch.stack(
                 [torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own]
             )
+            both = gather_rows(torch.stack([values, weight.to(values)], 1), sharing)
+            values, weight = both.unbind(1)
+            if batch_size is not None and any(call.batch_size is not None for call in calls):
+                batch_size = round(float(weight.sum()))
             reduction = (
                 options.get("reduce_fx", "mean") if metric is None else _reduction_of(metric)
             )

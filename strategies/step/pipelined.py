@@ -7,16 +7,19 @@ drains the pipeline once, as in PipeDream-Flush (https://arxiv.org/abs/2006.0950
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_lightning.assembly.attention_watch import AttentionWatch
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.advice import advice_on_few_microbatches
@@ -33,6 +36,7 @@ from megatron_lightning.pipeline.microbatches import (
 )
 from megatron_lightning.pipeline.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
+from megatron_lightning.strategies.step.context_mean import mean_over_context
 from megatron_lightning.strategies.step.logs import replay
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.program import UserProgram
@@ -61,6 +65,7 @@ class PipelinedSteps(Steps):
         self._lists = ListSync(scope.module, pl.LightningModule, scope.context.device)
         self._explicit: ExplicitCalls | None = None
         self._facts: dict[Hashable, CallFacts] = {}
+        self._attention_seen: set[str] = set()
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class; gradients are computed here."""
@@ -68,11 +73,13 @@ class PipelinedSteps(Steps):
             self._begin_training(batch, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
         else:
-            microbatches = self._split(batch)
-            self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
-            output = self._run(
-                "training_step", self._scope.module.training_step, microbatches, indices
-            )
+            with self._divided(batch) as divided:
+                microbatches = self._split(divided)
+                self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
+                output = self._run(
+                    "training_step", self._scope.module.training_step, microbatches, indices
+                )
+            self._check_items(batch, output)
         self.buffers.synchronize(compare=self._batches_of_epoch() == 1)
         return output
 
@@ -86,7 +93,25 @@ class PipelinedSteps(Steps):
         self._check_first_batch(batch, hook, *indices[1:])
         if self._scope.options.pipeline.explicit_steps:
             return self._explicitly(hook, batch, indices)
-        return self._run(hook, getattr(self._scope.module, hook), self._split(batch), indices)
+        with self._divided(batch) as divided:
+            return self._run(hook, getattr(self._scope.module, hook), self._split(divided), indices)
+
+    def _check_items(self, batch: Any, output: Any) -> None:
+        """Check that ranks weigh their losses by the tokens that count.
+
+        Raises:
+            ConfigError: If some do not count, and the step does not say how many do.
+        """
+        counted = isinstance(output, Mapping) and "num_items" in output
+        if self._sequence is None or counted or output is None:
+            return
+        masks = self._sequence.masks(batch)
+        if masks:
+            raise ConfigError(
+                f"the batch has {masks}, so that the {self._scope.context.cp.size} ranks that "
+                "share a sequence may average over different numbers of tokens. Return "
+                '{"loss": loss, "num_items": number of tokens in the loss} from training_step.'
+            )
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """See the base class."""
@@ -146,7 +171,7 @@ class PipelinedSteps(Steps):
         self._lists.begin()
         if trains:
             self.training.accumulation.begin_run()
-        with self._in_step(crossing, trains):
+        with self._in_step(crossing, trains), self._watched(hook):
             self._executor.run(schedule, program, backward=trains)
         if trains:
             self.training.end_backwards()  # before anything else is communicated
@@ -156,6 +181,17 @@ class PipelinedSteps(Steps):
         if trains:
             self._end_training(output, num_items)
         return output
+
+    @contextmanager
+    def _watched(self, hook: str) -> Iterator[None]:
+        """Around the first run of a hook: attention sees the whole sequence."""
+        if self._sequence is None or hook in self._attention_seen:
+            yield
+            return
+        self._attention_seen.add(hook)
+        with AttentionWatch(self._scope.module) as watch:
+            yield
+        watch.check()
 
     @contextmanager
     def _in_step(self, crossing: StageCrossing | None, trains: bool) -> Iterator[None]:
@@ -302,11 +338,14 @@ class PipelinedSteps(Steps):
             output = merge_outputs(
                 [program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes
             )
+            sharing = self._scope.context.cp
+            weight = torch.stack([torch.as_tensor(w, device=self._scope.context.device) for w in weights]).sum()
+            output = mean_over_context(output, weight, sharing)
             appended = self._lists.appended() if self._scope.part.partition is not None else b""
             shared = (
                 output,
                 program.num_items,
-                program.recorder.entries(weights),
+                program.recorder.entries(weights, sharing),
                 self._metrics.counts(),
                 bool(appended),
             )

@@ -19,8 +19,11 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.pipeline.metrics import MetricSync
 from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
+from megatron_lightning.pipeline.sequence_split import SequenceSplit
+from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.dataloaders import training_samplers
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.training import Training
@@ -45,11 +48,35 @@ class Steps(ABC):
         scope.undo.callback(self._metrics.release)
         partition = scope.part.partition
         parallel = find_parallel_module(scope.module) if partition is None else partition.module
+        self._sequence = self._sequence_split()
         self._call = (
             None
             if parallel is None
             else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
         )
+
+    def _sequence_split(self) -> SequenceSplit | None:
+        """Return what divides the sequences of a batch; None: every rank has all of them."""
+        context, module = self._scope.context, self._scope.module
+        if context.cp.size == 1:
+            return None
+        dims = sequence_dims_of(module, getattr(module.trainer, "datamodule", None))
+        part = SequencePart(context.cp.rank, context.cp.size)
+        return SequenceSplit(part, dims, context.tp.size if self._scope.part.shards_sequence else 1)
+
+    @contextmanager
+    def _divided(self, batch: Any) -> Iterator[Any]:
+        """Yield this rank's part of the sequences of a batch; the parallel module is told their
+        positions.
+        """
+        if self._sequence is None:
+            yield batch
+            return
+        keywords = {plan.positions for plan in self._plans.values() if plan.positions}
+        positions = self._sequence.positions(batch, self._scope.context.device)
+        added = dict.fromkeys(keywords, positions)
+        with nullcontext() if self._call is None else self._call.adding(**added):
+            yield self._sequence.split(batch)
 
     @property
     def training(self) -> Training:

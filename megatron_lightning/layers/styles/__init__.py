@@ -2,6 +2,7 @@
 tensor parallelism.
 """
 
+from megatron_lightning.layers.styles.context import ContextAttention
 from megatron_lightning.layers.styles.parameters import (
     ParameterShards,
     Split,
@@ -34,6 +35,7 @@ from megatron_lightning.layers.styles.transposed import (
 
 __all__ = [
     "ColumnParallel",
+    "ContextAttention",
     "CopyOutput",
     "GatherLogits",
     "HeadParallel",

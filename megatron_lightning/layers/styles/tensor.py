@@ -280,9 +280,11 @@ class StreamDropout:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the streams."""
-        sharded = _shards_sequence(context, plan)
-        if sharded or (self.always and context.tp.size > 1):
-            _expect(module, Dropout, "StreamDropout").streams = context.rng
+        sharded = _shards_sequence(context, plan) or (self.always and context.tp.size > 1)
+        if sharded or context.cp.size > 1:
+            dropout = _expect(module, Dropout, "StreamDropout")
+            dropout.streams = context.rng
+            dropout.stream_name = "model-parallel-rng" if sharded else "data-parallel-rng"
         return module
 
 

@@ -1,0 +1,95 @@
+"""Find attention that does not see the whole sequence, in the first step of its kind.
+
+Where ranks share a sequence, attention that is not bound to them mixes the tokens of one rank only:
+its loss looks like any other. So a call of ``scaled_dot_product_attention`` that is not ours, and a
+bound module that is not called, are errors.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.parallel.absent import present_modules
+
+
+def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
+    """Check that the plan of a model binds its attention.
+
+    Args:
+        num_ranks: Context-parallel ranks.
+        rows: ``ContextAttention`` rows of the plans.
+        model: Name of the model, for the message.
+
+    Raises:
+        ConfigError: If it binds none.
+    """
+    if num_ranks > 1 and not rows:
+        raise ConfigError(
+            f"context_parallel_size is {num_ranks}, and no row of a sharding plan of {model} binds "
+            "its attention to these ranks, so that a token would see those of one rank only. Build "
+            "the attention from megatron_lightning.layers.CoreAttention and add a row "
+            "ContextAttention() for it, or set context_parallel_size to 1."
+        )
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Watches the attention of a module inside a block.
+
+    Args:
+        module: This rank's part of the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._uncalled = {
+            path: child
+            for path, child in present_modules(module)
+            if isinstance(child, CoreAttention) and child.exchange is not None
+        }
+        self._undo = ExitStack()
+
+    def __enter__(self) -> AttentionWatch:
+        for path, child in self._uncalled.items():
+            hook = child.register_forward_pre_hook(self._called(path))
+            self._undo.callback(hook.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._undo.close()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # called by torch
+        if func is F.scaled_dot_product_attention:
+            raise ConfigError(
+                "the model calls scaled_dot_product_attention in a module that its sharding plan "
+                "does not bind to the context-parallel ranks, so that a token would see those of "
+                "one rank only. Build this attention from megatron_lightning.layers.CoreAttention "
+                "and add a row ContextAttention() for it, or set context_parallel_size to 1."
+            )
+        return func(*args, **(kwargs or {}))
+
+    def check(self) -> None:
+        """Check that every bound module was called.
+
+        Raises:
+            ConfigError: Naming one that was not.
+        """
+        if self._uncalled:
+            raise ConfigError(
+                f"{next(iter(self._uncalled))} is bound to the context-parallel ranks, and the "
+                "forward did not call it: its attention is computed elsewhere. Call it with "
+                "queries, keys and values, or set context_parallel_size to 1."
+            )
+
+    def _called(self, path: str) -> Any:
+        return lambda *_: self._uncalled.pop(path, None) and None

@@ -1,0 +1,101 @@
+"""Divide the sequences of a batch over the context-parallel ranks.
+
+Which entries hold a sequence is declared (``sequence_dims`` of the LightningModule or its
+datamodule), never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.sequence import SequencePart, check_length
+
+IGNORED_LABEL = -100
+"""Target that losses leave out, as torch's do."""
+
+
+class SequenceSplit:
+    """Splits batches along their sequences.
+
+    Args:
+        part: What this rank holds.
+        dims: Key of a batch (index, for a tuple or list) -> dim of the sequence.
+        tensor_ranks: Tensor-parallel ranks over which activations divide the sequence further; 1:
+            they do not.
+    """
+
+    def __init__(self, part: SequencePart, dims: Mapping[Any, int], tensor_ranks: int = 1) -> None:
+        self.part = part
+        self._dims = dict(dims)
+        self._tensor_ranks = tensor_ranks
+
+    def split(self, batch: Any) -> Any:
+        """Return the rank's part of a batch.
+
+        Raises:
+            ConfigError: If the batch has none of the declared entries, one is no sequence, or their
+                lengths differ or do not divide.
+        """
+        self.length(batch)
+        if isinstance(batch, Mapping):
+            split = {key: self._part_of(key, value) for key, value in batch.items()}
+            return type(batch)(split)  # type: ignore[call-arg]
+        values = [self._part_of(index, value) for index, value in enumerate(batch)]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+    def positions(self, batch: Any, device: torch.device) -> Tensor:
+        """Return this rank's positions [1, s] in the sequences of a full batch."""
+        return self.part.positions(self.length(batch), device)[None]
+
+    def length(self, batch: Any) -> int:
+        """Return the number of positions of a full batch."""
+        declared = self._declared(batch)
+        lengths = {key: self._length_of(key, value) for key, value in declared.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(
+                f"entries of the batch have sequences of different lengths: {lengths}. Correct "
+                "sequence_dims, or pad them to one length."
+            )
+        name, length = next(iter(lengths.items()))
+        check_length(length, self.part.num_ranks, self._tensor_ranks, f"{name!r} of the batch")
+        return length
+
+    def masks(self, batch: Any) -> str | None:
+        """Return the declared entry that leaves positions out of the loss; None: there is none."""
+        for name, value in self._declared(batch).items():
+            if name == "loss_mask":
+                return "a loss_mask"
+            if not value.is_floating_point() and bool((value == IGNORED_LABEL).any()):
+                return f"{IGNORED_LABEL} in {name!r}"
+        return None
+
+    def _part_of(self, key: Any, value: Any) -> Any:
+        dim = self._dims.get(key)
+        return value if dim is None or value is None else self.part.split(value, dim)
+
+    def _declared(self, batch: Any) -> dict[Any, Tensor]:
+        entries = batch if isinstance(batch, Mapping) else {}
+        if isinstance(batch, list | tuple):
+            entries = dict(enumerate(batch))
+        found = {k: v for k, v in entries.items() if k in self._dims and v is not None}
+        if not found:
+            keys = list(entries) or type(batch).__name__
+            raise ConfigError(
+                f"the batch has {keys} and none of {list(self._dims)}, which sequence_dims "
+                "declares. Name the entries of the batch there (of a tuple: their indices)."
+            )
+        return found
+
+    def _length_of(self, key: Any, value: Any) -> int:
+        dim = self._dims[key]
+        if not isinstance(value, Tensor) or not -value.ndim <= dim < value.ndim:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"sequence_dims declares dim {dim} of {key!r}, which is {shape}. Correct the dim."
+            )
+        return value.shape[dim]

@@ -1,0 +1,123 @@
+"""Training on ranks that share each sequence equals training on one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+STEPS, BATCH, SEQUENCE, VOCABULARY = 4, 4, 16, 30
+TP, PP, VPP, CP, MICRO = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "micro_batch_size",
+)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, {CP: 2}),
+    "cp4": (4, {CP: 4}),
+    "cp2-micro": (2, {CP: 2, MICRO: 1}),
+    "cp2-dp2": (4, {CP: 2}),
+    "cp2-ddp2": (4, {CP: 2, "data_parallel": "ddp"}),
+    "cp2-fsdp2": (4, {CP: 2, "data_parallel": "fsdp"}),
+    "cp2-tp2": (4, {CP: 2, TP: 2}),
+    "cp2-tp2-no-sp": (4, {CP: 2, TP: 2, "sequence_parallel": False}),
+    "cp2-pp2": (4, {CP: 2, PP: 2, MICRO: 1}),
+    "cp2-pp2-vpp2": (4, {CP: 2, PP: 2, VPP: 2, MICRO: 1}),
+    "cp2-pp2-zb-h1": (4, {CP: 2, PP: 2, MICRO: 1, "pipeline_schedule": "zb-h1"}),
+    "cp2-tp2-pp2": (8, {CP: 2, TP: 2, PP: 2, MICRO: 1}),
+    "cp8": (8, {CP: 8}),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "mha": {},
+    "gqa": {"num_query_groups": 2},
+    "window": {"window_size": (5, 0)},
+    "learned": {"position_embedding_type": "learned_absolute"},
+}
+SPREAD = {
+    "mha": ["cp2", "cp2-pp2"],
+    "gqa": ["cp4", "cp2-tp2"],
+    "window": ["cp2"],
+    "learned": ["cp2-dp2"],
+}
+
+
+def _config(model: str) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE, init_method_std=0.1, **MODELS[model],
+    )  # fmt: skip
+
+
+def _rows(masked: bool) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, VOCABULARY, (STEPS * BATCH, SEQUENCE + 1), generator=generator)
+    rows: Any = [{"tokens": t[:-1], "labels": t[1:].clone()} for t in text]
+    if masked:
+        for number, row in enumerate(rows):
+            row["labels"][number % 5 :: 3] = -100
+    return rows
+
+
+def _train(model: str, masked: bool, options: dict[str, Any] | None, replicas: int) -> Any:
+    record = Losses()
+    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
+    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
+    loader = DataLoader(_rows(masked), batch_size=BATCH // replicas)
+    fit.fit(GPTLightningModule(_config(model), learning_rate=1e-2), loader, loader)
+    logged = {name: float(fit.callback_metrics[name]) for name in ("train_loss", "val_loss")}
+    return record.losses, record.norms, logged
+
+
+def _train_all(model: str, masked: bool, cases: list[Any]) -> list[Any]:
+    return [_train(model, masked, *case) for case in cases]
+
+
+@cache
+def _one(model: str, masked: bool) -> Any:
+    return run_ranks(1, _train, model, masked, None, 1)[0]
+
+
+def _cases() -> list[Any]:
+    spread = [(name, layouts, ()) for name, layouts in SPREAD.items()]
+    everything = [(name, list(LAYOUTS), pytest.mark.slow) for name in MODELS]
+    return [
+        pytest.param(name, layouts, id=f"{name}{'-all' if marks else ''}", marks=marks)
+        for name, layouts, marks in (*spread, *everything)
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("model", "layouts"), _cases())
+def test_training_equals_one_process(model: str, layouts: list[str], masked: bool) -> None:
+    """Losses, gradient norms and logged means; fp32, sums in another order: 1e-5."""
+    losses, norms, logged = _one(model, masked)
+    for world in (2, 4, 8):
+        chosen = [name for name in layouts if LAYOUTS[name][0] == world]
+        cases = []
+        for name in chosen:
+            options = LAYOUTS[name][1]
+            size = options.get(TP, 1) * options.get(PP, 1) * options[CP]
+            cases.append((options, world // size))
+        ranks = run_ranks(world, _train_all, model, masked, cases, timeout_s=380) if cases else []
+        for index, name in enumerate(chosen):
+            replicas = cases[index][1]
+            for rank in ranks:
+                found = rank[index]
+                assert found[1] == pytest.approx(norms, rel=1e-5), name
+                if replicas == 1:
+                    assert found[0] == pytest.approx(losses, rel=1e-5), name
+                    assert found[2] == pytest.approx(logged, rel=1e-5), name
+                else:
+                    assert found[2]["val_loss"] == pytest.approx(logged["val_loss"], rel=1e-5), name
