@@ -4,6 +4,7 @@ here.
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, get_args
 
 from megatron_lightning.config import (
@@ -206,6 +207,24 @@ def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
         )
 
 
+def check_sequence_length(length: int, num_ranks: int, tensor_ranks: int, name: str) -> None:
+    """Check that a sequence can be divided over ``num_ranks`` context-parallel ranks, and its parts
+    over ``tensor_ranks`` (1: without sequence parallelism).
+
+    Raises:
+        ConfigError: Naming the nearest lengths that work.
+    """
+    step = lcm(2 * num_ranks, num_ranks * tensor_ranks)
+    if num_ranks > 1 and length % step:
+        below, above = length // step * step, (length // step + 1) * step
+        nearest = f"{below} or {above}" if below else str(above)
+        also = f" and sequence parallelism over {tensor_ranks} ranks" if tensor_ranks > 1 else ""
+        raise ConfigError(
+            f"{name} has {length} positions, and context_parallel_size={num_ranks}{also} needs a "
+            f"multiple of {step}. Pad or cut it to {nearest}, or change context_parallel_size."
+        )
+
+
 def _check_sequence(
     config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None
 ) -> None:
@@ -217,6 +236,9 @@ def _check_sequence(
             f"max_sequence_length={config.max_sequence_length}. Set max_sequence_length to "
             f"{sequence_length} or more, or shorten the samples."
         )
+    check_sequence_length(
+        sequence_length, layout.cp, layout.tp if layout.sp else 1, "a sample of the data"
+    )
     if layout.sp and sequence_length % layout.tp:
         raise ConfigError(
             f"samples of {sequence_length} tokens cannot be split equally over the "

@@ -62,6 +62,13 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
     rows = [row for own_plan in own for row in own_plan.modules.values()]
     bound = sum(isinstance(row, ContextAttention) for row in rows)
     check_attention_rows(layout.cp, bound, type(module).__name__)
+    if layout.cp > 1 and all(own_plan.positions is None for own_plan in own):
+        raise ConfigError(
+            f"context_parallel_size is {layout.cp}, and no sharding plan of "
+            f"{type(module).__name__} says how the model is given the positions of its tokens, "
+            "which are not 0, 1, 2, … on a rank. Set ShardingPlan(positions=...) to the keyword "
+            'of its forward, such as "position_ids", or to "" if it uses no positions.'
+        )
     if layout.tp == 1:
         return
     plans = find_plans(module, plan, layout.tp)

@@ -41,17 +41,9 @@ class CoreAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo | None = None
     ) -> Tensor:
         """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b,
-        n*d]; ``sequence`` None: causal, at positions 0 to s-1.
-
-        Raises:
-            ConfigError: If the sequence is divided over ranks and its positions are not given.
+        n*d]; ``sequence`` None: causal.
         """
         sequence = sequence or SequenceInfo()
-        if self.exchange is not None and sequence.position_ids is None:
-            raise ConfigError(
-                "a rank holds a part of every sequence, and attention was not told which positions "
-                "(position_ids of the model). Pass those of context_parallel.positions."
-            )
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
                 out = self._attend(q.float(), k.float(), v.float(), sequence)
@@ -111,14 +103,22 @@ class SelfAttention(nn.Module):
 
         The input may be a sequence shard: the full length is known only after the projection has
         gathered it.
+
+        Raises:
+            ConfigError: If ranks share the sequence, and its positions are not given.
         """
+        positions = None if sequence is None else sequence.position_ids
+        if self.core_attention.exchange is not None and positions is None:
+            raise ConfigError(
+                "each rank holds a part of every sequence, and the model was not given its "
+                "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
+            )
         mixed = self.linear_qkv(hidden)
         mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
         q, k, v = mixed.split([self.heads_per_group, 1, 1], dim=3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if self.rotary is not None:
-            positions = None if sequence is None else sequence.position_ids
             cosines, sines = self.rotary(q.shape[0], q, positions)
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
         context = self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), sequence)

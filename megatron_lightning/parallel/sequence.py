@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 
 import torch
 from torch import Tensor
-
-from megatron_lightning.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,21 +50,3 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
         return parts[0]
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
-
-
-def check_length(length: int, num_ranks: int, tensor_ranks: int, name: str) -> None:
-    """Check that a sequence can be divided over ``num_ranks`` context-parallel ranks, and its parts
-    over ``tensor_ranks`` (1: without sequence parallelism).
-
-    Raises:
-        ConfigError: Naming the nearest lengths that work.
-    """
-    step = lcm(2 * num_ranks, num_ranks * tensor_ranks)
-    if num_ranks > 1 and length % step:
-        below, above = length // step * step, (length // step + 1) * step
-        nearest = f"{below} or {above}" if below else str(above)
-        also = f" and sequence parallelism over {tensor_ranks} ranks" if tensor_ranks > 1 else ""
-        raise ConfigError(
-            f"{name} has {length} positions, and context_parallel_size={num_ranks}{also} needs a "
-            f"multiple of {step}. Pad or cut it to {nearest}, or change context_parallel_size."
-        )

@@ -138,7 +138,8 @@ class ShardingPlan:
     head count."""
     positions: str | None = None
     """Keyword under which the model takes the positions of its tokens [b or 1, s], which a rank
-    that holds a part of the sequence is given; None: it takes none."""
+    that holds a part of the sequence is given; "": it uses none; None: unknown, so that ranks
+    cannot share a sequence."""
     shards_output: bool = False
     """Whether the model returns shards on purpose, to a step that expects them; otherwise a sharded
     output is an error in the first step."""

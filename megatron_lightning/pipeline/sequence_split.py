@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sequence import SequencePart, check_length
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.rules import check_sequence_length
 
 IGNORED_LABEL = -100
 """Target that losses leave out, as torch's do."""
@@ -62,7 +63,9 @@ class SequenceSplit:
                 "sequence_dims, or pad them to one length."
             )
         name, length = next(iter(lengths.items()))
-        check_length(length, self.part.num_ranks, self._tensor_ranks, f"{name!r} of the batch")
+        check_sequence_length(
+            length, self.part.num_ranks, self._tensor_ranks, f"{name!r} of the batch"
+        )
         return length
 
     def masks(self, batch: Any) -> str | None:

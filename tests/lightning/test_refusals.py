@@ -40,7 +40,6 @@ from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_parallel_size": 2}, r"context_parallel_size=2 is not available .* Set it to 1"),
         (
             {"expert_model_parallel_size": 2},
             r"expert_model_parallel_size=2 is not available .* Set it to 1",

@@ -65,7 +65,7 @@ def test_fused_rows_are_grouped_as_in_megatron_core(case: dict[str, Any]) -> Non
     )
     seen: list[torch.Tensor] = []
     attention.linear_qkv.forward = lambda hidden: rows.expand(*hidden.shape[:2], -1)  # type: ignore[method-assign]
-    attention.core_attention.forward = lambda *qkv: seen.extend(qkv) or qkv[0].flatten(2)  # type: ignore[method-assign]
+    attention.core_attention.forward = lambda *given: seen.extend(given[:3]) or given[0].flatten(2)  # type: ignore[method-assign]
     attention(torch.zeros(1, 1, 8))
     q, k, v = (x.flatten() for x in seen)
     assert torch.equal(q, torch.arange(heads * d, dtype=torch.float32))

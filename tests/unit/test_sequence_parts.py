@@ -11,7 +11,8 @@ import torch
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.blocks import blocks
-from megatron_lightning.parallel.sequence import SequencePart, check_length, join
+from megatron_lightning.parallel.sequence import SequencePart, join
+from megatron_lightning.rules import check_sequence_length
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "rope_cp.json").read_text())
 
@@ -46,9 +47,9 @@ def test_lengths_that_do_not_divide(
     length: int, num_ranks: int, tensor_ranks: int, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_length(length, num_ranks, tensor_ranks, "the sequence")
-    check_length(128, num_ranks, tensor_ranks, "the sequence")
-    check_length(127, 1, 1, "the sequence")
+        check_sequence_length(length, num_ranks, tensor_ranks, "the sequence")
+    check_sequence_length(128, num_ranks, tensor_ranks, "the sequence")
+    check_sequence_length(127, 1, 1, "the sequence")
 
 
 @pytest.mark.parametrize("window", [None, 0, 1, 3, 200])

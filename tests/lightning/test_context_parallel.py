@@ -1,0 +1,262 @@
+"""A LightningModule on ranks that share each sequence: what it needs, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import ContextOptions, TransformerConfig
+from megatron_lightning.errors import ConfigError, MegatronLightningError
+from megatron_lightning.layers import CoreAttention
+from megatron_lightning.layers.styles import ContextAttention
+from megatron_lightning.models import GPTModel
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.parallel import ShardingPlan
+from megatron_lightning.resilience.failure import PeerFailure
+from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run
+
+CP2 = make_layout("cp2", 2, 1, context_parallel_size=2)
+CP4 = make_layout("cp4", 4, 1, context_parallel_size=4)
+CP2_MICRO = make_layout("cp2-micro", 2, 1, context_parallel_size=2, micro_batch_size=2)
+LENGTH, VOCABULARY = 16, 20
+
+
+class Attention(nn.Module):
+    """Attention of a user's own, around our core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.core = CoreAttention(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).transpose(0, 1).unbind(3 - 1)
+        return self.out(self.attend(q, k, v))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.core(q, k, v).transpose(0, 1)
+
+
+class Elsewhere(Attention):
+    """Has a bound core, and computes without it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("sbnd,tbnd->bnst", q, k) / 2
+        return torch.einsum("bnst,tbnd->bsnd", scores.softmax(-1), v).flatten(2)
+
+
+class Foreign(Attention):
+    """Calls torch's attention beside the bound core."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        super().attend(q, k, v)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Net(nn.Module):
+    """Takes positions under a keyword of its own."""
+
+    plan: ClassVar[ShardingPlan] = ShardingPlan(
+        modules={"layers.*.core": ContextAttention()}, positions="where"
+    )
+
+    def __init__(self, attention: type[Attention] = Attention) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.layers = nn.ModuleList(attention() for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
+        if where is None:
+            where = torch.arange(tokens.shape[1])[None]
+        x = self.embed(tokens) + self.places(where)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+    def sharding_plan(self) -> ShardingPlan:
+        return self.plan
+
+
+class Module(pl.LightningModule):
+    """Knows nothing of ranks but ``sequence_dims``; batches are tuples."""
+
+    sequence_dims: ClassVar[Any] = {0: 1, 1: 1}
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net() if net is None else net
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        self.log("longest", float(batch[0].max()), reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((float(outputs["loss"]), tuple(batch[0].shape)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Masked(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        labels = batch[1].masked_fill(batch[1] == 3, -100)
+        return F.cross_entropy(self.net(batch[0]).flatten(0, 1), labels.flatten())
+
+
+class Undeclared(Module):
+    sequence_dims = None
+
+
+def _loader(length: int = LENGTH, masked: bool = False) -> DataLoader[Any]:
+    tokens = torch.randint(
+        0, VOCABULARY, (16, length + 1), generator=torch.Generator().manual_seed(1)
+    )
+    labels = tokens[:, 1:].clone()
+    if masked:
+        labels[:, ::3] = -100
+    return DataLoader(list(zip(tokens[:, :-1], labels, strict=True)), batch_size=4)
+
+
+def _fit(layout: Layout, folder: str) -> Any:
+    module = Module()
+    fit = layout.trainer(folder, max_epochs=2)
+    fit.fit(module, _loader(), _loader())
+    logged = {name: float(value) for name, value in fit.callback_metrics.items()}
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return module.seen, logged, state
+
+
+@layouts(CP2, slow=[CP4, CP2_MICRO])
+def test_a_module_of_ones_own(layout: Layout, tmp_path: Path) -> None:
+    """Losses, what callbacks see, logged means and maxima, and weights; fp32: 1e-5."""
+    seen, logged, state = run(SINGLE, _fit, tmp_path)[0]
+    for rank in run(layout, _fit, tmp_path):
+        assert [loss for loss, _ in rank[0]] == pytest.approx([loss for loss, _ in seen], rel=1e-5)
+        assert [shape for _, shape in rank[0]] == [shape for _, shape in seen]
+        assert rank[1] == pytest.approx(logged, rel=1e-5)
+        for name, weight in state.items():
+            assert rank[2][name] == pytest.approx(weight, rel=1e-4, abs=1e-6), name
+
+
+class Unbound(Net):
+    def sharding_plan(self) -> ShardingPlan:
+        return ShardingPlan(modules={})
+
+
+class Placeless(Net):
+    def sharding_plan(self) -> ShardingPlan:
+        return ShardingPlan(modules={"layers.*.core": ContextAttention()})
+
+
+GPT = TransformerConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    attention_dropout=0.1,
+)
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "undeclared": (
+        Undeclared,
+        _loader,
+        r"neither Undeclared nor its datamodule .* sequence_dims =",
+    ),
+    "length": (
+        Module,
+        lambda: _loader(14),
+        r"14 positions, and context_parallel_size=2 needs a multiple of 4.* 12 or 16",
+    ),
+    "no row": (lambda: Module(Unbound()), _loader, r"no row of a sharding plan of Module binds"),
+    "positions": (
+        lambda: Module(Placeless()),
+        _loader,
+        r"no sharding plan of Module says .* ShardingPlan\(positions=...\)",
+    ),
+    "elsewhere": (
+        lambda: Module(Net(Elsewhere)),
+        _loader,
+        r"layers.0.core is bound .* and the forward did not call it",
+    ),
+    "foreign": (
+        lambda: Module(Net(Foreign)),
+        _loader,
+        r"calls scaled_dot_product_attention in a module that its sharding plan does not bind",
+    ),
+    "masked": (Module, lambda: _loader(masked=True), r'-100 in 1, so that .* "num_items"'),
+    "dropout": (
+        lambda: GPTLightningModule(GPT),
+        lambda: DataLoader([{"tokens": torch.ones(8).long(), "labels": torch.ones(8).long()}]),
+        r"attention_dropout=0.1 cannot be combined with context_parallel_size=2. Set it to 0",
+    ),
+}
+
+
+def _refused(layout: Layout, folder: str, case: str) -> str | None:
+    make, data, _ = CASES[case]
+    try:
+        layout.trainer(folder, max_epochs=1).fit(make(), data())
+    except MegatronLightningError as error:
+        return str(error)
+    except (PeerFailure, RuntimeError) as error:
+        return f"peer: {error}"
+    return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_would_be_wrong_is_refused(case: str, tmp_path: Path) -> None:
+    errors = run(CP2, _refused, tmp_path, case)
+    said = [error for error in errors if error and not error.startswith("peer: ")]
+    assert None not in errors and said, errors
+    for error in said:
+        assert re.search(CASES[case][2], error, re.DOTALL), error
+
+
+def _predict(layout: Layout, folder: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        layout.trainer(folder).predict(Module(), _loader())
+    return str(raised.value)
+
+
+def test_predictions_are_not_available_yet(tmp_path: Path) -> None:
+    assert "not available for predictions" in run(CP2, _predict, tmp_path)[0]
+
+
+@pytest.mark.parametrize("name", ["all_gather", "a2a", "a2a+p2p"])
+def test_other_exchanges_are_not_available_yet(name: Any) -> None:
+    with pytest.raises(ConfigError, match="is not available in this version"):
+        ContextOptions(cp_comm_type=name)
+    with pytest.raises(ConfigError, match="unknown"):
+        ContextOptions(cp_comm_type="ring")  # type: ignore[arg-type]
+
+
+def test_a_model_with_a_window_sees_no_further() -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=20, window_size=(3, 0)
+    )
+    model, tokens = GPTModel(config), torch.arange(12)[None]
+    changed = tokens.clone()
+    changed[0, 4] = 19
+    same = (model(tokens) == model(changed)).all(-1)[0]
+    assert same.tolist() == [at not in range(4, 8) for at in range(12)]
+    with pytest.raises(ConfigError, match="window_size"):
+        TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=20, window_size=(3, 1)
+        )
