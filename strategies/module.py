@@ -30,6 +30,7 @@ from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models.hf_plans import transformers_models
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -154,8 +155,11 @@ def print_layout(
         layout = options.layout
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
+        kernel = kernel_for(context.device).name
+        shared = f" x context {layout.cp} ({options.sequence.cp_comm_type}, {kernel})"
         rank_zero_info(
-            f"MegatronStrategy: tensor {layout.tp} x pipeline {layout.pp} x data "
+            f"MegatronStrategy: tensor {layout.tp}{shared if layout.cp > 1 else ''} x pipeline "
+            f"{layout.pp} x data "
             f"{context.dp.size}, sequence parallel {_sequence_parallel(part, layout)}, "
             f"{options.data_parallel}{schedule}. The model has {part.num_parameters:,} parameters; "
             f"this rank holds {local_size(module):,} of them.{shards}"

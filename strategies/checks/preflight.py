@@ -25,12 +25,12 @@ from megatron_lightning.strategies.checks.callbacks import (
 )
 from megatron_lightning.strategies.checks.data import check_batches, check_config
 from megatron_lightning.strategies.checks.module import (
-    sequence_dims_of,
     check_module,
     check_one_backward,
     check_param_groups,
     is_built_later,
     planned_module,
+    sequence_dims_of,
 )
 from megatron_lightning.strategies.checks.plugins import check_checkpoint_io, check_precision
 from megatron_lightning.strategies.options import StrategyOptions

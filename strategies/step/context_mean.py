@@ -42,7 +42,10 @@ def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
         leaves[index] = mean.to(leaves[index].dtype)
     reduced = tree_unflatten(leaves, spec)
     if isinstance(reduced, Mapping) and "num_items" in reduced:
-        return {**reduced, "num_items": weights.sum().round().to(torch.as_tensor(output["num_items"]).dtype)}
+        return {
+            **reduced,
+            "num_items": weights.sum().round().to(torch.as_tensor(output["num_items"]).dtype),
+        }
     return reduced
 
 

@@ -86,9 +86,7 @@ class LogRecorder:
             _Call(value, batch_size, self.microbatch, arguments, metric)
         )
 
-    def entries(
-        self, weights: Sequence[float | Tensor], sharing: AxisGroup
-    ) -> list[LogEntry]:
+    def entries(self, weights: Sequence[float | Tensor], sharing: AxisGroup) -> list[LogEntry]:
         """Return what was recorded, reduced over the micro-batches; a collective of ``sharing``.
 
         Args:

@@ -339,7 +339,9 @@ class PipelinedSteps(Steps):
                 [program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes
             )
             sharing = self._scope.context.cp
-            weight = torch.stack([torch.as_tensor(w, device=self._scope.context.device) for w in weights]).sum()
+            weight = torch.stack(
+                [torch.as_tensor(w, device=self._scope.context.device) for w in weights]
+            ).sum()
             output = mean_over_context(output, weight, sharing)
             appended = self._lists.appended() if self._scope.part.partition is not None else b""
             shared = (
