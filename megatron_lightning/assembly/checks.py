@@ -143,8 +143,10 @@ def check_shared(
             if owner.startswith(prefix) and plan.style_of(owner.removeprefix(prefix)) is not None:
                 raise ConfigError(
                     f"{name} is used on several pipeline stages, and its sharding plan divides it "
-                    f"over {tensor_size} tensor-parallel ranks, which cannot be combined yet. Set "
-                    "tensor_model_parallel_size or pipeline_model_parallel_size to 1."
+                    f"over {tensor_size} tensor-parallel ranks, which cannot be combined. If the "
+                    "forward reads it on the first and the last stage only, an example_input_array "
+                    "of the LightningModule shows it; else set tensor_model_parallel_size or "
+                    "pipeline_model_parallel_size to 1."
                 )
 
 

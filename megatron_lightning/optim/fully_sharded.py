@@ -43,6 +43,7 @@ from megatron_lightning.optim.unit_backward import StageBackward
 from megatron_lightning.optim.unit_order import UnitOrder
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.pipeline.arguments import sizes
 
 TRAINING = "training_step"
 """The hook whose forwards are followed by backwards."""
@@ -225,11 +226,18 @@ class ShardedUnits:
         )
         sharded.set_requires_gradient_sync(False, recurse=False)
         sharded.set_reshard_after_backward(self._reshard, recurse=False)
-        unit.register_forward_pre_hook(_uncompiled(lambda *_: self._called(index)), prepend=True)
+        before: list[list[int]] = []  # of the calls under way
 
-    def _called(self, index: int) -> None:
-        self._order.called(index)
-        self.units[index].begin_call()
+        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            before.append(sizes(args, kwargs))
+            self._order.called(index)
+            self.units[index].begin_call()
+
+        def returned(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            _check_sizes(str(self.units[index]), before.pop(), sizes(args, kwargs))
+
+        unit.register_forward_pre_hook(_uncompiled(called), prepend=True, with_kwargs=True)
+        unit.register_forward_hook(_uncompiled(returned), with_kwargs=True)
 
     def _watch_backward(self, output: Any, stage: int, index: int) -> None:
         """Report when a backward pass reaches the outputs of a unit."""
@@ -391,3 +399,13 @@ def local_rows(tensor: DTensor) -> tuple[Tensor, int]:
     per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * per_rank, tensor.shape[0])
     return rows.reshape(-1), first * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0)
+
+
+def _check_sizes(unit: str, before: list[int], after: list[int]) -> None:
+    """Check that a unit hands nothing on by its arguments: FSDP2 gives it copies of them."""
+    if before != after:
+        raise ShardingError(
+            f"{unit} changes a list or dict that it was given, and FSDP2 gives units copies, so "
+            "that later units would not see it. Return what it hands on, or set "
+            'data_parallel="zero1".'
+        )

@@ -88,6 +88,10 @@ class _AbsentForward:
         )
 
 
+def _stay(*_: Any, **__: Any) -> None:
+    """Take the place of ``Module._apply``, which moves and casts tensors."""
+
+
 def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> None:
     """Remove the parameters and buffers of ``module``, in place.
 
@@ -102,7 +106,10 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
                 if tensor is not None and id(tensor) not in kept:
                     del registry[name]
                     child.__dict__[name] = AbsentTensor.of(tensor, f"{inner}.{name}")
+        if isinstance(child, nn.RNNBase):  # keeps its weights in a list as well
+            child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
     module._compiled_call_impl = None
+    module.__dict__["_apply"] = _stay
     module.__dict__["forward"] = _AbsentForward(path)
     module.__dict__[_MARK] = True  # recomputation and others may wrap the forward
 

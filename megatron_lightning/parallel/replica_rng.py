@@ -10,6 +10,10 @@ device.
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,38 +21,49 @@ from megatron_lightning.parallel.rng import get_generator_state, set_generator_s
 
 
 class ReplicaRng:
-    """States of the default generators (CPU, and the device's) along the micro-batches of one
-    step.
+    """States of the default generators (torch's of CPU and device, Python's and NumPy's) along the
+    micro-batches of one step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._devices = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
-        self._starts: list[list[Tensor]] = []
+        self._starts: list[tuple[list[Tensor], Any, Any]] = []
 
     def begin_step(self) -> None:
         """Record the state in which micro-batch 0 starts."""
-        self._starts = [self.state()]
+        self._starts = [self.everything()]
 
     def begin_microbatch(self, microbatch: int) -> None:
         """Restore the state in which ``microbatch`` starts on every stage."""
         if microbatch < len(self._starts):
-            self.set_state(self._starts[microbatch])
+            self.restore(self._starts[microbatch])
 
     def at_call(self, microbatch: int) -> None:
         """Record that ``microbatch`` reached the pipelined call: the next one starts from here."""
         if microbatch + 1 == len(self._starts):
-            self._starts.append(self.state())
+            self._starts.append(self.everything())
 
     def end_step(self) -> None:
         """Set the state that is equal on all stages."""
-        self.set_state(self._starts[-1])
+        self.restore(self._starts[-1])
+
+    def everything(self) -> tuple[list[Tensor], Any, Any]:
+        """Return all current states, for :meth:`restore`."""
+        return self.state(), random.getstate(), np.random.get_state()
+
+    def restore(self, states: tuple[list[Tensor], Any, Any]) -> None:
+        """Set all states."""
+        tensors, python, numpy = states
+        self.set_state(tensors)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
     def state(self) -> list[Tensor]:
-        """Return the current states."""
+        """Return torch's current states."""
         return [get_generator_state(device) for device in self._devices]
 
     def set_state(self, states: list[Tensor]) -> None:
-        """Set the states; those of devices this rank lacks are ignored."""
+        """Set torch's states; those of devices this rank lacks are ignored."""
         for device, state in zip(self._devices, states, strict=False):
             set_generator_state(device, state)
 

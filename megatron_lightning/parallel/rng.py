@@ -6,9 +6,12 @@ The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
-Ranks that hold other parts of a sequence draw from seeds of their own. One more stream is ours:
+Ranks that hold other parts of a sequence draw from seeds of their own. Two more are ours, equal on
+all ranks and on the CPU; they give the seeds of forwards, so that an evaluation does not change
+what training draws:
 
-    pipeline-rng         seed                             equal on all ranks: seeds of forwards
+    training-seeds       seed
+    evaluation-seeds     seed + 1
 
 Code outside layers draws from torch's default generator, which all ranks of a model replica keep
 equal.
@@ -89,7 +92,8 @@ class RngStreams:
             "model-parallel-rng": self._seeded(base + 2718 + tp_rank),
             "expert-parallel-rng": self._seeded(base + 1024 + 100 * ep_rank + etp_rank),
             "data-parallel-rng": self._seeded(base),
-            "pipeline-rng": self._seeded(seed),
+            "training-seeds": torch.Generator().manual_seed(seed).get_state(),
+            "evaluation-seeds": torch.Generator().manual_seed(seed + 1).get_state(),
         }
 
     def _seeded(self, seed: int) -> torch.Tensor:
@@ -107,9 +111,12 @@ class RngStreams:
             set_generator_state(self.device, outside)
 
     def draw_seed(self, name: str) -> int:
-        """Return a random seed from stream ``name``."""
-        with self.fork(name):
-            return int(torch.randint(2**62, (), device=self.device))
+        """Return the next seed of stream ``name``."""
+        generator = torch.Generator()
+        generator.set_state(self._states[name])
+        drawn = int(torch.randint(2**62, (), generator=generator))
+        self._states[name] = generator.get_state()
+        return drawn
 
     def replay(self) -> AbstractContextManager[None]:
         """Return a reusable context manager inside which the streams draw as they would from now

@@ -93,6 +93,15 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
     Raises:
         ConfigError: Naming the units and the boundaries that work.
     """
+    for source, alias in sorted(uses.aliased) if len(starts) > 1 else ():
+        written = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
+        if written:
+            raise ConfigError(
+                f"unit {units[alias]!r} returns memory that it was given, or the same memory "
+                f"twice, and the model writes into the output of {units[min(written)]!r} in place, "
+                "which changes both. A stage that receives copies would not see it. Return a copy "
+                "from the unit (x.clone()), or write into one."
+            )
     for start in starts:
         carried = uses.carried(start) if start else ()
         for source, writer in sorted(uses.writes):

@@ -37,6 +37,7 @@ from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.rng import seeded
 from megatron_lightning.pipeline.analysis import intercepted
+from megatron_lightning.pipeline.arguments import Containers
 from megatron_lightning.pipeline.call_analysis import CallAnalysis
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.microbatches import tensors_of
@@ -114,7 +115,8 @@ class StageCrossing:
         """Intercept the module and its units inside the block."""
         module = self._partition.module
         replica = 1_000_003 * self._context.dp.rank
-        self._seed = self._context.rng.draw_seed("pipeline-rng") + replica
+        stream = "training-seeds" if self._hook == "training_step" else "evaluation-seeds"
+        self._seed = self._context.rng.draw_seed(stream) + replica
         with ExitStack() as undo:
             undo.enter_context(replaced_attribute(module, "forward", self.cross))
             for index, name in enumerate(self._partition.units):
@@ -327,8 +329,7 @@ class StageCrossing:
             if index >= visit.end:
                 raise StageExit(StageTensors())
             if index >= visit.first:
-                with seeded(visit.seed + 1 + index, self._context.device):
-                    return run(*args, **kwargs)
+                return self._run_seeded(index, run, args, kwargs)
             return self._stub(index, unit, args, kwargs)
         if not visit.entered:
             self._begin()
@@ -357,13 +358,13 @@ class StageCrossing:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a unit of this stage, and keep what is sent of its output."""
-        visit = self._visit
+        visit, containers = self._visit, Containers(args, kwargs)
         if self._taint is not None:
             with torch.compiler.set_stance("force_eager"):
                 output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
         else:
-            with seeded(visit.seed + 1 + index, self._context.device):
-                output = run(*args, **kwargs)
+            output = self._run_seeded(index, run, args, kwargs)
+        self._check_containers(index, containers)
         if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
             return output
         tensors, structure = flatten(output, self._partition.units[index])
@@ -380,6 +381,12 @@ class StageCrossing:
             visit.sent[index] = tensors
         return self._lend(index, output, tensors)
 
+    def _run_seeded(
+        self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with seeded(self._visit.seed + 1 + index, self._context.device):
+            return run(*args, **kwargs)
+
     def _stub(
         self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -387,8 +394,9 @@ class StageCrossing:
         visit, tensors = self._visit, self._visit.received.get(index)
         structure = visit.structures[index]
         if tensors is None:
+            is_written = self._analysis is not None or index in self._facts.written
             tensors = tuple(
-                self._placeholders.of(leaf, fresh=self._analysis is not None)
+                self._placeholders.of(leaf, fresh=is_written)
                 for leaf in structure.leaves
                 if isinstance(leaf, Like)
             )
@@ -436,6 +444,16 @@ class StageCrossing:
                 "that is trained. A reentrant checkpoint around units loses their gradients: set "
                 "use_reentrant=False (gradient_checkpointing_kwargs of transformers). Set "
                 "requires_grad=False for units that are not trained."
+            )
+
+    def _check_containers(self, index: int, containers: Containers) -> None:
+        """Check that a unit hands nothing on by its arguments, which other stages lack."""
+        kind = containers.changed
+        if kind is not None:
+            raise PipelineError(
+                f"pipeline unit {self._partition.units[index]!r} changes a {kind} that it was "
+                "given, and units of other stages would not see it. Return what it hands on, or "
+                "let the forward keep it."
             )
 
     def _refuse_order(self, index: int) -> NoReturn:

@@ -29,12 +29,10 @@ class Placeholders:
         self._known: dict[Like, Tensor] = {}
 
     def of(self, like: Like, *, fresh: bool = False) -> Tensor:
-        """Return a tensor; ``fresh``: zeros in storage of its own, else one that several outputs
-        may share until something writes into it.
+        """Return a tensor; ``fresh``: in storage of its own, else one that several outputs may
+        share until something writes into it.
         """
-        if fresh:
-            return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
-        known = self._known.get(like)
+        known = None if fresh else self._known.get(like)
         if known is None or known.requires_grad or num_writes(known):
             value = self._value if like.dtype.is_floating_point else 0
             known = torch.full(like.shape, value, dtype=like.dtype, device=self._device)

@@ -43,6 +43,11 @@ class Uses:
     """Parameters that code between the units reads."""
     writes: frozenset[tuple[int, int]] = frozenset()
     """(j, i): unit i writes into the output of unit j in place."""
+    written_between: frozenset[int] = frozenset()
+    """Units into whose output code between the units writes."""
+    aliased: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): the output of unit i shares memory with that of unit j, or with itself (j = i): with
+    another part, or with an argument."""
 
     @classmethod
     def union(cls, parts: Sequence[Uses]) -> Uses:
@@ -53,6 +58,8 @@ class Uses:
             frozenset().union(*(part.parameters for part in parts)),
             frozenset().union(*(part.read_between for part in parts)),
             frozenset().union(*(part.writes for part in parts)),
+            frozenset().union(*(part.written_between for part in parts)),
+            frozenset().union(*(part.aliased for part in parts)),
         )
 
     def carried(self, end: int) -> tuple[int, ...]:
@@ -88,6 +95,8 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _used: dict[int, set[Any]] = field(default_factory=dict)
     _between: set[Any] = field(default_factory=set)
     _writes: set[tuple[int, int]] = field(default_factory=set)
+    _written_between: set[int] = field(default_factory=set)
+    _aliased: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,12 +109,27 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a unit; return a marked copy of its output."""
         self._inside.append(unit)
         try:
-            self._use(self._of(_tensors((args, kwargs))))
+            given = _tensors((args, kwargs))
+            self._use(self._of(given))
+            output = run(*args, **kwargs)
+            self._find_aliases(unit, given, _tensors(output))
             # What happens to the copy later belongs to this unit, in whatever storage it was.
-            output = tree_map_only(Tensor, torch.clone, run(*args, **kwargs))
+            output = tree_map_only(Tensor, torch.clone, output)
         finally:
             self._inside.pop()
         return self.mark_output(unit, output)
+
+    def _find_aliases(self, unit: int, given: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
+        memory = {_storage(tensor): tensor for tensor in given}
+        seen: set[int] = set()
+        for tensor in returned:
+            storage = _storage(tensor)
+            if storage in memory:
+                marks = self._of([memory[storage]])
+                self._aliased |= {(j, unit) for j in (*marks, unit) if isinstance(j, int)}
+            if storage in seen:
+                self._aliased.add((unit, unit))
+            seen.add(storage)
 
     def mark_output(self, unit: int, output: Any) -> Any:
         """Mark ``output``, in storage of its own, as that of a unit; return it."""
@@ -128,6 +152,8 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frozenset((mark, unit) for mark, unit in facts if isinstance(mark, str)),
             frozenset(mark for mark in self._between if isinstance(mark, str)),
             frozenset(self._writes),
+            frozenset(self._written_between),
+            frozenset(self._aliased),
         )
 
     def __torch_dispatch__(
@@ -137,6 +163,9 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks = self._of(given)
         self._use(marks)
         output = func(*args, **(kwargs or {}))
+        if not self._inside and func._schema.is_mutable:
+            written = self._of(_tensors(output))
+            self._written_between |= {j for j in written if isinstance(j, int)}
         earlier: set[int] = set()
         if self._inside:
             marks = frozenset({_Mark(self._inside[-1])})

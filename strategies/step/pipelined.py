@@ -261,7 +261,7 @@ class PipelinedSteps(Steps):
         """Run the first micro-batch of a kind of step once without values, to learn what stages
         have to send; nothing else comes of it.
         """
-        state, streams = self._rng.state(), self._scope.context.rng.state_dict()
+        state, streams = self._rng.everything(), self._scope.context.rng.state_dict()
         self._rng.begin_step()
         self._executor.forget_boundaries()  # the analysis sends no tensors
         with self._in_step(crossing, trains=False), crossing.analyzing(self._scope.module):
@@ -273,7 +273,7 @@ class PipelinedSteps(Steps):
                 "of these modules only: a loss or a log that uses what they record misses it. Let "
                 "the forward return it."
             )
-        self._rng.set_state(state)
+        self._rng.restore(state)
         self._scope.context.rng.load_state_dict(streams)
 
     @contextmanager

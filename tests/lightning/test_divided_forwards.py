@@ -89,6 +89,58 @@ class _Pairs(Block):
         return Pair(super().forward(x), x)
 
 
+class _Appends(Block):
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(super().forward(x + 0.1 * kept[-1] if kept else x))
+        return kept[-1]
+
+
+class Listed(Chain):
+    """The blocks hand each other state in a list that the forward gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Appends() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, kept)
+        return self.head(x)
+
+
+class _Both(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class Aliases(Chain):
+    """The blocks return their input as well, into which the forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Both() for _ in range(4))
+
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        out, given = block(x)
+        given += 0.25
+        return out + x
+
+
+class Recurrent(Chain):
+    """Has weights that torch keeps in lists as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, None])[:, 0]
+
+    def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)[0] + x
+
+
 class Hidden(Chain):
     """Hands a value around torch, where nothing can follow it."""
 
@@ -165,6 +217,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VectorModule(Named()),
         r"unit 'blocks.\d' returns a Pair, a type that other stages cannot build",
     ),
+    "listed": (
+        lambda: VectorModule(Listed()),
+        r"unit 'blocks.\d' changes a list that it was given",
+    ),
+    "aliases": (
+        lambda: VectorModule(Aliases()),
+        r"unit 'blocks.\d' returns memory that it was given, .* in place",
+    ),
     "hidden": (
         lambda: VectorModule(Hidden()),
         r"the result of stage 1 depends on the output of a pipeline unit that was not sent",
@@ -215,6 +275,11 @@ def test_fsdp_refuses_parameters_that_are_read_outside_of_their_unit(tmp_path: P
         assert error and "net reads a parameter of a unit" in error and "zero1" in error
 
 
+def test_fsdp_refuses_lists_that_units_change(tmp_path: Path) -> None:
+    for error in run(FSDP2, _refused, tmp_path, "listed"):
+        assert error and "changes a list or dict that it was given" in error
+
+
 class WritesInCheckpoints(Chain):
     """Checkpoints of ``span`` blocks; code between the blocks writes into their outputs."""
 
@@ -235,16 +300,36 @@ class WritesInCheckpoints(Chain):
         return x
 
 
-def _losses(layout: Layout, folder: str, span: int) -> list[float]:
-    module, losses = VectorModule(WritesInCheckpoints(span)), []
+class WritesInOne(WritesInCheckpoints):
+    """The checkpoint is given what a unit has returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self._run, self.blocks[1:], self.blocks[0](x), use_reentrant=False)
+        return self.head(x)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "over all": lambda: WritesInCheckpoints(4),
+    "over two": lambda: WritesInCheckpoints(2),
+    "of an output": lambda: WritesInOne(3),
+    "recurrent": Recurrent,
+}
+
+
+def _losses(layout: Layout, folder: str, net: str) -> list[float]:
+    module, losses = VectorModule(NETS[net]()), []
     module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))
     layout.trainer(folder, max_epochs=1).fit(module, loader(layout))
     return losses
 
 
-@pytest.mark.parametrize("span", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_checkpoints_over_writes_between_units(span: int, tmp_path: Path) -> None:
-    """A recomputation on a later stage starts from what was received, not from what was written."""
-    expected = run(SINGLE, _losses, tmp_path, span)[0]
-    found = run(PP2, _losses, tmp_path, span)[0]
+@pytest.mark.parametrize(
+    "net", [pytest.param(n, marks=[pytest.mark.slow] if n == "over two" else []) for n in NETS]
+)
+def test_forwards_that_equal_one_process(net: str, tmp_path: Path) -> None:
+    """Writes between units inside of checkpoints: a recomputation starts from what was received,
+    not from what was written. Recurrent layers.
+    """
+    expected = run(SINGLE, _losses, tmp_path, net)[0]
+    found = run(PP2, _losses, tmp_path, net)[0]
     assert found == pytest.approx(expected, rel=1e-5)  # fp32

@@ -4,11 +4,15 @@ recomputation, and never drawn twice.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
@@ -93,3 +97,71 @@ def test_dropout_depends_on_no_layout_and_repeats_in_recomputation(
 ) -> None:
     found = run(layout, _train, tmp_path, checkpoints)[0][0]
     assert found == pytest.approx(losses, rel=1e-5)  # fp32
+
+
+def _resume(layout: Layout, folder: str) -> list[list[float]]:
+    """Return the losses of a run, of one that resumes it in the middle, and of one without any
+    evaluation.
+    """
+    results = []
+    for options in (
+        {"callbacks": [ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)]},
+        {"ckpt_path": f"{folder}/step=2.ckpt"},
+        {"limit_val_batches": 0},
+    ):
+        torch.manual_seed(0)
+        module, losses = VectorModule(Noisy()), []
+        path = options.pop("ckpt_path", None)
+        module.on_train_batch_end = lambda outputs, *_, kept=losses: kept.append(
+            float(outputs["loss"])
+        )
+        trainer = layout.trainer(
+            folder,
+            max_steps=4,
+            **{"val_check_interval": 2, "num_sanity_val_steps": 1, "enable_checkpointing": True}
+            | options,
+        )
+        trainer.fit(module, loader(layout), loader(layout), ckpt_path=path)
+        results.append(losses)
+    return results
+
+
+def test_evaluations_do_not_change_what_training_draws(tmp_path: Path) -> None:
+    """A checkpoint lies before the validation of its step, which a resumed run leaves out."""
+    whole, resumed, alone = run(PP2, _resume, tmp_path)[0]
+    assert resumed == whole[2:]
+    assert alone == whole
+
+
+class Mixed(VectorModule):
+    """Mixes samples by numbers of Python and NumPy that the step draws."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        share = np.random.beta(1, 1) * random.random()
+        mixed = share * batch[0] + (1 - share) * batch[0].flip(0)
+        self.drawn.append(share)
+        return F.cross_entropy(self.net(mixed), batch[1])
+
+
+PP2_VPP2 = make_layout(
+    "pp2-vpp2",
+    2,
+    1,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    micro_batch_size=2,
+)
+
+
+def _mix(layout: Layout, folder: str) -> list[float]:
+    random.seed(0)
+    np.random.seed(0)
+    module = Mixed()
+    module.drawn = []
+    layout.trainer(folder, max_epochs=1).fit(module, loader(layout))
+    return module.drawn
+
+
+def test_steps_draw_the_same_numbers_of_python_and_numpy_on_all_stages(tmp_path: Path) -> None:
+    first, second = (set(drawn) for drawn in run(PP2_VPP2, _mix, tmp_path))
+    assert first == second and len(first) == 4 * 4  # micro-batches, steps
