@@ -75,12 +75,17 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
     try:
         stages = split_units(units, placement, options, uses.allows if uses else lambda _: True)
     except ConfigError:
-        if uses is None:
-            raise
-        stages = split_units(units, placement, options)  # fails later: leaks leave too few stages
+        if uses is not None:  # a leak may be why too few stages are left
+            check_boundaries(uses, names, _starts(split_units(units, placement, options)))
+        raise
     if uses is not None:
-        check_boundaries(uses, names, [0, *accumulate(map(len, stages[:-1]))])
+        check_boundaries(uses, names, _starts(stages))
     return Stages(path, pipelined, stages, _everywhere(pipelined, stages, placement, uses))
+
+
+def _starts(stages: Sequence[Sequence[str]]) -> list[int]:
+    """Return the index of the first unit of every stage."""
+    return [0, *accumulate(map(len, stages[:-1]))]
 
 
 def _everywhere(
@@ -93,8 +98,7 @@ def _everywhere(
 
     A parameter that units on several ranks read is one of them, unless it is tied: has a name in
     each of these units, on the first and the last rank, which add up the gradients of their copies.
-    Names outside of the units count where they are read, or where a rank has the parameter by such
-    a name alone.
+    A name outside of the units makes it one of them if it is read, or if a rank has no other name.
     """
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
@@ -111,10 +115,12 @@ def _everywhere(
             continue
         readers = {index for name, index in read if name == first_name[identity]} - homes
         ranks = {rank_of[index] for index in homes}
-        # A name outside of the units is an alias that is not read if the run has not seen it.
-        alone = uses is None or ranks != set(range(placement.num_ranks))
+        # Where all ranks have the parameter in a unit, a name outside is an alias that counts if it
+        # is read.
+        outside_counts = uses is None or ranks != set(range(placement.num_ranks))
         outside = first_name[identity] in between or (
-            alone and any(not n.startswith(tuple(f"{unit}." for unit in units)) for n in own)
+            outside_counts
+            and any(not n.startswith(tuple(f"{unit}." for unit in units)) for n in own)
         )
         reached = ranks | {rank_of[index] for index in readers if index < len(units)}
         if outside or reached != ranks or (len(ranks) > 1 and not ends.issuperset(ranks)):

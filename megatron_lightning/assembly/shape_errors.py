@@ -56,8 +56,8 @@ class _Place(NamedTuple):
 def explained_shapes(
     module: nn.Module, plans: Mapping[str, ShardingPlan], context: ParallelContext
 ) -> Iterator[None]:
-    """Turn shape errors inside the block, if a missing row explains them, into errors that name it,
-    and say what parameters that are read outside of fsdp's units lack.
+    """Turn errors of shapes that a missing row explains, and of fsdp's shards, into ones that say
+    what to add.
 
     Raises:
         ShardingError: With the module and the rows to add, from torch's error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +123,22 @@ def test_training_equals_one_process(model: str, layouts: list[str], masked: boo
                     assert found[2] == pytest.approx(logged, rel=1e-5), name
                 else:
                     assert found[2]["val_loss"] == pytest.approx(logged["val_loss"], rel=1e-5), name
+
+
+def _part(options: dict[str, Any] | None, steps: int, start: str | None, end: str) -> list[float]:
+    record = Losses()
+    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
+    fit = trainer(strategy, max_steps=steps, callbacks=[record])
+    module = GPTLightningModule(_config("gqa"), learning_rate=1e-3)
+    fit.fit(module, DataLoader(_rows(masked=True), batch_size=BATCH), ckpt_path=start)
+    fit.save_checkpoint(end)
+    return record.losses
+
+
+def test_a_checkpoint_resumes_on_another_layout(tmp_path: Path) -> None:
+    expected = run_ranks(1, _part, None, STEPS, None, str(tmp_path / "whole.ckpt"))[0]
+    middle, last = str(tmp_path / "middle.ckpt"), str(tmp_path / "last.ckpt")
+    first = run_ranks(2, _part, {CP: 2}, 2, None, middle)[0]
+    then = run_ranks(2, _part, {TP: 2}, 3, middle, last)[0]
+    back = run_ranks(4, _part, {CP: 2, TP: 2}, STEPS, last, str(tmp_path / "end.ckpt"))[0]
+    assert [*first, *then, *back] == pytest.approx(expected, rel=1e-5)
