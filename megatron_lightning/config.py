@@ -21,7 +21,7 @@ NonFinite = Literal["ignore", "raise", "skip"]
 StartMethod = Literal["popen", "spawn", "fork"]
 MomentsDtype = Literal["fp32", "bf16"]
 SaveErrorAction = Literal["raise", "warn"]
-ContextExchange = Literal["p2p"]
+ContextExchange = Literal["p2p", "all_gather", "a2a"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -340,15 +340,15 @@ class ContextOptions:
 
     cp_comm_type: ContextExchange = "p2p"
     """How queries meet the keys of other ranks: "p2p" passes keys and values around the ranks (ring
-    attention)."""
+    attention), "all_gather" gathers them, "a2a" exchanges parts of the sequence for heads
+    (Ulysses)."""
 
     def __post_init__(self) -> None:
-        if self.cp_comm_type in ("all_gather", "a2a", "a2a+p2p") or isinstance(
-            self.cp_comm_type, list
-        ):
+        given: object = self.cp_comm_type
+        if given == "a2a+p2p" or isinstance(given, list):
             raise ConfigError(
-                f"cp_comm_type={self.cp_comm_type!r} is not available in this version. Set it to "
-                '"p2p".'
+                f"cp_comm_type={given!r} is not available in this version. Set it to "
+                '"p2p", "all_gather" or "a2a", for all layers.'
             )
         _check_choice("cp_comm_type", self.cp_comm_type, get_args(ContextExchange))
 

@@ -225,6 +225,18 @@ def check_sequence_length(length: int, num_ranks: int, tensor_ranks: int, name: 
         )
 
 
+def check_exchanged_heads(config: TransformerConfig, layout: ParallelLayout) -> None:
+    """Check that the heads of a tensor-parallel rank divide over the context-parallel ranks."""
+    heads = config.num_attention_heads // layout.tp
+    if heads % layout.cp:
+        works = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ConfigError(
+            f'cp_comm_type="a2a" divides the {heads} attention heads of a tensor-parallel rank over '
+            f"context_parallel_size={layout.cp} ranks. Set context_parallel_size to one of {works}, "
+            'or cp_comm_type to "p2p" or "all_gather".'
+        )
+
+
 def _check_sequence(
     config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None
 ) -> None:

@@ -177,7 +177,12 @@ class MegatronStrategy(ParallelStrategy):
             timeout=timedelta(seconds=timeout_s),
         )
         self.progress = Progress()
-        self.ranks = Ranks(layout, backend=process_group_backend, timeout=self.options.timeout)
+        self.ranks = Ranks(
+            layout,
+            backend=process_group_backend,
+            timeout=self.options.timeout,
+            cp_comm_type=self.options.sequence.cp_comm_type,
+        )
         self.run: Run | None = None
         self.num_nodes = 1
 

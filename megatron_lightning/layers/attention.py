@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.norm import build_norm
@@ -34,7 +35,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.dropout = Dropout(dropout)
         self.in_fp32 = in_fp32
-        self.exchange: RingAttention | None = None
+        self.exchange: ContextBackend | None = None
         """Attention over the ranks that share a sequence; None: every rank has all of it."""
 
     def forward(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning import compat
+from megatron_lightning.config import ContextExchange
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -95,6 +96,7 @@ class ParallelContext:
         layout: Sizes of the axes.
         device: Where this rank's tensors live.
         seed: Base of the named random streams.
+        cp_comm_type: How queries meet the keys of other context-parallel ranks.
         timeout: Limit of a collective; None: the default process group's.
         alone: Whether to ignore the default process group: this process is a world of its own.
         planned_world_size: Ranks of a job that is only described, from rank 0, without
@@ -107,6 +109,7 @@ class ParallelContext:
         *,
         device: torch.device | str = "cpu",
         seed: int = 1234,
+        cp_comm_type: ContextExchange = "p2p",
         timeout: timedelta | None = None,
         alone: bool = False,
         planned_world_size: int | None = None,
@@ -114,6 +117,7 @@ class ParallelContext:
         alone = alone or planned_world_size is not None
         initialized = dist.is_available() and dist.is_initialized() and not alone
         self.layout = layout
+        self.cp_comm_type = cp_comm_type
         self.device = torch.device(device)
         self.world_size = dist.get_world_size() if initialized else planned_world_size or 1
         self.rank = dist.get_rank() if initialized else 0

@@ -12,12 +12,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.assembly import checks
 from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.advice import advice_on_full_batches
 from megatron_lightning.pipeline.metrics import check_persistent_states
-from megatron_lightning.rules import check_accumulation, check_data_parallel
+from megatron_lightning.rules import (
+    check_accumulation,
+    check_data_parallel,
+    check_exchanged_heads,
+)
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,
     check_checkpoint_links,
@@ -108,6 +113,9 @@ def check_context(
         ConfigError: If it is asked for.
     """
     sequence_dims_of(module, data)
+    config = getattr(module, "config", None)
+    if options.sequence.cp_comm_type == "a2a" and isinstance(config, TransformerConfig):
+        check_exchanged_heads(config, options.layout)
     if options.pipeline.explicit_steps:
         raise ConfigError(
             "explicit_steps of pipeline_options cannot be combined with context_parallel_size="

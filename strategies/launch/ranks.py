@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_lightning import compat
+from megatron_lightning.config import ContextExchange
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -39,8 +40,16 @@ class Ranks:
         timeout: Limit of a collective.
     """
 
-    def __init__(self, layout: ParallelLayout, *, backend: str | None, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        *,
+        backend: str | None,
+        timeout: timedelta,
+        cp_comm_type: ContextExchange = "p2p",
+    ) -> None:
         self._layout = layout
+        self._cp_comm_type = cp_comm_type
         self._backend = backend
         self._timeout = timeout
         self._context: ParallelContext | None = None
@@ -51,7 +60,7 @@ class Ranks:
         """Ends this rank when another one fails; None outside a run and on one rank."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_unconnected, (self._layout, self._backend, self._timeout))
+        return (_unconnected, (self._layout, self._backend, self._timeout, self._cp_comm_type))
 
     # ---------------------------------------------------------------------------------- connections
 
@@ -92,7 +101,12 @@ class Ranks:
         internals.set_random_states(states if is_alone else _broadcast(states))
         seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
         self._context = ParallelContext(
-            self._layout, device=device, seed=seed, timeout=self._timeout, alone=is_alone
+            self._layout,
+            device=device,
+            seed=seed,
+            cp_comm_type=self._cp_comm_type,
+            timeout=self._timeout,
+            alone=is_alone,
         )
         return True
 
@@ -230,5 +244,7 @@ def _broadcast(obj: Any, src: int = 0) -> Any:
     return box[0]
 
 
-def _unconnected(layout: ParallelLayout, backend: str | None, timeout: timedelta) -> Ranks:
-    return Ranks(layout, backend=backend, timeout=timeout)
+def _unconnected(
+    layout: ParallelLayout, backend: str | None, timeout: timedelta, cp_comm_type: ContextExchange
+) -> Ranks:
+    return Ranks(layout, backend=backend, timeout=timeout, cp_comm_type=cp_comm_type)

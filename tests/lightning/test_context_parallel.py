@@ -22,6 +22,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.resilience.failure import PeerFailure
+from megatron_lightning.strategies import MegatronStrategy
 from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run
 
 CP2 = make_layout("cp2", 2, 1, context_parallel_size=2)
@@ -239,7 +240,7 @@ def test_predictions_are_not_available_yet(tmp_path: Path) -> None:
     assert "not available for predictions" in run(CP2, _predict, tmp_path)[0]
 
 
-@pytest.mark.parametrize("name", ["all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("name", ["a2a+p2p", ["p2p", "a2a"]])
 def test_other_exchanges_are_not_available_yet(name: Any) -> None:
     with pytest.raises(ConfigError, match="is not available in this version"):
         ContextOptions(cp_comm_type=name)
@@ -259,4 +260,18 @@ def test_a_model_with_a_window_sees_no_further() -> None:
     with pytest.raises(ConfigError, match="window_size"):
         TransformerConfig(
             num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=20, window_size=(3, 1)
+        )
+
+
+def test_heads_that_cannot_be_exchanged_are_refused_before_launch() -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=24, num_attention_heads=6, vocab_size=20, kv_channels=4
+    )
+    strategy = MegatronStrategy(
+        context_parallel_size=4, context_options=ContextOptions(cp_comm_type="a2a")
+    )
+    rows = [{"tokens": torch.ones(8).long(), "labels": torch.ones(8).long()}]
+    with pytest.raises(ConfigError, match=r"6 attention heads .* one of \[1, 2, 3, 6\]"):
+        pl.Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False).fit(
+            GPTLightningModule(config), DataLoader(rows)
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -27,6 +27,13 @@ TP, PP, VPP, CP, MICRO = (
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),
     "cp4": (4, {CP: 4}),
+    "cp2-gather": (2, {CP: 2, "context_options": ContextOptions(cp_comm_type="all_gather")}),
+    "cp2-a2a": (2, {CP: 2, "context_options": ContextOptions(cp_comm_type="a2a")}),
+    "cp2-tp2-a2a": (4, {CP: 2, TP: 2, "context_options": ContextOptions(cp_comm_type="a2a")}),
+    "cp2-pp2-gather": (
+        4,
+        {CP: 2, PP: 2, MICRO: 1, "context_options": ContextOptions(cp_comm_type="all_gather")},
+    ),
     "cp2-micro": (2, {CP: 2, MICRO: 1}),
     "cp2-dp2": (4, {CP: 2}),
     "cp2-ddp2": (4, {CP: 2, "data_parallel": "ddp"}),
@@ -47,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SPREAD = {
     "mha": ["cp2", "cp2-pp2"],
-    "gqa": ["cp4", "cp2-tp2"],
+    "gqa": ["cp4", "cp2-tp2", "cp2-a2a", "cp2-gather"],
     "window": ["cp2"],
     "learned": ["cp2-dp2"],
 }

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.context.blocks import Block, blocks
 from megatron_lightning.layers.context.kernels import Inputs, Kernel, Output, kernel_for
+from megatron_lightning.layers.context.merged import Merged, wide_dtype
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
@@ -103,7 +104,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
         kernel = kernel_for(q.device)
-        merged = _Merged(q)
+        merged = Merged(q)
         for keys_and_values, visible in plan.steps(torch.stack([k, v])):
             keys, values = keys_and_values
             for block in visible:
@@ -122,7 +123,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, log_sum = ctx.saved_tensors
         plan: _Plan = ctx.plan
         kernel: Kernel = ctx.kernel
-        wide = _wide(q.dtype)
+        wide = wide_dtype(q.dtype)
         grad_q = torch.zeros_like(q, dtype=wide)
         own = torch.zeros((), dtype=wide)
         traveling: _Passing | None = None
@@ -146,26 +147,3 @@ class _Ring(torch.autograd.Function):
             own += traveling.wait()
         grad_k, grad_v = own.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-class _Merged:
-    """Output and log-sum-exp over the blocks so far, in fp32 (fp64 for inputs in fp64)."""
-
-    def __init__(self, q: Tensor) -> None:
-        wide = _wide(q.dtype)
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-
-    def add(self, queries: slice, output: Output) -> None:
-        """Merge what a block has given for ``queries``."""
-        out, log_sum = output
-        earlier, whole = self.log_sum[:, :, queries], self.out[:, :, queries]
-        both = torch.logaddexp(earlier, log_sum)
-        seen = both.masked_fill(both == -torch.inf, 0.0)  # so far these queries saw nothing
-        whole *= (earlier - seen).exp().unsqueeze(-1)
-        whole += out * (log_sum - seen).exp().unsqueeze(-1)
-        earlier.copy_(both)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.attention import CoreAttention
-from megatron_lightning.layers.context.ring import RingAttention
+from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan
 
@@ -36,5 +36,5 @@ class ContextAttention:
                 f"attention_dropout={module.dropout.p} cannot be combined with "
                 f"context_parallel_size={context.cp.size}. Set it to 0."
             )
-        module.exchange = RingAttention(context.cp)
+        module.exchange = BACKENDS[context.cp_comm_type](context.cp)
         return module

@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.layers.context.ring import RingAttention
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.context import gathered
+from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.sequence import SequencePart, join
@@ -51,19 +53,21 @@ def _reference(heads: str, dtype: torch.dtype, sequence: SequenceInfo) -> list[T
     return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
 
 
-def _cases() -> list[tuple[str, str, torch.dtype]]:
+def _cases(num_ranks: int, backend: str) -> list[tuple[str, str, torch.dtype]]:
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    if backend == "a2a" and num_ranks > 4:  # there are 4 heads
+        return []
     return [(heads, kind, dtype) for heads in HEADS for kind in KINDS for dtype in dtypes]
 
 
-def _local(num_ranks: int) -> list[list[Tensor]]:
+def _local(num_ranks: int, backend: str) -> list[list[Tensor]]:
     context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
     part = SequencePart(context.cp.rank, num_ranks)
     results = []
-    for heads, kind, dtype in _cases():
+    for heads, kind, dtype in _cases(num_ranks, backend):
         q, k, v, grad = (part.split(x, 2) for x in _inputs(heads, dtype))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = RingAttention(context.cp)(q, k, v, KINDS[kind], SCALE)
+        out = BACKENDS[backend](context.cp)(q, k, v, KINDS[kind], SCALE)
         out.backward(grad)
         results.append([x.detach() for x in (out, q.grad, k.grad, v.grad)])
     return [
@@ -76,9 +80,10 @@ TOLERANCES = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int) -> None:
-    ranks = run_ranks(num_ranks, _local, num_ranks)
-    for index, (heads, kind, dtype) in enumerate(_cases()):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int, backend: str) -> None:
+    ranks = run_ranks(num_ranks, _local, num_ranks, backend)
+    for index, (heads, kind, dtype) in enumerate(_cases(num_ranks, backend)):
         expected = _reference(heads, dtype, KINDS[kind])
         for number, full in enumerate(expected):
             parts = [torch.from_numpy(rank[index][number]) for rank in ranks]
@@ -86,10 +91,10 @@ def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int) -> None:
             assert error <= TOLERANCES[dtype], (heads, kind, dtype, number)
 
 
-def _gradcheck(num_ranks: int) -> bool:
+def _gradcheck(num_ranks: int, backend: str) -> bool:
     context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
     part = SequencePart(context.cp.rank, num_ranks)
-    attention = RingAttention(context.cp)
+    attention = BACKENDS[backend](context.cp)
 
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -122,35 +127,82 @@ def _gradcheck(num_ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_of_scatter_attention_gather(num_ranks: int) -> None:
-    assert all(run_ranks(num_ranks, _gradcheck, num_ranks))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_scatter_attention_gather(num_ranks: int, backend: str) -> None:
+    assert all(run_ranks(num_ranks, _gradcheck, num_ranks, backend))
 
 
-def _traffic(num_ranks: int) -> list[tuple[str, int]]:
+def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
+    """Return phase, kind and elements of what this rank hands to the network."""
     context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
     part = SequencePart(context.cp.rank, num_ranks)
-    q, k, v, grad = (part.split(x, 2) for x in _inputs("gqa", torch.float32))
+    q, k, v, grad = (part.split(x, 2) for x in _inputs("mha", torch.float32))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    sent: list[tuple[str, int]] = []
-    original = dist.batch_isend_irecv
+    sent: list[tuple[str, str, int]] = []
 
-    def counting(operations: list[Any]) -> Any:
-        sent.extend((phase, op.tensor.numel()) for op in operations if op.op is dist.isend)
-        return original(operations)
+    def counted(kind: str, run: Any, size: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.extend((phase, kind, number) for number in size(*args))
+            return run(*args, **kwargs)
 
-    dist.batch_isend_irecv = counting
+        return call
+
+    def sends(operations: list[Any]) -> list[int]:
+        return [op.tensor.numel() for op in operations if op.op is dist.isend]
+
+    dist.batch_isend_irecv = counted("send", dist.batch_isend_irecv, sends)
+    dist.all_to_all_single = counted(
+        "all-to-all", dist.all_to_all_single, lambda _, x, **__: [x.numel()]
+    )
+    gathered.all_gather_start = counted(
+        "gather", gathered.all_gather_start, lambda x, *_: [x.numel()]
+    )
+    gathered.reduce_scatter_start = counted(
+        "scatter", gathered.reduce_scatter_start, lambda x, *_: [x.numel()]
+    )
     phase = "forward"
-    out = RingAttention(context.cp)(q, k, v, SequenceInfo(), SCALE)
+    out = BACKENDS[backend](context.cp)(q, k, v, SequenceInfo(), SCALE)
     phase = "backward"
     out.backward(grad)
     return sent
 
 
-def test_a_ring_sends_keys_and_values_once_around() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_ring_sends_keys_and_values_once_around(num_ranks: int) -> None:
     """Gathered keys under the name of a ring would pass the comparison of results."""
-    for num_ranks in (2, 4):
-        local = 2 * 2 * 2 * (64 // num_ranks) * 8  # keys and values [b, g, s / c, d]
-        for sent in run_ranks(num_ranks, _traffic, num_ranks):
-            assert sent.count(("forward", local)) == num_ranks - 1
-            assert sent.count(("backward", local)) == 2 * (num_ranks - 1)  # and their gradients
-            assert len(sent) == 3 * (num_ranks - 1)
+    pair = 2 * LOCAL // num_ranks  # keys and values
+    for sent in run_ranks(num_ranks, _traffic, num_ranks, "p2p"):
+        assert sent.count(("forward", "send", pair)) == num_ranks - 1
+        assert sent.count(("backward", "send", pair)) == 2 * (num_ranks - 1)  # their gradients too
+        assert len(sent) == 3 * (num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_the_others_send(num_ranks: int) -> None:
+    local = LOCAL // num_ranks  # of queries, keys, values or outputs
+    for sent in run_ranks(num_ranks, _traffic, num_ranks, "all_gather"):
+        assert sent == [
+            ("forward", "gather", 2 * local),
+            ("backward", "gather", 2 * local),
+            ("backward", "scatter", 2 * local * num_ranks),
+        ]
+    for sent in run_ranks(num_ranks, _traffic, num_ranks, "a2a"):
+        assert sent == [
+            (phase, "all-to-all", local) for phase in ["forward"] * 4 + ["backward"] * 4
+        ]
+
+
+LOCAL = 2 * 4 * 64 * 8  # elements of queries [b, n, s, d] of all ranks
+
+
+def _undivided(num_ranks: int) -> str:
+    context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
+    x = torch.zeros(1, 3, 4, 8)
+    with pytest.raises(ShardingError) as raised:
+        BACKENDS["a2a"](context.cp)(x, x, x, SequenceInfo(), SCALE)
+    return str(raised.value)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    for error in run_ranks(2, _undivided, 2):
+        assert "3 key heads and 2 context-parallel ranks" in error

@@ -1,0 +1,80 @@
+"""Exchange a part of the sequence with all heads for the whole sequence with some heads, and back.
+
+One all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). For layers that mix the
+sequence within a head: attention, state-space layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.sequence import SequencePart, join
+
+
+def sequence_to_heads(x: Tensor, group: AxisGroup) -> Tensor:
+    """Map a rank's part of the sequence [b, n, s / c, d] to [b, n / c, s, d]: its share of the
+    heads, over the whole sequence in order. Differentiable; a collective.
+
+    Raises:
+        ShardingError: If the heads do not divide over the ranks.
+    """
+    if x.shape[1] % group.size:
+        raise ShardingError(
+            f"{x.shape[1]} heads cannot be divided over {group.size} context-parallel ranks. Set "
+            "context_parallel_size to a divisor of the heads of a tensor-parallel rank, or "
+            'cp_comm_type to "p2p".'
+        )
+    result: Tensor = _SequenceToHeads.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def heads_to_sequence(x: Tensor, group: AxisGroup) -> Tensor:
+    """Undo :func:`sequence_to_heads`."""
+    result: Tensor = _HeadsToSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SequenceToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return heads_to_sequence(grad, ctx.group), None
+
+
+class _HeadsToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return _to_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return sequence_to_heads(grad, ctx.group), None
+
+
+def _to_heads(x: Tensor, group: AxisGroup) -> Tensor:
+    shares = torch.stack(x.chunk(group.size, 1))  # for each rank its heads
+    return join(list(_all_to_all(shares, group)), 2)
+
+
+def _to_sequence(x: Tensor, group: AxisGroup) -> Tensor:
+    parts = [SequencePart(rank, group.size).split(x, 2) for rank in range(group.size)]
+    return torch.cat(list(_all_to_all(torch.stack(parts), group)), 1)
+
+
+def _all_to_all(blocks: Tensor, group: AxisGroup) -> Tensor:
+    if group.process_group is None:
+        return blocks
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group.process_group)
+    return received
