@@ -231,8 +231,8 @@ def check_exchanged_heads(config: TransformerConfig, layout: ParallelLayout) -> 
     if heads % layout.cp:
         works = [size for size in range(1, heads + 1) if heads % size == 0]
         raise ConfigError(
-            f'cp_comm_type="a2a" divides the {heads} attention heads of a tensor-parallel rank over '
-            f"context_parallel_size={layout.cp} ranks. Set context_parallel_size to one of {works}, "
+            f'cp_comm_type="a2a" divides the {heads} attention heads of a tensor-parallel rank '
+            f"over context_parallel_size={layout.cp} ranks. Set it to one of {works}, "
             'or cp_comm_type to "p2p" or "all_gather".'
         )
 
