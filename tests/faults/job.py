@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import psutil
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyData, ToyModule
@@ -54,7 +55,7 @@ class Fault(pl.Callback):
             if len(calls) == 2:
                 self._raise(module)
 
-        next(iter(module.model.layers.values())).register_forward_pre_hook(fail)
+        _first_layer(module).register_forward_pre_hook(fail)
 
     def _raise(self, module: pl.LightningModule) -> None:
         _announce()
@@ -69,7 +70,7 @@ class Fault(pl.Callback):
             _announce()
             os.kill(os.getpid(), signal.SIGTERM)
 
-        hook = next(iter(module.model.layers.values())).register_forward_pre_hook(end)
+        hook = _first_layer(module).register_forward_pre_hook(end)
 
     _hang = _raise
 
@@ -86,6 +87,12 @@ class Fault(pl.Callback):
         """All that a terminal sends it to."""
         _announce()
         os.killpg(self.group, signal.SIGINT)
+
+
+def _first_layer(module: pl.LightningModule) -> nn.Module:
+    """Return the first layer that this rank runs."""
+    layers = module.model.layers.values()
+    return next(layer for layer in layers if any(True for _ in layer.parameters()))
 
 
 def _announce() -> None:
