@@ -70,7 +70,7 @@ def since_fault(output: str) -> float:
     fault_at = re.search(r"FAULT (\S+)", output)
     shares = [
         float(computed) / float(passed)
-        for passed, computed in re.findall(r"STARTED (\S+) (\S+)", output)
+        for passed, computed in re.findall(r"STARTED ([\d.]+) ([\d.]+)", output)
     ]
     return (time.time() - float(fault_at[1])) * min([1.0, *shares]) if fault_at else 0.0
 
