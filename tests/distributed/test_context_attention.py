@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,8 +80,16 @@ def _local(num_ranks: int, backend: str) -> list[list[Tensor]]:
 TOLERANCES = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 3e-2}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", BACKENDS)
+def _spread(*usual: tuple[int, str], sizes: Sequence[int]) -> Any:
+    """Parametrize over sizes and backends; those that are not ``usual`` are in the long matrix."""
+    cases = [(size, backend) for size in sizes for backend in BACKENDS]
+    return pytest.mark.parametrize(
+        ("num_ranks", "backend"),
+        [pytest.param(*c, marks=() if c in usual else pytest.mark.slow) for c in cases],
+    )
+
+
+@_spread((1, "p2p"), (2, "all_gather"), (2, "a2a"), (4, "p2p"), sizes=[1, 2, 4, 8])
 def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int, backend: str) -> None:
     ranks = run_ranks(num_ranks, _local, num_ranks, backend)
     for index, (heads, kind, dtype) in enumerate(_cases(num_ranks, backend)):
@@ -126,8 +135,7 @@ def _gradcheck(num_ranks: int, backend: str) -> bool:
     return torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q[:1], k[:1], v[:1])])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("backend", BACKENDS)
+@_spread((2, "p2p"), (2, "all_gather"), (2, "a2a"), sizes=[1, 2])
 def test_gradients_of_scatter_attention_gather(num_ranks: int, backend: str) -> None:
     assert all(run_ranks(num_ranks, _gradcheck, num_ranks, backend))
 
@@ -167,7 +175,7 @@ def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
     return sent
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_ring_sends_keys_and_values_once_around(num_ranks: int) -> None:
     """Gathered keys under the name of a ring would pass the comparison of results."""
     pair = 2 * LOCAL // num_ranks  # keys and values
@@ -177,7 +185,7 @@ def test_a_ring_sends_keys_and_values_once_around(num_ranks: int) -> None:
         assert len(sent) == 3 * (num_ranks - 1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_the_others_send(num_ranks: int) -> None:
     local = LOCAL // num_ranks  # of queries, keys, values or outputs
     for sent in run_ranks(num_ranks, _traffic, num_ranks, "all_gather"):
