@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
+from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.families import OWN, Family, batches
@@ -98,3 +101,36 @@ def test_untouched_models_equal_one_device(name: str, layouts: list[str]) -> Non
             assert found == pytest.approx(losses, rel=RTOL), (layout, optimizer)
             for rank in ranks:
                 assert rank[index][1] == pytest.approx(norms, rel=RTOL), (layout, optimizer)
+
+
+def _epoch(
+    name: str, options: dict[str, Any] | None, replicas: int, epoch: int, folder: str
+) -> list[float]:
+    """Train for one more epoch of one batch of its own; return its loss."""
+    record, strategy = Losses(), "auto" if options is None else MegatronStrategy(**options)
+    rows = list(batches(name, 1).dataset)[epoch * BATCH : (epoch + 1) * BATCH]
+    fit = trainer(strategy, max_epochs=epoch + 1, callbacks=[record])
+    start = f"{folder}/{epoch - 1}.ckpt" if epoch else None
+    loader = DataLoader(rows, batch_size=BATCH // replicas)
+    fit.fit(Family(name, "AdamW"), loader, ckpt_path=start)
+    fit.save_checkpoint(f"{folder}/{epoch}.ckpt")
+    return record.losses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_checkpoints_move_between_layouts_and_plain_lightning(tmp_path: Path) -> None:
+    losses = []
+    layouts = [None, "pp2", "tp2-pp2", "fsdp", "zbv", "pp2-vpp2", "pp4", None]
+    for folder, chain in (("plain", [None] * len(layouts)), ("moved", layouts)):
+        place = tmp_path / folder
+        for epoch, layout in enumerate(chain):
+            if epoch and layout is None and folder == "moved":
+                last = place / f"{epoch - 1}.ckpt"
+                consolidate(last.rename(place / "sharded"), last)
+            world, options = (1, None) if layout is None else LAYOUTS[layout]
+            replicas = world if layout == "fsdp" else 1
+            ranks = run_ranks(world, _epoch, "llama", options, replicas, epoch, str(place))
+            losses.append(float(np.mean(ranks)))
+    half = len(losses) // 2
+    assert losses[half:] == pytest.approx(losses[:half], rel=RTOL)
