@@ -54,9 +54,11 @@ class AttentionWatch(TorchFunctionMode):
             if isinstance(child, CoreAttention) and child.exchange is not None
         }
         self._undo = ExitStack()
+        self.saw_calls = False
+        """Whether a bound module was called."""
 
     def __enter__(self) -> AttentionWatch:
-        for path, child in self._uncalled.items():
+        for path, child in self._uncalled.items():  # they are taken out later, when called
             hook = child.register_forward_pre_hook(self._called(path))
             self._undo.callback(hook.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -92,4 +94,8 @@ class AttentionWatch(TorchFunctionMode):
             )
 
     def _called(self, path: str) -> Any:
-        return lambda *_: self._uncalled.pop(path, None) and None
+        def called(*_: Any) -> None:
+            self.saw_calls = True
+            self._uncalled.pop(path, None)
+
+        return called

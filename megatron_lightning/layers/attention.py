@@ -55,6 +55,9 @@ class CoreAttention(nn.Module):
         grouped = q.shape[2] != k.shape[2]
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if self.exchange is not None or sequence.window is not None:
+            if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
+                dtype = torch.get_autocast_dtype(q.device.type)
+                q_bnsd, k_bgsd, v_bgsd = (x.to(dtype) for x in (q_bnsd, k_bgsd, v_bgsd))
             exchange = self.exchange or RingAttention(AxisGroup("cp", (0,), 0, None))
             out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, q.shape[3] ** -0.5)
             return out.permute(2, 0, 1, 3).flatten(2)

@@ -31,6 +31,8 @@ class ParallelCall:
         self._num_ranks = num_ranks
         self._open = False
         self._added: dict[str, Any] = {}
+        self.was_called = False
+        """Whether the module was called inside of :meth:`adding`."""
 
     @classmethod
     def on(cls, module: nn.Module, num_ranks: int, undo: ExitStack) -> ParallelCall:
@@ -59,7 +61,7 @@ class ParallelCall:
     @contextmanager
     def adding(self, **arguments: Any) -> Iterator[None]:
         """Context in which a call is given keyword arguments that it does not have."""
-        self._added = arguments
+        self._added, self.was_called = arguments, False
         try:
             yield
         finally:
@@ -81,6 +83,7 @@ class ParallelCall:
                 "one. A checkpoint holds the full model: load_from_checkpoint reads a "
                 "consolidated one."
             )
+        self.was_called = True
         if not self._added:
             return None
         given = (

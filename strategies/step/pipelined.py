@@ -191,7 +191,16 @@ class PipelinedSteps(Steps):
         self._attention_seen.add(hook)
         with AttentionWatch(self._scope.module) as watch:
             yield
-        watch.check()
+        if hook == "training_step":  # an evaluation may do without the model
+            watch.check()
+        takes_positions = any(plan.positions for plan in self._plans.values())
+        if watch.saw_calls and takes_positions and not (self._call and self._call.was_called):
+            raise ConfigError(
+                f"{hook} ran attention outside of a call of the module whose sharding_plan() names "
+                "the keyword of its positions, so that they could not be given to it. Give "
+                "sharding_plan() to the model that the step calls with tokens, not to the "
+                "LightningModule or the strategy, or set context_parallel_size to 1."
+            )
 
     @contextmanager
     def _in_step(self, crossing: StageCrossing | None, trains: bool) -> Iterator[None]:

@@ -167,6 +167,20 @@ class Placeless(Net):
         return ShardingPlan(modules={"layers.*.core": ContextAttention()})
 
 
+class Outside(Module):
+    """Has the plan itself, and calls the model without passing by its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__(Bare())
+
+    def sharding_plan(self) -> ShardingPlan:
+        return ShardingPlan(modules={"net.layers.*.core": ContextAttention()}, positions="where")
+
+
+class Bare(Net):
+    sharding_plan = None  # type: ignore[assignment]
+
+
 GPT = TransformerConfig(
     num_layers=2,
     hidden_size=16,
@@ -191,6 +205,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         _loader,
         r"no sharding plan of Module says .* ShardingPlan\(positions=...\)",
     ),
+    "outside": (Outside, _loader, r"ran attention outside of a call of the module whose shard"),
     "elsewhere": (
         lambda: Module(Net(Elsewhere)),
         _loader,
@@ -275,3 +290,22 @@ def test_heads_that_cannot_be_exchanged_are_refused_before_launch() -> None:
         pl.Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False).fit(
             GPTLightningModule(config), DataLoader(rows)
         )
+
+
+def _mixed(layout: Layout, folder: str) -> list[float]:
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=20, qk_layernorm=True
+    )
+    rows = [{"tokens": torch.arange(8) + n, "labels": torch.arange(8) + n + 1} for n in range(8)]
+    losses: list[float] = []
+    module = GPTLightningModule(config, learning_rate=1e-3)
+    module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))
+    fit = layout.trainer(folder, max_epochs=1, precision="bf16-mixed")
+    fit.fit(module, DataLoader(rows, batch_size=4))
+    return losses
+
+
+def test_autocast_with_normalized_queries(tmp_path: Path) -> None:
+    """Norms give fp32 queries beside bf16 values; bf16: 1 %."""
+    expected = run(SINGLE, _mixed, tmp_path)[0]
+    assert run(CP2, _mixed, tmp_path)[0] == pytest.approx(expected, rel=1e-2)
