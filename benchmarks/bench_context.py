@@ -104,7 +104,7 @@ def _measure_host(length: int, rounds: int) -> tuple[list[float], list[float]]:
     visible = [block for step in steps for block in step]
 
     def forward(*, merges: bool) -> None:
-        merged = Merged(q)
+        merged = Merged(q, SCALE)
         for block in visible:
             at, to = block.queries, block.keys
             output = kernel.forward(Inputs(q[:, :, at], k[:, :, to], v[:, :, to]), block, SCALE)

@@ -1,4 +1,4 @@
-"""What attention has to know about a sequence beside queries, keys and values."""
+"""Positions and visible keys of a sequence, as arguments of attention."""
 
 from __future__ import annotations
 

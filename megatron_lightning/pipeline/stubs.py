@@ -1,6 +1,4 @@
-"""What represents a unit that does not run on a stage: placeholders for its output, and the user's
-hooks.
-"""
+"""Stubs of units that do not run on a stage: placeholders of outputs, and the user's hooks."""
 
 from __future__ import annotations
 

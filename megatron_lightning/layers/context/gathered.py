@@ -8,7 +8,6 @@ section 3.3.2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.context.blocks import Block, blocks
-from megatron_lightning.layers.context.kernels import Inputs, Kernel, Output, kernel_for
-from megatron_lightning.layers.context.merged import Merged, wide_dtype
+from megatron_lightning.layers.context.kernels import Output
+from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.collectives import all_gather_start, finish, reduce_scatter_start
 from megatron_lightning.parallel.context import AxisGroup
@@ -45,11 +44,8 @@ class GatheredAttention:
         return output
 
 
-@dataclass(frozen=True)
-class _Plan:
-    group: AxisGroup
-    sequence: SequenceInfo
-    scale: float
+class _Plan(Sharing):
+    """Gathering, and the visible blocks."""
 
     def gather(self, k: Tensor, v: Tensor) -> Tensor:
         """Return all keys and values [2, b, g, s, d], in the order of the sequence."""
@@ -77,15 +73,11 @@ class _Plan:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
-        kernel, merged = kernel_for(q.device), Merged(q)
-        keys, values = plan.gather(k, v)
-        for block in plan.blocks(keys.shape[2]):
-            at, to = block.queries, block.keys
-            inputs = Inputs(q[:, :, at], keys[:, :, to], values[:, :, to])
-            merged.add(at, kernel.forward(inputs, block, plan.scale))
+        merged, gathered = Merged(q, plan.scale), plan.gather(k, v)
+        merged.see(gathered, plan.blocks(gathered.shape[3]))
         output = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, merged.log_sum)
-        ctx.plan, ctx.kernel = plan, kernel
+        ctx.plan = plan
         return output
 
     @staticmethod
@@ -93,17 +85,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        kernel: Kernel = ctx.kernel
         gathered = plan.gather(k, v)
-        grad_q = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
-        sums = torch.zeros_like(gathered, dtype=wide_dtype(k.dtype))
-        for block in plan.blocks(gathered.shape[3]):
-            at, to = block.queries, block.keys
-            inputs = Inputs(q[:, :, at], *gathered[:, :, :, to])
-            output = Output(out[:, :, at], log_sum[:, :, at])
-            parts = kernel.backward(grad[:, :, at], inputs, output, block, plan.scale)
-            grad_q[:, :, at] += parts.q
-            sums[0, :, :, to] += parts.k
-            sums[1, :, :, to] += parts.v
+        gradients = Gradients(grad, q, Output(out, log_sum), plan.scale)
+        sums = gradients.of(gathered, plan.blocks(gathered.shape[3]))
         grad_k, grad_v = plan.scatter(sums).to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        return gradients.q.to(q.dtype), grad_k, grad_v, None

@@ -1,20 +1,51 @@
-"""Merge the attention of several blocks of keys, by the log-sum-exps of their scores."""
+"""Attention over several blocks of keys: outputs are merged by the log-sum-exps of their scores,
+and gradients summed, in fp32 (fp64 for inputs in fp64).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_lightning.layers.context.kernels import Output
+from megatron_lightning.layers.context.blocks import Block
+from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
+from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.parallel.context import AxisGroup
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share a sequence, and how its attention is computed."""
+
+    group: AxisGroup
+    sequence: SequenceInfo
+    scale: float
 
 
 class Merged:
-    """Output and log-sum-exp over the blocks so far, in fp32 (fp64 for inputs in fp64)."""
+    """Output and log-sum-exp of queries, over the blocks so far.
 
-    def __init__(self, q: Tensor) -> None:
+    Args:
+        q: Queries [b, n, s, d].
+        scale: Factor of the scores.
+    """
+
+    def __init__(self, q: Tensor, scale: float) -> None:
+        self._q = q
+        self._scale = scale
+        self._kernel = kernel_for(q.device)
         wide = wide_dtype(q.dtype)
         self.out = torch.zeros_like(q, dtype=wide)
         self.log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+
+    def see(self, keys_and_values: Tensor, visible: Sequence[Block]) -> None:
+        """Merge the attention to blocks of keys and values [2, b, g, t, d]."""
+        for block in visible:
+            inputs = Inputs(self._q[:, :, block.queries], *keys_and_values[:, :, :, block.keys])
+            self.add(block.queries, self._kernel.forward(inputs, block, self._scale))
 
     def add(self, queries: slice, output: Output) -> None:
         """Merge what a block has given for ``queries``."""
@@ -25,6 +56,38 @@ class Merged:
         whole *= (earlier - seen).exp().unsqueeze(-1)
         whole += out * (log_sum - seen).exp().unsqueeze(-1)
         earlier.copy_(both)
+
+
+class Gradients:
+    """Gradient of queries, summed over the blocks so far.
+
+    Args:
+        grad: Of the output.
+        q: Queries.
+        final: Output and log-sum-exp over all blocks.
+        scale: Factor of the scores.
+    """
+
+    def __init__(self, grad: Tensor, q: Tensor, final: Output, scale: float) -> None:
+        self._grad = grad
+        self._q = q
+        self._final = final
+        self._scale = scale
+        self._kernel = kernel_for(q.device)
+        self.q = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
+
+    def of(self, keys_and_values: Tensor, visible: Sequence[Block]) -> Tensor:
+        """Return the gradients of keys and values [2, b, g, t, d] from their visible blocks."""
+        sums = torch.zeros_like(keys_and_values, dtype=self.q.dtype)
+        for block in visible:
+            at, to = block.queries, block.keys
+            inputs = Inputs(self._q[:, :, at], *keys_and_values[:, :, :, to])
+            final = Output(self._final.out[:, :, at], self._final.log_sum[:, :, at])
+            parts = self._kernel.backward(self._grad[:, :, at], inputs, final, block, self._scale)
+            self.q[:, :, at] += parts.q
+            sums[0, :, :, to] += parts.k
+            sums[1, :, :, to] += parts.v
+        return sums
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,6 @@ they have come home:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.context.blocks import Block, blocks
-from megatron_lightning.layers.context.kernels import Inputs, Kernel, Output, kernel_for
-from megatron_lightning.layers.context.merged import Merged, wide_dtype
+from megatron_lightning.layers.context.kernels import Output
+from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
@@ -76,13 +75,8 @@ class _Passing:
         return self._received
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(Sharing):
     """Blocks of every step of the ring."""
-
-    group: AxisGroup
-    sequence: SequenceInfo
-    scale: float
 
     def steps(self, keys_and_values: Tensor) -> Iterator[tuple[Tensor, list[Block]]]:
         """Yield the keys and values [2, b, g, s, d] of every rank, the own ones first, and the
@@ -103,18 +97,12 @@ class _Plan:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
-        kernel = kernel_for(q.device)
-        merged = Merged(q)
+        merged = Merged(q, plan.scale)
         for keys_and_values, visible in plan.steps(torch.stack([k, v])):
-            keys, values = keys_and_values
-            for block in visible:
-                inputs = Inputs(
-                    q[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys]
-                )
-                merged.add(block.queries, kernel.forward(inputs, block, plan.scale))
+            merged.see(keys_and_values, visible)
         output = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, merged.log_sum)
-        ctx.plan, ctx.kernel = plan, kernel
+        ctx.plan = plan
         return output
 
     @staticmethod
@@ -122,28 +110,18 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        kernel: Kernel = ctx.kernel
-        wide = wide_dtype(q.dtype)
-        grad_q = torch.zeros_like(q, dtype=wide)
-        own = torch.zeros((), dtype=wide)
+        gradients = Gradients(grad, q, Output(out, log_sum), plan.scale)
+        own: Tensor | None = None
         traveling: _Passing | None = None
-        for step, (keys_and_values, visible) in enumerate(plan.steps(torch.stack([k, v]))):
-            sums = torch.zeros_like(keys_and_values, dtype=wide)
-            for block in visible:
-                at, to = block.queries, block.keys
-                inputs = Inputs(q[:, :, at], *keys_and_values[:, :, :, to])
-                output = Output(out[:, :, at], log_sum[:, :, at])
-                parts = kernel.backward(grad[:, :, at], inputs, output, block, plan.scale)
-                grad_q[:, :, at] += parts.q
-                sums[0, :, :, to] += parts.k
-                sums[1, :, :, to] += parts.v
-            if step == 0:
+        for keys_and_values, visible in plan.steps(torch.stack([k, v])):
+            sums = gradients.of(keys_and_values, visible)
+            if own is None:
                 own = sums  # stays; what the other ranks add comes home at the end
                 continue
             if traveling is not None:
                 sums += traveling.wait()
             traveling = _Passing(sums, plan.group)
-        if traveling is not None:
+        if own is not None and traveling is not None:
             own += traveling.wait()
-        grad_k, grad_v = own.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        grad_k, grad_v = (None, None) if own is None else own.to(k.dtype)
+        return gradients.q.to(q.dtype), grad_k, grad_v, None
