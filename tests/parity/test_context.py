@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -44,6 +45,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-pp2-vpp2": (4, {CP: 2, PP: 2, VPP: 2, MICRO: 1}),
     "cp2-pp2-zb-h1": (4, {CP: 2, PP: 2, MICRO: 1, "pipeline_schedule": "zb-h1"}),
     "cp2-tp2-pp2": (8, {CP: 2, TP: 2, PP: 2, MICRO: 1}),
+    "cp2-recompute": (2, {CP: 2, "recompute": RECOMPUTE["uniform"]}),
+    "cp2-pp2-recompute": (
+        4,
+        {CP: 2, PP: 2, MICRO: 1, "pipeline_schedule": "zb-h1", "recompute": RECOMPUTE["selective"]},
+    ),
     "cp8": (8, {CP: 8}),
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SPREAD = {
     "mha": ["cp2", "cp2-pp2"],
-    "gqa": ["cp4", "cp2-tp2", "cp2-a2a", "cp2-gather"],
+    "gqa": ["cp4", "cp2-tp2", "cp2-a2a", "cp2-gather", "cp2-recompute"],
     "window": ["cp2"],
     "learned": ["cp2-dp2"],
 }
