@@ -56,6 +56,10 @@ class GPTDatasetConfig:
     """Folder of the index cache. None: ``{data_prefix}/cache/GPTDataset_indices``."""
     eod_mask_loss: bool = False
     """Whether positions of an end of document have no loss."""
+    reset_position_ids: bool = False
+    """Whether positions restart at 0 after every end of document."""
+    reset_attention_mask: bool = False
+    """Whether tokens attend only to those of their own document."""
     add_extra_token_to_sequence: bool = True
     """Whether a sample reads one more token, the label of its last position; else that position has
     no loss."""
@@ -68,11 +72,12 @@ class GPTDatasetConfig:
                 f"sequence_length={self.sequence_length}: must be a positive integer; set it to 1 "
                 "or more"
             )
-        if self.eod_mask_loss and self.tokenizer is None:
-            raise ConfigError(
-                "eod_mask_loss=True needs the end-of-document id; set tokenizer_model, or "
-                "eod_mask_loss to False"
-            )
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(self, name) and self.tokenizer is None:
+                raise ConfigError(
+                    f"{name}=True needs the end-of-document id; set tokenizer_model, or {name} to "
+                    "False"
+                )
         if not 0 <= self.random_seed < 2**32:
             raise ConfigError(
                 f"seed={self.random_seed} is not a seed of NumPy's generator; set it to 0 or more, "
@@ -145,6 +150,10 @@ def _drops_last(config: GPTDatasetConfig, index_split: IndexSplit) -> bool:
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s],
     "loss_mask": float32 [s]}``.
+
+    With ``reset_attention_mask`` a sample has ``document_ids`` int64 [s] too, which number its
+    documents 0, 1, …; an end of document belongs to the document that it ends. With that or
+    ``reset_position_ids`` it has ``position_ids`` int64 [s].
 
     Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled once,
     here, so that the position in the data is a single number. The index arrays are cached under
@@ -292,13 +301,32 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         text = self._read(index, config.sequence_length + 1)
         tokens, labels = text[:-1].copy(), text[1:]
         loss_mask = (labels != self._pad).astype(np.float32)
+        # Before the padding gets an id, which may be that of the end of document.
+        documents = self._documents(tokens)
         if config.eod_mask_loss and config.tokenizer is not None:
             loss_mask[tokens == config.tokenizer.eod] = 0.0
         for ids in (tokens, labels):
             # An embedding needs a valid id; these positions are masked already.
             ids[ids == self._pad] = 0
-        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **documents}
         return {name: torch.from_numpy(array) for name, array in sample.items()}
+
+    def _documents(self, tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+        """Return the entries of a sample that depend on the ends of documents in ``tokens`` [s]."""
+        config = self.config
+        resets = config.reset_position_ids or config.reset_attention_mask
+        if config.tokenizer is None or not resets:
+            return {}
+        ends = tokens == config.tokenizer.eod
+        document_ids = ends.cumsum(dtype=np.int64) - ends
+        # Explicit even where they do not restart: beside document_ids, the model's own would.
+        position_ids = np.arange(len(tokens), dtype=np.int64)
+        if config.reset_position_ids:
+            starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
+            position_ids -= starts[document_ids]
+        if not config.reset_attention_mask:
+            return {"position_ids": position_ids}
+        return {"position_ids": position_ids, "document_ids": document_ids}
 
     def _read(self, index: int, length: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a sample, padded at its end to ``length``."""

@@ -26,7 +26,8 @@ class GPTLightningModule(LightningModule):
     """:class:`GPTModel` trained with AdamW.
 
     A batch holds ``tokens`` and ``labels`` [b, s] (already shifted), and may hold ``loss_mask`` [b,
-    s] (0 leaves a token out) and ``position_ids`` [b, s].
+    s] (0 leaves a token out), ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens attend
+    only to those with the same number in their row).
 
     Args:
         config: The model.
@@ -52,6 +53,7 @@ class GPTLightningModule(LightningModule):
         "labels": 1,
         "loss_mask": 1,
         "position_ids": 1,
+        "document_ids": 1,
     }
 
     def __init__(
@@ -117,17 +119,24 @@ class GPTLightningModule(LightningModule):
             self.model = GPTModel(self.config)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s]."""
         if self.model is None:
             self.configure_model()
-        out: Tensor = self.model(tokens, labels=labels, position_ids=position_ids)  # type: ignore[misc]
+        inputs = {"labels": labels, "position_ids": position_ids}
+        if document_ids is not None:
+            inputs["document_ids"] = document_ids
+        out: Tensor = self.model(tokens, **inputs)  # type: ignore[misc]
         return out
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the mean loss over the unmasked tokens, and their number."""
-        losses = self(batch["tokens"], batch["labels"], batch.get("position_ids"))
+        losses = self(batch["tokens"], batch["labels"], **_optional_inputs(batch))
         mask = batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != -100
         num_tokens = mask.sum()
         return (losses * mask).sum() / num_tokens.clamp(min=1), num_tokens
@@ -152,7 +161,7 @@ class GPTLightningModule(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, [b, s]."""
-        logits: Tensor = self(batch["tokens"], position_ids=batch.get("position_ids"))
+        logits: Tensor = self(batch["tokens"], **_optional_inputs(batch))
         return logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -168,6 +177,11 @@ class GPTLightningModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+
+def _optional_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return the model's inputs that a batch may leave out."""
+    return {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
 
 
 def _schedule(

@@ -26,7 +26,8 @@ class PretrainDataModule(pl.LightningDataModule):
     ``megatron-lightning preprocess``.
 
     The datasets are shuffled already and read in order, so that the number of consumed samples is
-    the position in the data. Labels are already shifted.
+    the position in the data. Labels are already shifted. With ``reset_attention_mask`` a batch has
+    ``document_ids`` [b, s] too; with that or ``reset_position_ids``, ``position_ids`` [b, s].
 
     Args:
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
@@ -45,6 +46,10 @@ class PretrainDataModule(pl.LightningDataModule):
         tokenizer_model: Tokenizer of the data, for its vocabulary, padding and end-of-document ids.
         tokenizer_type: sentencepiece or huggingface.
         eod_mask_loss: Whether positions of an end of document have no loss.
+        reset_position_ids: Whether positions restart at 0 after every end of document.
+        reset_attention_mask: Whether tokens attend only to those of their own document; an end of
+            document belongs to the document that it ends. The batch numbers the documents of each
+            row, from which the model derives who sees whom: there is no dense mask.
         num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
         cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a
             shared file system each node builds its own.
@@ -54,7 +59,9 @@ class PretrainDataModule(pl.LightningDataModule):
         DataError: If the data or the tokenizer cannot be read; on ``prepare_data`` and ``setup``.
     """
 
-    sequence_dims: Mapping[str, int] = MappingProxyType({"tokens": 1, "labels": 1, "loss_mask": 1})
+    sequence_dims: Mapping[str, int] = MappingProxyType(
+        {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1, "document_ids": 1}
+    )
     """Dim of each batch entry that runs along the sequence."""
 
     def __init__(
@@ -73,6 +80,8 @@ class PretrainDataModule(pl.LightningDataModule):
         tokenizer_model: str | None = None,
         tokenizer_type: TokenizerType = "sentencepiece",
         eod_mask_loss: bool = False,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         num_workers: int = 0,
         cache_dir: str | None = None,
     ) -> None:
@@ -108,6 +117,8 @@ class PretrainDataModule(pl.LightningDataModule):
             vocab_size=vocab_size,
             cache_dir=cache_dir,
             eod_mask_loss=eod_mask_loss,
+            reset_position_ids=reset_position_ids,
+            reset_attention_mask=reset_attention_mask,
         )
         self._num_samples: dict[IndexSplit, int | None] = {
             "train": num_train_samples,

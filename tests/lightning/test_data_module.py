@@ -91,7 +91,7 @@ def test_fit_and_test(prefix: str, num_workers: int) -> None:
     assert module.seen["val"]
     runner.test(module, datamodule=data)
     assert sum(len(batch["tokens"]) for batch in module.seen["test"]) == len(data._datasets["test"])
-    assert set(data.sequence_dims) == set(batch)
+    assert set(data.sequence_dims) == {*batch, "position_ids", "document_ids"}
     predictions = runner.predict(module, datamodule=data)  # of the test part
     assert len(predictions) == len(module.seen["test"])
     assert all(
@@ -126,6 +126,36 @@ def test_tokenizer_gives_the_vocabulary(prefix: str, tmp_path: Path) -> None:
     )
     assert (data.vocab_size, data.sequence_length) == (275, 16)
     assert pickle.loads(pickle.dumps(data)).vocab_size == 275
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_resets_add_documents_and_positions(prefix: str, tmp_path: Path, num_workers: int) -> None:
+    train_sentencepiece(["some text to learn from"] * 10, 275, tmp_path / "t.model")
+    data = PretrainDataModule(
+        prefix,
+        64,
+        4,
+        split="1",
+        tokenizer_model=str(tmp_path / "t.model"),
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        num_workers=num_workers,
+    )
+    assert data.tokenizer is not None
+    module = Recorder()
+    trainer(limit_train_batches=3).fit(module, datamodule=data)
+    num_ends = 0
+    for batch in module.seen["train"]:
+        assert set(batch) == set(data.sequence_dims)
+        for row, tokens in enumerate(batch["tokens"].tolist()):
+            document = position = 0
+            for place, token in enumerate(tokens):
+                assert batch["document_ids"][row, place] == document
+                assert batch["position_ids"][row, place] == position
+                position += 1
+                if token == data.tokenizer.eod:
+                    document, position, num_ends = document + 1, 0, num_ends + 1
+    assert num_ends > 5
 
 
 def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:

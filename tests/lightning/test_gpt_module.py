@@ -54,6 +54,37 @@ def test_the_lightning_module_trains_and_loads(tmp_path: Path) -> None:
     assert predictions[0].shape == (4, 8)
 
 
+class Inputs(torch.nn.Module):
+    """Records the keywords of its calls, in place of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, torch.Tensor | None]] = []
+
+    def forward(self, tokens: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
+        self.seen.append(inputs)
+        return torch.zeros(*tokens.shape, *(() if inputs["labels"] is not None else (20,)))
+
+
+def test_documents_reach_the_model_only_if_the_batch_has_them() -> None:
+    gpt = module()
+    gpt.model = Inputs()  # type: ignore[assignment]
+    gpt.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    rows = tokens(2, 9)
+    plain = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    ids = {"position_ids": torch.arange(8).expand(2, 8), "document_ids": torch.ones(2, 8).long()}
+    steps = (gpt.training_step, gpt.validation_step, gpt.test_step, gpt.predict_step)
+    for step in steps:
+        gpt.model.seen.clear()
+        step(plain, 0)
+        step({**plain, **ids}, 0)
+        without, given = gpt.model.seen
+        assert set(without) == {"labels", "position_ids"}
+        assert without["position_ids"] is None
+        assert {name: given[name] for name in ids} == ids
+    assert set(ids) <= set(gpt.sequence_dims)
+
+
 def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
     gpt = module()
     gpt.configure_model()

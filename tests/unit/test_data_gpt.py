@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import build_indices, plan_epochs, split_matrix
@@ -52,12 +53,9 @@ class Tok:
 
 
 def config_of(case: dict[str, Any], cache_dir: Path | str | None = None) -> GPTDatasetConfig:
-    """The oracle's settings; how positions and attention restart at documents is the model's
-    business, not the indices'."""
-    settings = {key: value for key, value in case["config"].items() if key not in ("tokenizer",)}
-    settings = {
-        key: value for key, value in settings.items() if not key.startswith(("reset_", "create_"))
-    }
+    """The oracle's settings; samples never hold a dense mask."""
+    dropped = ("tokenizer", "create_attention_mask")
+    settings = {key: value for key, value in case["config"].items() if key not in dropped}
     pad = re.search(r"pad=(\d+)", case["config"].get("tokenizer", ""))
     tokenizer = Tok(int(pad[1])) if pad else Tok()
     return GPTDatasetConfig(
@@ -115,6 +113,107 @@ def test_equals_megatron_core(case: dict[str, Any], corp: str) -> None:
             assert data[index]["tokens"].tolist() == sample["tokens"]
             assert data[index]["labels"].tolist() == sample["labels"]
             assert masks[index].tolist() == sample["loss_mask"]
+            if config.reset_position_ids or config.reset_attention_mask:
+                assert data[index]["position_ids"].tolist() == sample["position_ids"]
+            else:
+                assert set(data[index]) == {"tokens", "labels", "loss_mask"}
+            if config.reset_attention_mask:
+                # Megatron's mask is true where a position is hidden.
+                hidden = torch.tensor(sample["attention_mask"])[0]
+                assert torch.equal(visible(data[index]["document_ids"]), ~hidden)
+
+
+def visible(document_ids: torch.Tensor) -> torch.Tensor:
+    """Return which positions [s, s] a causal query sees in its own document."""
+    return (document_ids[:, None] == document_ids).tril()
+
+
+def masks_and_positions(
+    row: list[int], eod: int, *, reset_position_ids: bool, reset_attention_mask: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the dense mask [s, s] and the positions [s], as Megatron's loop over the ends of
+    documents makes them."""
+    mask = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+    position_ids = torch.arange(len(row))
+    previous = 0
+    for i in [place for place, token in enumerate(row) if token == eod]:
+        if reset_attention_mask:
+            mask[i + 1 :, : i + 1] = False
+        if reset_position_ids:
+            position_ids[i + 1 :] -= i + 1 - previous
+            previous = i + 1
+    return mask, position_ids
+
+
+@pytest.mark.parametrize("reset_position_ids", [False, True])
+@pytest.mark.parametrize("reset_attention_mask", [False, True])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [5, 6, 7, 8, 9, 5, 6, 7],
+        [5, 6, 0, 8, 9, 0, 6, 7],
+        [0, 6, 7, 8, 9, 5, 6, 7],
+        [5, 6, 7, 8, 9, 5, 6, 0],
+        [5, 6, 0, 0, 0, 5, 6, 7],
+        [0, 0, 7, 8, 9, 5, 0, 0],
+        [0] * 8,
+        [0],
+        [5],
+    ],
+    ids=str,
+)
+def test_resets_equal_megatrons_loop(
+    row: list[int], reset_attention_mask: bool, reset_position_ids: bool, tmp_path: Path
+) -> None:
+    resets = {
+        "reset_position_ids": reset_position_ids,
+        "reset_attention_mask": reset_attention_mask,
+    }
+    prefix = write(tmp_path / "d", [[*row, 5]])
+    config = GPTDatasetConfig(sequence_length=len(row), split="1", tokenizer=Tok(), **resets)
+    sample = GPTDataset(prefix, config, "train")[0]
+    plain = GPTDataset(prefix, replace(config, **dict.fromkeys(resets, False)), "train")[0]
+    assert all(torch.equal(sample[name], plain[name]) for name in plain)
+    mask, position_ids = masks_and_positions(row, Tok().eod, **resets)
+    expected = {"tokens", "labels", "loss_mask"}
+    if reset_position_ids or reset_attention_mask:
+        expected.add("position_ids")
+        assert sample["position_ids"].dtype == torch.int64
+        assert torch.equal(sample["position_ids"], position_ids)
+    if reset_attention_mask:
+        expected.add("document_ids")
+        assert sample["document_ids"].dtype == torch.int64
+        assert torch.equal(visible(sample["document_ids"]), mask)
+        ends = [row[:place].count(0) for place in range(len(row))]
+        assert sample["document_ids"].tolist() == ends
+    assert set(sample) == expected
+
+
+@pytest.mark.parametrize("pad", [NO_PAD, 96])
+def test_padding_ends_no_document(pad: int, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [[5, 6, 7, 8, 9, 0]])
+    config = GPTDatasetConfig(
+        sequence_length=4,
+        split="0,1",
+        drop_last_partial_validation_sequence=False,
+        tokenizer=Tok(pad),
+        reset_position_ids=True,
+        reset_attention_mask=True,
+    )
+    data = GPTDataset(prefix, config, "valid")
+    last = data[data.indices.shuffle_index.tolist().index(1)]
+    assert last["tokens"].tolist() == [9, 0, 0, 0]  # of which two are padding
+    assert last["document_ids"].tolist() == [0, 0, 1, 1]
+    assert last["position_ids"].tolist() == [0, 1, 0, 1]
+
+
+def test_resets_use_the_same_cache(corp: str) -> None:
+    config = config_of({"config": {}})
+    resets = replace(config, reset_position_ids=True, reset_attention_mask=True)
+    descriptions = {
+        GPTDataset(corp, each, "train", 20).unique_description for each in (config, resets)
+    }
+    assert descriptions == {ORACLE["cache"]["unique_description"]}
 
 
 def test_cache_names_equal_megatron_core(corp: str) -> None:
@@ -338,8 +437,10 @@ def test_bad_split_is_refused(split: str) -> None:
 def test_impossible_settings_are_refused(corp: str) -> None:
     with pytest.raises(ConfigError, match="sequence_length=0"):
         GPTDatasetConfig(sequence_length=0)
-    with pytest.raises(ConfigError, match="eod_mask_loss=True needs"):
-        GPTDatasetConfig(sequence_length=8, eod_mask_loss=True)
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        message = f"{name}=True needs the end-of-document id; set tokenizer_model, or {name} to"
+        with pytest.raises(ConfigError, match=message):
+            GPTDatasetConfig(sequence_length=8, **{name: True})
     with pytest.raises(
         DataError, match=r"the test part of split='999,999,1' gets 0 of 40 documents"
     ):
