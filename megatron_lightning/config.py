@@ -21,7 +21,7 @@ NonFinite = Literal["ignore", "raise", "skip"]
 StartMethod = Literal["popen", "spawn", "fork"]
 MomentsDtype = Literal["fp32", "bf16"]
 SaveErrorAction = Literal["raise", "warn"]
-ContextExchange = Literal["p2p", "all_gather", "a2a"]
+ContextExchange = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -35,12 +35,14 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _check_counts(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
+        if value is not None and not _is_count(value):
             raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
 
 
@@ -338,19 +340,51 @@ class DataParallelOptions:
 class ContextOptions:
     """Attention over sequences that are divided over ranks, with Megatron-Core's names."""
 
-    cp_comm_type: ContextExchange = "p2p"
+    cp_comm_type: ContextExchange | list[ContextExchange] = "p2p"
     """How queries meet the keys of other ranks: "p2p" passes keys and values around the ranks (ring
     attention), "all_gather" gathers them, "a2a" exchanges parts of the sequence for heads
-    (Ulysses)."""
+    (Ulysses), "a2a+p2p" does so among neighbors and passes keys and values around their groups. A
+    list has one entry for each attention module of the full model, in order."""
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    """Ranks of the two levels of "a2a+p2p": neighbors that exchange heads, and groups of them in a
+    ring; their product is context_parallel_size. None: there are no levels."""
 
     def __post_init__(self) -> None:
-        given: object = self.cp_comm_type
-        if given == "a2a+p2p" or isinstance(given, list):
+        for name in self.exchanges:
+            _check_choice("cp_comm_type", name, get_args(ContextExchange))
+        sizes, needed = self.hierarchical_context_parallel_sizes, "a2a+p2p" in self.exchanges
+        if sizes is None and needed:
             raise ConfigError(
-                f"cp_comm_type={given!r} is not available in this version. Set it to "
-                '"p2p", "all_gather" or "a2a", for all layers.'
+                'cp_comm_type "a2a+p2p" has two levels of ranks, and '
+                "hierarchical_context_parallel_sizes is not set. Set it to the ranks that exchange "
+                "heads and the number of their groups, such as [2, 2] for context_parallel_size=4."
             )
-        _check_choice("cp_comm_type", self.cp_comm_type, get_args(ContextExchange))
+        if sizes is None:
+            return
+        if not isinstance(sizes, list) or len(sizes) != 2 or not all(map(_is_count, sizes)):
+            raise ConfigError(
+                f"hierarchical_context_parallel_sizes is {sizes!r}. Set it to two positive "
+                "integers: the ranks that exchange heads and the number of their groups, such as "
+                "[2, 2] for context_parallel_size=4."
+            )
+        if not needed:
+            raise ConfigError(
+                f"hierarchical_context_parallel_sizes={sizes} are the levels of cp_comm_type "
+                f'"a2a+p2p", and cp_comm_type is {self.cp_comm_type!r}. Set the sizes to None, or '
+                'cp_comm_type to "a2a+p2p".'
+            )
+
+    @property
+    def exchanges(self) -> tuple[ContextExchange, ...]:
+        """The types in use, each once."""
+        given = self.cp_comm_type
+        return tuple(dict.fromkeys(given if isinstance(given, list) else [given]))
+
+    def num_exchanging(self, exchange: ContextExchange, num_ranks: int) -> int:
+        """Return how many of ``num_ranks`` context-parallel ranks divide the heads among them."""
+        if exchange == "a2a+p2p" and self.hierarchical_context_parallel_sizes is not None:
+            return self.hierarchical_context_parallel_sizes[0]
+        return num_ranks if exchange == "a2a" else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,11 @@ here.
 
 from __future__ import annotations
 
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING, get_args
 
 from megatron_lightning.config import (
+    ContextOptions,
     DataParallel,
     DataParallelOptions,
     NonFinite,
@@ -225,16 +226,41 @@ def check_sequence_length(length: int, num_ranks: int, tensor_ranks: int, name: 
         )
 
 
-def check_exchanged_heads(config: TransformerConfig, layout: ParallelLayout) -> None:
-    """Check that the heads of a tensor-parallel rank divide over the context-parallel ranks."""
+def check_levels(options: ContextOptions, num_ranks: int) -> None:
+    """Check that the levels of "a2a+p2p" are those of ``num_ranks`` context-parallel ranks.
+
+    Raises:
+        ConfigError: Naming the nearest sizes that work.
+    """
+    sizes = options.hierarchical_context_parallel_sizes
+    if sizes is None or prod(sizes) == num_ranks:
+        return
+    works = [[size, num_ranks // size] for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    works.sort(key=lambda pair: sum(abs(a - b) for a, b in zip(pair, sizes, strict=True)))
+    raise ConfigError(
+        f"hierarchical_context_parallel_sizes={sizes} are levels of {prod(sizes)} ranks, and "
+        f"context_parallel_size is {num_ranks}. Set the sizes to "
+        f"{' or '.join(map(str, works[:2]))}, or context_parallel_size to {prod(sizes)}."
+    )
+
+
+def check_exchanged_heads(
+    config: TransformerConfig, layout: ParallelLayout, options: ContextOptions
+) -> None:
+    """Check that the heads of a tensor-parallel rank divide over the ranks that exchange them."""
     heads = config.num_attention_heads // layout.tp
-    if heads % layout.cp:
-        works = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ConfigError(
-            f'cp_comm_type="a2a" divides the {heads} attention heads of a tensor-parallel rank '
-            f"over context_parallel_size={layout.cp} ranks. Set it to one of {works}, "
-            'or cp_comm_type to "p2p" or "all_gather".'
-        )
+    for exchange in options.exchanges:
+        size = options.num_exchanging(exchange, layout.cp)
+        if heads % size:
+            works = [number for number in range(1, heads + 1) if heads % number == 0]
+            name = "context_parallel_size"
+            if exchange == "a2a+p2p":
+                name = "the first of hierarchical_context_parallel_sizes"
+            raise ConfigError(
+                f'cp_comm_type="{exchange}" divides the {heads} attention heads of a '
+                f"tensor-parallel rank over {size} ranks, {name}. Set it to one of {works}, "
+                'or cp_comm_type to "p2p" or "all_gather".'
+            )
 
 
 def _check_sequence(

@@ -55,7 +55,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.rules import check_options, check_process_groups
+from megatron_lightning.rules import check_levels, check_options, check_process_groups
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
@@ -155,6 +155,8 @@ class MegatronStrategy(ParallelStrategy):
         check_options(layout, micro_batch_size, data_parallel, start_method, non_finite)
         check_process_groups(process_group_backend, timeout_s)
         pipeline = pipeline_options or PipelineOptions()
+        sequence = context_options or ContextOptions()
+        check_levels(sequence, layout.cp)
         super().__init__()
         self.options = StrategyOptions(
             layout=layout,
@@ -166,7 +168,7 @@ class MegatronStrategy(ParallelStrategy):
             ),
             micro_batch_size=micro_batch_size,
             pipeline=pipeline,
-            sequence=context_options or ContextOptions(),
+            sequence=sequence,
             data_parallel=data_parallel,
             data=data_parallel_options or DataParallelOptions(),
             recompute=recompute or RecomputeOptions(),
@@ -181,7 +183,7 @@ class MegatronStrategy(ParallelStrategy):
             layout,
             backend=process_group_backend,
             timeout=self.options.timeout,
-            cp_comm_type=self.options.sequence.cp_comm_type,
+            context_options=self.options.sequence,
         )
         self.run: Run | None = None
         self.num_nodes = 1

@@ -156,7 +156,7 @@ def print_layout(
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
         kernel = kernel_for(context.device).name
-        shared = f" x context {layout.cp} ({options.sequence.cp_comm_type}, {kernel})"
+        shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)}, {kernel})"
         rank_zero_info(
             f"MegatronStrategy: tensor {layout.tp}{shared if layout.cp > 1 else ''} x pipeline "
             f"{layout.pp} x data "

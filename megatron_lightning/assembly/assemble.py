@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.assembly.checks import check_shared, find_stages
+from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.assembly.replicas import equalize
@@ -80,8 +81,11 @@ def assemble(
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     equalize(module, context.axis("world"))
     check_plans(module, context.layout, plan)
-    # Before the partition: plans of ``transformers`` are translated from all layers.
+    # Before the partition: plans of ``transformers`` are translated from all layers, and lists of
+    # types count all attention modules.
     plans = find_plans(module, plan, context.tp.size)
+    if context.cp.size > 1:
+        plans = name_exchanges(module, plans, context.context_options.cp_comm_type)
     shards_sequence = context.sp and any(own_plan.shards_sequence for own_plan in plans.values())
     path, partition = _partition(module, context, placement, options)
     if partition is not None:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning import compat
-from megatron_lightning.config import ContextExchange
+from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.grid import RankGrid, divided
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.rules import check_levels
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,7 +97,7 @@ class ParallelContext:
         layout: Sizes of the axes.
         device: Where this rank's tensors live.
         seed: Base of the named random streams.
-        cp_comm_type: How queries meet the keys of other context-parallel ranks.
+        context_options: How queries meet the keys of other context-parallel ranks.
         timeout: Limit of a collective; None: the default process group's.
         alone: Whether to ignore the default process group: this process is a world of its own.
         planned_world_size: Ranks of a job that is only described, from rank 0, without
@@ -109,7 +110,7 @@ class ParallelContext:
         *,
         device: torch.device | str = "cpu",
         seed: int = 1234,
-        cp_comm_type: ContextExchange = "p2p",
+        context_options: ContextOptions | None = None,
         timeout: timedelta | None = None,
         alone: bool = False,
         planned_world_size: int | None = None,
@@ -117,7 +118,7 @@ class ParallelContext:
         alone = alone or planned_world_size is not None
         initialized = dist.is_available() and dist.is_initialized() and not alone
         self.layout = layout
-        self.cp_comm_type = cp_comm_type
+        self.context_options = context_options or ContextOptions()
         self.device = torch.device(device)
         self.world_size = dist.get_world_size() if initialized else planned_world_size or 1
         self.rank = dist.get_rank() if initialized else 0
@@ -145,6 +146,9 @@ class ParallelContext:
         """The ranks that hold the same experts' parameters."""
         self.dp_cp = self._groups["dp-cp"]
         """The ranks that hold the same dense parameters."""
+        self.cp_levels = self._levels()
+        """Neighbors among the context-parallel ranks, and the ranks at the same place of the other
+        groups of neighbors; None: there are no levels."""
         self.rng = RngStreams(
             seed,
             device=self.device,
@@ -154,6 +158,15 @@ class ParallelContext:
             ep_rank=self.ep.rank,
             etp_rank=self.etp.rank,
         )
+
+    def _levels(self) -> tuple[AxisGroup, AxisGroup] | None:
+        check_levels(self.context_options, self.cp.size)
+        sizes = self.context_options.hierarchical_context_parallel_sizes
+        if sizes is None:
+            return None
+        levels = divided(self.cp.ranks, self.cp.rank, sizes[1])
+        inner, outer = map(self._axis_group, ("cp-inner", "cp-outer"), levels)
+        return inner, outer
 
     def _axis_group(self, name: str, ranks: tuple[int, ...]) -> AxisGroup:
         """Create the group, or reuse the communicator of the same ranks: equal for all members, so
@@ -206,9 +219,7 @@ class ParallelContext:
         """
         if num_parts == 1:
             return group, self._axis_group(f"{group.name}-replicas", (self.rank,))
-        size = group.size // num_parts
-        part, position = divmod(group.rank, size)
-        inner, outer = group.ranks[part * size : (part + 1) * size], group.ranks[position::size]
+        inner, outer = divided(group.ranks, group.rank, num_parts)
         return self._axis_group(f"{group.name}-part", inner), self._axis_group(
             f"{group.name}-replicas", outer
         )

@@ -8,7 +8,7 @@ of them, in that order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -114,3 +114,16 @@ class RankGrid:
         """Return the first and last rank of this rank's pipeline, which hold tied embeddings."""
         pipeline = self.group_of(rank, "pp")
         return (pipeline[0],) if len(pipeline) == 1 else (pipeline[0], pipeline[-1])
+
+
+def divided(
+    ranks: Sequence[int], position: int, num_parts: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Divide a group into ``num_parts`` parts of neighboring ranks.
+
+    Returns:
+        The part of the rank at ``position``, and the ranks at its place of every part.
+    """
+    size = len(ranks) // num_parts
+    first, place = position - position % size, position % size
+    return tuple(ranks[first : first + size]), tuple(ranks[place::size])

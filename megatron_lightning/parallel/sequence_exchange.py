@@ -26,9 +26,10 @@ def sequence_to_heads(x: Tensor, group: AxisGroup) -> Tensor:
     """
     if x.shape[1] % group.size:
         raise ShardingError(
-            f"{x.shape[1]} heads cannot be divided over {group.size} context-parallel ranks. Set "
-            "context_parallel_size to a divisor of the heads of a tensor-parallel rank, or "
-            'cp_comm_type to "p2p".'
+            f"{x.shape[1]} heads cannot be divided over the {group.size} context-parallel ranks "
+            'that exchange them. Set context_parallel_size, or with "a2a+p2p" the first of '
+            "hierarchical_context_parallel_sizes, to a divisor of the heads of a tensor-parallel "
+            'rank, or cp_comm_type to "p2p".'
         )
     result: Tensor = _SequenceToHeads.apply(x, group)  # type: ignore[no-untyped-call]
     return result

@@ -12,6 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.assembly import checks
 from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.assembly.exchanges import name_exchanges
+from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
@@ -114,8 +116,8 @@ def check_context(
     """
     sequence_dims_of(module, data)
     config = getattr(module, "config", None)
-    if options.sequence.cp_comm_type == "a2a" and isinstance(config, TransformerConfig):
-        check_exchanged_heads(config, options.layout)
+    if isinstance(config, TransformerConfig):
+        check_exchanged_heads(config, options.layout, options.sequence)
     if options.pipeline.explicit_steps:
         raise ConfigError(
             "explicit_steps of pipeline_options cannot be combined with context_parallel_size="
@@ -141,6 +143,9 @@ def check_layers(
         ConfigError: If they cannot run under the layout.
     """
     checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
+    if options.layout.cp > 1:
+        plans = find_plans(module, options.sharding_plan, options.layout.tp)
+        name_exchanges(module, plans, options.sequence.cp_comm_type)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
         replicas, sharded = (

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_lightning import compat
-from megatron_lightning.config import ContextExchange
+from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -38,6 +38,7 @@ class Ranks:
         backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on
             CUDA.
         timeout: Limit of a collective.
+        context_options: How queries meet the keys of other context-parallel ranks.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class Ranks:
         *,
         backend: str | None,
         timeout: timedelta,
-        cp_comm_type: ContextExchange = "p2p",
+        context_options: ContextOptions | None = None,
     ) -> None:
         self._layout = layout
-        self._cp_comm_type = cp_comm_type
+        self._context_options = context_options
         self._backend = backend
         self._timeout = timeout
         self._context: ParallelContext | None = None
@@ -60,7 +61,7 @@ class Ranks:
         """Ends this rank when another one fails; None outside a run and on one rank."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_unconnected, (self._layout, self._backend, self._timeout, self._cp_comm_type))
+        return (_unconnected, (self._layout, self._backend, self._timeout, self._context_options))
 
     # ---------------------------------------------------------------------------------- connections
 
@@ -104,7 +105,7 @@ class Ranks:
             self._layout,
             device=device,
             seed=seed,
-            cp_comm_type=self._cp_comm_type,
+            context_options=self._context_options,
             timeout=self._timeout,
             alone=is_alone,
         )
@@ -245,6 +246,9 @@ def _broadcast(obj: Any, src: int = 0) -> Any:
 
 
 def _unconnected(
-    layout: ParallelLayout, backend: str | None, timeout: timedelta, cp_comm_type: ContextExchange
+    layout: ParallelLayout,
+    backend: str | None,
+    timeout: timedelta,
+    context_options: ContextOptions | None,
 ) -> Ranks:
-    return Ranks(layout, backend=backend, timeout=timeout, cp_comm_type=cp_comm_type)
+    return Ranks(layout, backend=backend, timeout=timeout, context_options=context_options)

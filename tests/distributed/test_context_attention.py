@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.context import gathered
 from megatron_lightning.layers.context.backends import BACKENDS
@@ -19,7 +20,8 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.sequence import SequencePart, join
 from tests.helpers.ranks import run_ranks
 
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "uneven": (12, 3)}
+LEVELS = {1: [1, 1], 2: [2, 1], 4: [2, 2], 8: [4, 2]}
 KINDS = {
     "causal": SequenceInfo(),
     "full": SequenceInfo(causal=False),
@@ -54,6 +56,12 @@ def _reference(heads: str, dtype: torch.dtype, sequence: SequenceInfo) -> list[T
     return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
 
 
+def _context(num_ranks: int, backend: Any, levels: list[int] | None = None) -> ParallelContext:
+    sizes = (levels or LEVELS[num_ranks]) if backend == "a2a+p2p" else None
+    options = ContextOptions(cp_comm_type=backend, hierarchical_context_parallel_sizes=sizes)
+    return ParallelContext(ParallelLayout(context_parallel_size=num_ranks), context_options=options)
+
+
 def _cases(num_ranks: int, backend: str) -> list[tuple[str, str, torch.dtype]]:
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     if backend == "a2a" and num_ranks > 4:  # there are 4 heads
@@ -61,14 +69,14 @@ def _cases(num_ranks: int, backend: str) -> list[tuple[str, str, torch.dtype]]:
     return [(heads, kind, dtype) for heads in HEADS for kind in KINDS for dtype in dtypes]
 
 
-def _local(num_ranks: int, backend: str) -> list[list[Tensor]]:
-    context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
+def _local(num_ranks: int, backend: str, levels: list[int] | None = None) -> list[list[Tensor]]:
+    context = _context(num_ranks, backend, levels)
     part = SequencePart(context.cp.rank, num_ranks)
     results = []
     for heads, kind, dtype in _cases(num_ranks, backend):
         q, k, v, grad = (part.split(x, 2) for x in _inputs(heads, dtype))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = BACKENDS[backend](context.cp)(q, k, v, KINDS[kind], SCALE)
+        out = BACKENDS[backend](context)(q, k, v, KINDS[kind], SCALE)
         out.backward(grad)
         results.append([x.detach() for x in (out, q.grad, k.grad, v.grad)])
     return [
@@ -89,9 +97,19 @@ def _spread(*usual: tuple[int, str], sizes: Sequence[int]) -> Any:
     )
 
 
-@_spread((1, "p2p"), (2, "all_gather"), (2, "a2a"), (4, "p2p"), sizes=[1, 2, 4, 8])
+@_spread((1, "p2p"), (2, "all_gather"), (2, "a2a"), (4, "p2p"), (4, "a2a+p2p"), sizes=[1, 2, 4, 8])
 def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int, backend: str) -> None:
-    ranks = run_ranks(num_ranks, _local, num_ranks, backend)
+    _compare(num_ranks, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [[1, 4], [4, 1], [2, 4]])
+def test_other_levels(levels: list[int]) -> None:
+    _compare(levels[0] * levels[1], "a2a+p2p", levels)
+
+
+def _compare(num_ranks: int, backend: str, levels: list[int] | None = None) -> None:
+    ranks = run_ranks(num_ranks, _local, num_ranks, backend, levels)
     for index, (heads, kind, dtype) in enumerate(_cases(num_ranks, backend)):
         expected = _reference(heads, dtype, KINDS[kind])
         for number, full in enumerate(expected):
@@ -101,9 +119,9 @@ def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int, backend: s
 
 
 def _gradcheck(num_ranks: int, backend: str) -> bool:
-    context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
+    context = _context(num_ranks, backend)
     part = SequencePart(context.cp.rank, num_ranks)
-    attention = BACKENDS[backend](context.cp)
+    attention = BACKENDS[backend](context)
 
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -131,18 +149,19 @@ def _gradcheck(num_ranks: int, backend: str) -> bool:
         local = [Scatter.apply(x) for x in (q, k, v)]
         return Gather.apply(attention(*local, SequenceInfo(), SCALE))
 
-    q, k, v, _ = _inputs("gqa", torch.float64, length=8)
-    return torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q[:1], k[:1], v[:1])])
+    # Each element costs two runs.
+    q, k, v = (x[:1, ..., :2] for x in _inputs("gqa", torch.float64, length=8)[:3])
+    return torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)])
 
 
-@_spread((2, "p2p"), (2, "all_gather"), (2, "a2a"), sizes=[1, 2])
+@_spread((2, "p2p"), (2, "all_gather"), (2, "a2a"), (4, "a2a+p2p"), sizes=[1, 2, 4])
 def test_gradients_of_scatter_attention_gather(num_ranks: int, backend: str) -> None:
     assert all(run_ranks(num_ranks, _gradcheck, num_ranks, backend))
 
 
 def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
     """Return phase, kind and elements of what this rank hands to the network."""
-    context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
+    context = _context(num_ranks, backend)
     part = SequencePart(context.cp.rank, num_ranks)
     q, k, v, grad = (part.split(x, 2) for x in _inputs("mha", torch.float32))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -169,7 +188,7 @@ def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
         "scatter", gathered.reduce_scatter_start, lambda x, *_: [x.numel()]
     )
     phase = "forward"
-    out = BACKENDS[backend](context.cp)(q, k, v, SequenceInfo(), SCALE)
+    out = BACKENDS[backend](context)(q, k, v, SequenceInfo(), SCALE)
     phase = "backward"
     out.backward(grad)
     return sent
@@ -200,6 +219,19 @@ def test_what_the_others_send(num_ranks: int) -> None:
         ]
 
 
+def test_levels_exchange_heads_and_send_keys_and_values_once_around() -> None:
+    """4 ranks in groups of 2: one hop of a ring of 2 with the keys and values of 2 ranks for half
+    of the heads; a ring of 4 makes three hops of this size.
+    """
+    local = LOCAL // 4
+    exchange, send = ("all-to-all", local), ("send", 2 * local)
+    forward = [exchange, exchange, exchange, send, exchange]
+    backward = [exchange, send, send, exchange, exchange, exchange]
+    for sent in run_ranks(4, _traffic, 4, "a2a+p2p"):
+        phases = [("forward", *what) for what in forward]
+        assert sent == phases + [("backward", *what) for what in backward]
+
+
 LOCAL = 2 * 4 * 64 * 8  # elements of queries [b, n, s, d] of all ranks
 
 
@@ -207,10 +239,10 @@ def _undivided(num_ranks: int) -> str:
     context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
     x = torch.zeros(1, 3, 4, 8)
     with pytest.raises(ShardingError) as raised:
-        BACKENDS["a2a"](context.cp)(x, x, x, SequenceInfo(), SCALE)
+        BACKENDS["a2a"](context)(x, x, x, SequenceInfo(), SCALE)
     return str(raised.value)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     for error in run_ranks(2, _undivided, 2):
-        assert "3 key heads and 2 context-parallel ranks" in error
+        assert "3 heads cannot be divided over the 2 context-parallel ranks" in error

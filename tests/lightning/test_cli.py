@@ -125,6 +125,29 @@ def test_a_value_of_the_strategy_is_set_over_the_file(config: str) -> None:
     assert strategy.options.data_parallel == "ddp" and strategy.options.micro_batch_size == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "types", "sizes"),
+    [
+        (["cp_comm_type=all_gather"], "all_gather", None),
+        (["cp_comm_type=[p2p,a2a,p2p]"], ["p2p", "a2a", "p2p"], None),
+        (
+            ["cp_comm_type=a2a+p2p", "hierarchical_context_parallel_sizes=[2,1]"],
+            "a2a+p2p",
+            [2, 1],
+        ),
+    ],
+)
+def test_types_of_context_parallelism(
+    config: str, given: list[str], types: object, sizes: object
+) -> None:
+    options = [f"--trainer.strategy.context_options.{option}" for option in given]
+    sizes_of_job = ["--trainer.devices=2", "--trainer.strategy.context_parallel_size=2"]
+    strategy = _made(["--config", config, *sizes_of_job, *options]).trainer.strategy
+    assert isinstance(strategy, MegatronStrategy)
+    found = strategy.options.sequence
+    assert found.cp_comm_type == types and found.hierarchical_context_parallel_sizes == sizes
+
+
 def test_a_pipeline_is_described_in_the_file(config: str, tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(

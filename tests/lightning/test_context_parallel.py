@@ -10,18 +10,22 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megatron_lightning.assembly.exchanges import name_exchanges
+from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import ContextOptions, TransformerConfig
-from megatron_lightning.errors import ConfigError, MegatronLightningError
+from megatron_lightning.errors import ConfigError, MegatronLightningError, ShardingError
 from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.parallel import ShardingPlan
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan
+from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
 from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run
@@ -256,12 +260,148 @@ def test_predictions_are_not_available_yet(tmp_path: Path) -> None:
     assert "not available for predictions" in run(CP2, _predict, tmp_path)[0]
 
 
-@pytest.mark.parametrize("name", ["a2a+p2p", ["p2p", "a2a"]])
-def test_other_exchanges_are_not_available_yet(name: Any) -> None:
-    with pytest.raises(ConfigError, match="is not available in this version"):
-        ContextOptions(cp_comm_type=name)
-    with pytest.raises(ConfigError, match="unknown"):
-        ContextOptions(cp_comm_type="ring")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("given", "sizes", "words"),
+    [
+        (
+            "ring",
+            None,
+            r"'ring', which is unknown. Set it to one of p2p, all_gather, a2a, a2a\+p2p",
+        ),
+        (["p2p", "ring"], None, "cp_comm_type is 'ring', which is unknown"),
+        ("a2a+p2p", None, r"hierarchical_context_parallel_sizes is not set. .* \[2, 2\]"),
+        (["p2p", "a2a+p2p"], None, "hierarchical_context_parallel_sizes is not set"),
+        ("a2a+p2p", [2, 2, 2], r"is \[2, 2, 2\]. Set it to two positive integers"),
+        ("a2a+p2p", [4, 0], r"is \[4, 0\]. Set it to two positive integers"),
+        (
+            "a2a",
+            [2, 2],
+            r"sizes=\[2, 2\] are the levels .* cp_comm_type is 'a2a'. Set the sizes to",
+        ),
+        (["p2p", "a2a"], [2, 2], r"cp_comm_type is \['p2p', 'a2a'\]"),
+    ],
+)
+def test_options_that_contradict_themselves(given: Any, sizes: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ContextOptions(cp_comm_type=given, hierarchical_context_parallel_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "words"),
+    [
+        (
+            8,
+            [2, 2],
+            r"\[2, 2\] are levels of 4 ranks, .* is 8. Set the sizes to \[2, 4\] or \[4, 2\]",
+        ),
+        (4, [4, 2], r"the sizes to \[4, 1\] or \[2, 2\], or context_parallel_size to 8"),
+        (1, [2, 2], r"the sizes to \[1, 1\], or context_parallel_size to 4"),
+    ],
+)
+def test_levels_are_those_of_the_context_parallel_ranks(
+    size: int, sizes: list[int], words: str
+) -> None:
+    options = ContextOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=sizes)
+    with pytest.raises(ConfigError, match=words):
+        MegatronStrategy(context_parallel_size=size, context_options=options)
+
+
+TYPES: list[Any] = ["p2p", "a2a", "all_gather", "p2p"]
+CLASSES = ["RingAttention", "ExchangedAttention", "GatheredAttention", "RingAttention"]
+CP2_PP2_VPP2 = make_layout(
+    "cp2-pp2-vpp2",
+    4,
+    1,
+    context_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    micro_batch_size=1,
+    context_options=ContextOptions(cp_comm_type=TYPES),
+)
+CP2_TYPES = make_layout(
+    "cp2-types", 2, 1, context_parallel_size=2, context_options=ContextOptions(cp_comm_type=TYPES)
+)
+
+
+def _rows() -> list[Any]:
+    return [{"tokens": torch.ones(8).long(), "labels": torch.ones(8).long()}] * 2
+
+
+def _gpt(num_layers: int = 4, **sizes: Any) -> GPTLightningModule:
+    given = {"hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCABULARY} | sizes
+    return GPTLightningModule(TransformerConfig(num_layers=num_layers, **given))
+
+
+def _bound(layout: Layout, folder: str) -> dict[int, str]:
+    """Return by layer how the attention on this rank meets the keys of others."""
+    module = _gpt()
+    layout.trainer(folder, max_steps=1).fit(module, DataLoader(_rows(), batch_size=2))
+    return {
+        int(path.split(".")[-3]): type(child.exchange).__name__
+        for path, child in present_modules(module)
+        if isinstance(child, CoreAttention)
+    }
+
+
+@pytest.mark.parametrize("layout", [CP2_TYPES, CP2_PP2_VPP2], ids=lambda layout: layout.name)
+def test_a_layer_has_its_entry_wherever_it_is(layout: Layout, tmp_path: Path) -> None:
+    """Losses do not tell: they are the same with every type."""
+    ranks = run(layout, _bound, tmp_path)
+    for found in ranks:
+        assert len(found) == (4 if layout is CP2_TYPES else 2)
+        assert found == {index: CLASSES[index] for index in found}
+    assert set().union(*ranks) == set(range(4))
+
+
+class Towers(Module):
+    """Two models with a plan each; the second one uses a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleDict({"a": Net(), "b": Net()}))
+        self.net["b"].layers.append(self.net["b"].layers[0])
+
+
+def test_entries_count_the_modules_of_all_plans_once() -> None:
+    module = Towers()
+    plans = name_exchanges(module, find_plans(module, None), TYPES)
+    found = {
+        f"{owner}.{path}": plan.style_of(path)
+        for owner, plan in plans.items()
+        for path, child in module.get_submodule(owner).named_modules(remove_duplicate=False)
+        if isinstance(child, CoreAttention)
+    }
+    expected = dict(
+        zip(("a.layers.0", "a.layers.1", "b.layers.0", "b.layers.1"), TYPES, strict=True)
+    )
+    expected["b.layers.2"] = TYPES[2]
+    assert found == {
+        f"net.{path}.core": ContextAttention(cp_comm_type=entry) for path, entry in expected.items()
+    }
+
+
+@pytest.mark.parametrize("make", [_gpt, Towers], ids=["gpt", "towers"])
+def test_a_list_of_another_length_is_refused_before_launch(make: Callable[[], Any]) -> None:
+    options = ContextOptions(cp_comm_type=["p2p", "a2a", "p2p"])
+    strategy = MegatronStrategy(context_parallel_size=2, context_options=options)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    with pytest.raises(
+        ConfigError, match=r"lists 3 types, .* binds 4 attention modules .* List 4,"
+    ):
+        trainer.fit(make(), _loader())
+    assert not dist.is_initialized()
+
+
+def test_rows_name_one_type() -> None:
+    options = ContextOptions(cp_comm_type=TYPES)
+    layout = ParallelLayout(context_parallel_size=2)
+    context = ParallelContext(layout, planned_world_size=2, context_options=options)
+    for style, words in (
+        (ContextAttention(), r"is \['p2p', 'a2a', .* one of p2p, all_gather, a2a, a2a\+p2p"),
+        (ContextAttention(cp_comm_type="ring"), "is 'ring'"),  # type: ignore[arg-type]
+        (ContextAttention(cp_comm_type="a2a+p2p"), "hierarchical_context_parallel_sizes=..."),
+    ):
+        with pytest.raises(ShardingError, match=words):
+            style.apply(CoreAttention(0.0), context, Net.plan)
 
 
 def test_a_model_with_a_window_sees_no_further() -> None:
@@ -279,17 +419,29 @@ def test_a_model_with_a_window_sees_no_further() -> None:
         )
 
 
-def test_heads_that_cannot_be_exchanged_are_refused_before_launch() -> None:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=24, num_attention_heads=6, vocab_size=20, kv_channels=4
-    )
-    strategy = MegatronStrategy(
-        context_parallel_size=4, context_options=ContextOptions(cp_comm_type="a2a")
-    )
-    rows = [{"tokens": torch.ones(8).long(), "labels": torch.ones(8).long()}]
-    with pytest.raises(ConfigError, match=r"6 attention heads .* one of \[1, 2, 3, 6\]"):
-        pl.Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False).fit(
-            GPTLightningModule(config), DataLoader(rows)
+@pytest.mark.parametrize(
+    ("size", "given", "levels", "words"),
+    [
+        (
+            4,
+            "a2a",
+            None,
+            r"6 attention heads .* over 4 ranks, context_parallel_size. .* \[1, 2, 3, 6\]",
+        ),
+        (4, ["p2p", "a2a"], None, r'cp_comm_type="a2a" divides the 6 attention heads'),
+        (8, "a2a+p2p", [4, 2], r"over 4 ranks, the first of hierarchical_context_parallel_sizes"),
+        (8, ["a2a+p2p", "a2a"], [2, 4], r'cp_comm_type="a2a" divides .* over 8 ranks'),
+    ],
+)
+def test_heads_that_cannot_be_exchanged_are_refused_before_launch(
+    size: int, given: Any, levels: Any, words: str
+) -> None:
+    options = ContextOptions(cp_comm_type=given, hierarchical_context_parallel_sizes=levels)
+    strategy = MegatronStrategy(context_parallel_size=size, context_options=options)
+    module = _gpt(2, hidden_size=24, num_attention_heads=6, kv_channels=4)
+    with pytest.raises(ConfigError, match=words):
+        pl.Trainer(strategy=strategy, accelerator="cpu", devices=size, logger=False).fit(
+            module, DataLoader(_rows())
         )
 
 

@@ -25,6 +25,12 @@ TP, PP, VPP, CP, MICRO = (
     "context_parallel_size",
     "micro_batch_size",
 )
+MIXED = ContextOptions(cp_comm_type=["p2p", "a2a", "all_gather", "a2a"])
+LEVELS = ContextOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=[2, 2])
+MIXED_LEVELS = ContextOptions(
+    cp_comm_type=["a2a+p2p", "p2p", "all_gather", "a2a+p2p"],
+    hierarchical_context_parallel_sizes=[2, 2],
+)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),
     "cp4": (4, {CP: 4}),
@@ -35,6 +41,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {CP: 2, PP: 2, MICRO: 1, "context_options": ContextOptions(cp_comm_type="all_gather")},
     ),
+    "cp4-levels": (4, {CP: 4, "context_options": LEVELS}),
+    "cp4-tp2-levels": (8, {CP: 4, TP: 2, "context_options": LEVELS}),
+    "cp4-pp2-levels": (8, {CP: 4, PP: 2, MICRO: 1, "context_options": LEVELS}),
+    "cp2-mixed": (2, {CP: 2, "context_options": MIXED}),
+    "cp4-mixed": (4, {CP: 4, "context_options": MIXED_LEVELS}),
+    "cp2-pp2-mixed": (4, {CP: 2, PP: 2, MICRO: 1, "context_options": MIXED}),
+    "cp2-pp2-vpp2-mixed": (4, {CP: 2, PP: 2, VPP: 2, MICRO: 1, "context_options": MIXED}),
     "cp2-micro": (2, {CP: 2, MICRO: 1}),
     "cp2-dp2": (4, {CP: 2}),
     "cp2-ddp2": (4, {CP: 2, "data_parallel": "ddp"}),
@@ -59,8 +72,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "learned": {"position_embedding_type": "learned_absolute"},
 }
 SPREAD = {
-    "mha": ["cp2", "cp2-pp2"],
-    "gqa": ["cp4", "cp2-tp2", "cp2-a2a", "cp2-gather", "cp2-recompute"],
+    "mha": ["cp2", "cp2-pp2", "cp4-mixed"],
+    "gqa": [
+        "cp4",
+        "cp2-tp2",
+        "cp2-a2a",
+        "cp2-gather",
+        "cp2-recompute",
+        "cp4-levels",
+        "cp2-pp2-vpp2-mixed",
+    ],
     "window": ["cp2"],
     "learned": ["cp2-dp2"],
 }

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel import ParallelLayout, RankGrid
+from megatron_lightning.parallel.grid import divided
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 GROUPS = {
@@ -37,9 +38,8 @@ COORDINATES = {
     "expert_tensor_parallel": "etp",
     "expert_data_parallel": "edp",
 }
-# No size of the grid; tests/distributed/test_context.py divides its groups.
-INSTANCES = "num_distributed_optimizer_instances"
-NOT_OURS = ("hierarchical_context_parallel_sizes",)
+# No sizes of the grid. tests/distributed/test_context.py divides groups into instances.
+INSTANCES, LEVELS = "num_distributed_optimizer_instances", "hierarchical_context_parallel_sizes"
 
 
 def _facts() -> list[Any]:
@@ -48,10 +48,9 @@ def _facts() -> list[Any]:
         for name in ("w8", "w16")
         for f in json.loads((ORACLES / f"process_groups_{name}.json").read_text())["facts"]
     ]
-    kept = [fact for fact in facts if not any(name in fact["args"] for name in NOT_OURS)]
     return [
         pytest.param(f, id=f"{f['world']}-{'-'.join(f'{k[:6]}{v}' for k, v in f['args'].items())}")
-        for f in kept
+        for f in facts
     ]
 
 
@@ -62,7 +61,7 @@ def test_groups_equal_megatron_core(fact: dict[str, Any]) -> None:
             RankGrid(ParallelLayout(**fact["args"]), fact["world"])
         return
     grid = RankGrid(
-        ParallelLayout(**{name: size for name, size in fact["args"].items() if name != INSTANCES}),
+        ParallelLayout(**{k: v for k, v in fact["args"].items() if k not in (INSTANCES, LEVELS)}),
         fact["world"],
     )
 
@@ -76,6 +75,15 @@ def test_groups_equal_megatron_core(fact: dict[str, Any]) -> None:
             assert {tuple(sorted(group)) for group in grid.groups(axes)} == theirs(name), name
             compared += 1
     assert compared >= len(GROUPS) - 1
+    if LEVELS in fact["args"]:
+        groups = [grid.group_of(rank, "cp") for rank in range(fact["world"])]
+        levels = [
+            divided(group, group.index(rank), fact["args"][LEVELS][1])
+            for rank, group in enumerate(groups)
+        ]
+        for number in (0, 1):
+            found = {level[number] for level in levels}
+            assert found == theirs(f"HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{number}")
     first_stages = [rank for rank in range(fact["world"]) if grid.coordinate(rank, "pp") == 0]
     assert {grid.embedding_group_of(rank) for rank in first_stages} == theirs("EMBEDDING_GROUP")
     for rank, coordinates in fact["coords"].items():
@@ -136,3 +144,10 @@ def test_a_group_has_axes_of_one_grid() -> None:
             match=f"no group '{axes}': dense axes are tp, cp, dp, pp, axes of experts etp, ep, edp",
         ):
             grid.size(axes)
+
+
+def test_neighbors_exchange_and_groups_of_them_are_a_ring() -> None:
+    ranks = (0, 2, 4, 6, 8, 10, 12, 14)  # tp 2, cp 8
+    assert divided(ranks, 5, 2) == ((8, 10, 12, 14), (2, 10))
+    assert divided(ranks, 5, 4) == ((8, 10), (2, 6, 10, 14))
+    assert divided(ranks, 5, 1) == (ranks, (10,)) and divided(ranks, 5, 8) == ((10,), ranks)

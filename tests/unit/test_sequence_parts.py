@@ -26,6 +26,17 @@ def test_parts_are_joined_again(num_ranks: int) -> None:
     assert torch.equal(join(positions, 0), torch.arange(32))
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2), (4, 2), (2, 4)])
+def test_parts_of_neighbors_are_a_part_of_fewer_ranks(sizes: tuple[int, int]) -> None:
+    """What "a2a+p2p" rests on."""
+    inner, outer = sizes
+    full = torch.arange(64)
+    parts = [SequencePart(rank, inner * outer).split(full, 0) for rank in range(inner * outer)]
+    for group in range(outer):
+        neighbors = parts[group * inner : (group + 1) * inner]
+        assert torch.equal(join(neighbors, 0), SequencePart(group, outer).split(full, 0))
+
+
 @pytest.mark.parametrize(
     "case", ORACLE["facts"]["cp_zigzag"], ids=lambda case: f"{case['cp']}-{case['rank']}"
 )
