@@ -21,7 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -48,6 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "fsdp": (2, {"data_parallel": "fsdp"}),
+    "cp2": (2, {"context_parallel_size": 2}),
 }
 """Name -> (ranks, arguments of the strategy)."""
 
@@ -68,6 +69,8 @@ TABLE = Path("docs/hf_coverage.md")
 class CausalLM(pl.LightningModule):
     """An untouched model of a family, whose weights may be changed by a rounding."""
 
+    sequence_dims: ClassVar[Mapping[str, int]] = {"inputs": 1, "targets": 1}
+
     def __init__(self, family: Family, config: Any, rounding: float = 0.0) -> None:
         super().__init__()
         self.family = family
@@ -87,7 +90,7 @@ class CausalLM(pl.LightningModule):
                 parameter.mul_(1 + self.rounding * torch.randn(parameter.shape, generator=noise))
         return self
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of the next tokens."""
         return hf_families.loss_of(self.model, batch)
 
@@ -131,7 +134,7 @@ def train(
         callbacks=[losses],
     )
     module = CausalLM(family, config, rounding)
-    trainer.fit(module, DataLoader(hf_families.tokens(STEPS * BATCH), BATCH // replicas))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(hf_families.rows(STEPS * BATCH), BATCH // replicas))  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
     return losses.values
 

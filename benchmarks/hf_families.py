@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 VOCABULARY = 128
 LENGTH = 16
@@ -165,7 +166,7 @@ def small_config(family: Family) -> Any:
         try:
             config = _config_class(family)(**options)
             model = build(family, config)
-            loss = loss_of(model, tokens(2))
+            loss = loss_of(model, default_collate(rows(2)))
             loss.backward()  # type: ignore[no-untyped-call]
             if bool(loss.isfinite()):
                 return config
@@ -188,16 +189,17 @@ def build(family: Family, config: Any) -> nn.Module:
     return model.train()
 
 
-def tokens(count: int) -> Tensor:
-    """Return ``count`` sequences [count, length + 1] of random tokens, none of them special."""
+def rows(count: int) -> list[dict[str, Tensor]]:
+    """Return ``count`` rows of random tokens, none of them special, and of those that follow."""
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(3, VOCABULARY, (count, LENGTH + 1), generator=generator)
+    text = torch.randint(3, VOCABULARY, (count, LENGTH + 1), generator=generator)
+    return [{"inputs": row[:-1], "targets": row[1:]} for row in text]
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the mean loss of predicting the next token."""
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    logits = model(input_ids=batch["inputs"], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
 
 def _config_class(family: Family) -> type[Any]:

@@ -9,13 +9,14 @@ Names are Megatron-Core's where it has them. Notation of the package's model fil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
 from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+RopeType = Literal["llama3", "yarn"]
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 NonFinite = Literal["ignore", "raise", "skip"]
 StartMethod = Literal["popen", "spawn", "fork"]
@@ -33,6 +34,13 @@ _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
     "num_query_groups", "kv_channels", "ffn_hidden_size",
 )  # fmt: skip
+# The two bounds, lower first, and what else only this type has.
+_ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "correction_range_round_to_int",
+    ),
+}  # fmt: skip
 
 
 def _is_count(value: object) -> bool:
@@ -93,6 +101,69 @@ class LossScaleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies for longer sequences than those of the pretraining, by Llama 3's rule
+    (https://arxiv.org/abs/2407.21783) or YaRN (https://arxiv.org/abs/2309.00071).
+
+    Both look at the turns that a channel makes over the original length: below a lower bound its
+    frequency is divided by ``factor``, above an upper bound kept, and in between interpolated.
+    """
+
+    rope_type: RopeType
+    """Rule: llama3 interpolates over the turns, yarn over the channels."""
+    factor: float
+    """Divisor of the low frequencies, 1 or more; Megatron's default for llama3 is 8."""
+    original_max_position_embeddings: int
+    """Longest sequence of the pretraining in tokens; Megatron's default is 8192 for llama3 and 4096
+    for yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: lower bound, in turns."""
+    high_freq_factor: float = 4.0
+    """llama3: upper bound, in turns."""
+    beta_fast: float = 32.0
+    """yarn: upper bound, in turns."""
+    beta_slow: float = 1.0
+    """yarn: lower bound, in turns."""
+    mscale: float = 1.0
+    """yarn: cosines and sines are multiplied by (0.1 x mscale x ln(factor) + 1) / (0.1 x
+    mscale_all_dim x ln(factor) + 1)."""
+    mscale_all_dim: float = 0.0
+    """yarn: see mscale."""
+    correction_range_round_to_int: bool = True
+    """yarn: widen the interpolated range to whole channels."""
+
+    def __post_init__(self) -> None:
+        _check_choice("rope_scaling.rope_type", self.rope_type, get_args(RopeType))
+        _check_counts(self, "original_max_position_embeddings")
+        if not 1.0 <= self.factor < float("inf"):
+            raise ConfigError(
+                f"rope_scaling.factor is {self.factor}; low frequencies are divided by it, so that "
+                "longer sequences fit. Set it to 1 or more."
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        for other in _ROPE_FIELDS.keys() - {self.rope_type}:
+            for name in _ROPE_FIELDS[other]:
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigError(
+                        f"rope_scaling.{name}={getattr(self, name)} is an option of {other}, and "
+                        f"rope_type is {self.rope_type}. Leave it out, or set rope_type to {other}."
+                    )
+        lower, upper = _ROPE_FIELDS[self.rope_type][:2]
+        if not 0.0 < getattr(self, lower) < getattr(self, upper) < float("inf"):
+            raise ConfigError(
+                f"rope_scaling: {lower} is {getattr(self, lower)} and {upper} "
+                f"{getattr(self, upper)}; frequencies between the two are interpolated. Set 0 < "
+                f"{lower} < {upper}."
+            )
+        for name in ("mscale", "mscale_all_dim"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"rope_scaling.{name} is {getattr(self, name)}; attention would become flatter "
+                    "with longer sequences. Set it to 0 or more."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer."""
 
@@ -122,6 +193,9 @@ class TransformerConfig:
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
     """Part of each head that is rotated."""
+    rope_scaling: RopeScaling | None = None
+    """Rotary frequencies for longer sequences (Llama 3.1, YaRN); None: as rotary_base gives
+    them."""
     activation: Activation = "swiglu"
     """Feed-forward activation; swiglu is gated: linear_fc1 holds gate and up, gate first; gelu_tanh
     is GPT-2's."""
@@ -177,6 +251,30 @@ class TransformerConfig:
                 )
         self._check_heads()
         self._check_window()
+        self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
+        given: object = self.rope_scaling
+        if isinstance(given, Mapping):
+            # From `to_dict`: a checkpoint holds plain values only.
+            object.__setattr__(self, "rope_scaling", RopeScaling(**given))
+        elif given is not None and not isinstance(given, RopeScaling):
+            raise ConfigError(
+                f"rope_scaling is {given!r}, which describes no scaling. Set it to a RopeScaling."
+            )
+        if self.rope_scaling is None:
+            return
+        if self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"rope_scaling is set, and position_embedding_type={self.position_embedding_type} "
+                "has no rotary frequencies. Leave it out, or set position_embedding_type to rope."
+            )
+        if self.rope_scaling.rope_type == "yarn" and self.rotary_base <= 1.0:
+            raise ConfigError(
+                f"rotary_base={self.rotary_base} with rope_scaling.rope_type=yarn: yarn looks for "
+                "the channel of a frequency, and frequencies do not fall from channel to channel. "
+                "Set rotary_base above 1."
+            )
 
     def _check_window(self) -> None:
         window = self.window_size
@@ -277,7 +375,7 @@ class TransformerConfig:
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for checkpoints and logs."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

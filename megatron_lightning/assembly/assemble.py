@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.checks import check_shared, find_stages
+from megatron_lightning.assembly.checks import check_experts, check_shared, find_stages
 from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.plans import check_plans, find_plans
@@ -83,7 +83,7 @@ def assemble(
     check_plans(module, context.layout, plan)
     # Before the partition: plans of ``transformers`` are translated from all layers, and lists of
     # types count all attention modules.
-    plans = find_plans(module, plan, context.tp.size)
+    plans = find_plans(module, plan, context.tp.size, context.cp.size)
     if context.cp.size > 1:
         plans = name_exchanges(module, plans, context.context_options.cp_comm_type)
     shards_sequence = context.sp and any(own_plan.shards_sequence for own_plan in plans.values())
@@ -109,6 +109,7 @@ def assemble(
         shards_sequence,
     )
     part = describe_part(module, names, num_parameters, path, partition)
+    check_experts(part.specs, context)
     return replace(part, shards_sequence=shards_sequence)
 
 
@@ -170,7 +171,7 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
         return False
     if record.path is None:
         return (
-            context.layout.tp > 1
+            context.layout.model_parallel_size > 1
             and sum(parameter.numel() for parameter in module.parameters()) == record.num_parameters
         )
     pipelined, own = module.get_submodule(record.path), record.placement.stages_of(context.pp.rank)

@@ -15,7 +15,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, shard
 
 
 def find_plans(
-    module: nn.Module, plan: ShardingPlan | None, tensor_size: int = 1
+    module: nn.Module, plan: ShardingPlan | None, tensor_size: int = 1, context_size: int = 1
 ) -> dict[str, ShardingPlan]:
     """Return ``plan`` for the module itself, or else those of its submodules, by their paths.
 
@@ -27,6 +27,7 @@ def find_plans(
         module: The module; for the plans of ``transformers`` with all of its layers, as they were.
         plan: The user's plan; None: there is none.
         tensor_size: Tensor-parallel ranks.
+        context_size: Context-parallel ranks.
 
     Raises:
         ConfigError: If a plan of ``transformers`` cannot be translated.
@@ -34,10 +35,10 @@ def find_plans(
     if plan is not None:
         return {"": plan}
     plans = sharding_plans(module)
-    if tensor_size == 1:
+    if tensor_size == context_size == 1:
         return plans
     translated = {
-        path: transformers_plan(model, tensor_size)
+        path: transformers_plan(model, tensor_size, context_size)
         for path, model in transformers_models(module).items()
         if not any(_is_inside(path, other) or _is_inside(other, path) for other in plans)
     }
@@ -58,7 +59,7 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
     """
     for path, own_plan in find_plans(module, plan).items():
         check_plan(module.get_submodule(path), own_plan, path)
-    own = find_plans(module, plan).values()
+    own = find_plans(module, plan, context_size=layout.cp).values()
     rows = [row for own_plan in own for row in own_plan.modules.values()]
     bound = sum(isinstance(row, ContextAttention) for row in rows)
     check_attention_rows(layout.cp, bound, type(module).__name__)
@@ -71,7 +72,7 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
         )
     if layout.tp == 1:
         return
-    plans = find_plans(module, plan, layout.tp)
+    plans = find_plans(module, plan, layout.tp, layout.cp)
     if not plans:
         raise ConfigError(
             f"tensor_model_parallel_size is {layout.tp}, and no module of "

@@ -12,12 +12,15 @@ from megatron_lightning.layers.loss import (
     VocabParallelCrossEntropy,
     vocab_parallel_cross_entropy,
 )
+from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 
 __all__ = [
     "ColumnParallelLinear",
     "CoreAttention",
     "CrossEntropy",
+    "Documents",
     "RowParallelLinear",
+    "SequenceInfo",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelLinear",

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.backends import ContextBackend
-from megatron_lightning.layers.context.ring import RingAttention
+from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_lightning.layers.sequence_info import SequenceInfo
-from megatron_lightning.parallel.context import AxisGroup
 
 
 class CoreAttention(nn.Module):
@@ -39,27 +38,44 @@ class CoreAttention(nn.Module):
         """Attention over the ranks that share a sequence; None: every rank has all of it."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b,
-        n*d]; ``sequence`` None: causal.
+        n*d].
+
+        Args:
+            q: Queries.
+            k: Keys; with ``sequence.num_cached``, the cached ones stand before those of the
+                queries.
+            v: Values.
+            sequence: What sees what; None: causal.
+            scale: Factor of the scores; None: d^-1/2.
         """
         sequence = sequence or SequenceInfo()
+        scale = q.shape[3] ** -0.5 if scale is None else scale
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
-                out = self._attend(q.float(), k.float(), v.float(), sequence)
+                out = self._attend(q.float(), k.float(), v.float(), sequence, scale)
                 return out.to(v.dtype)
-        return self._attend(q, k, v, sequence)
+        return self._attend(q, k, v, sequence, scale)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+    ) -> Tensor:
         grouped = q.shape[2] != k.shape[2]
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        if self.exchange is not None or sequence.window is not None:
+        if self.exchange is not None or not sequence.is_plain:
             if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
                 dtype = torch.get_autocast_dtype(q.device.type)
                 q_bnsd, k_bgsd, v_bgsd = (x.to(dtype) for x in (q_bnsd, k_bgsd, v_bgsd))
-            exchange = self.exchange or RingAttention(AxisGroup("cp", (0,), 0, None))
-            out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, q.shape[3] ** -0.5)
+            self._check_exchange(sequence)
+            exchange = self.exchange or LocalAttention()
+            out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, scale)
             return out.permute(2, 0, 1, 3).flatten(2)
         with self.dropout.stream():
             out = F.scaled_dot_product_attention(
@@ -68,9 +84,21 @@ class CoreAttention(nn.Module):
                 v_bgsd,
                 dropout_p=self.dropout.active_p,
                 is_causal=sequence.causal,
+                scale=scale,
                 enable_gqa=grouped,
             )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _check_exchange(self, sequence: SequenceInfo) -> None:
+        if self.dropout.active_p:
+            raise ConfigError(
+                f"attention_dropout={self.dropout.p} cannot be combined with windows, documents "
+                "that share a row, or sequences that ranks share. Set it to 0."
+            )
+        if self.exchange is not None and sequence.num_cached:
+            raise ConfigError(
+                "cached keys cannot be combined with context_parallel_size above 1. Set it to 1."
+            )
 
 
 class SelfAttention(nn.Module):

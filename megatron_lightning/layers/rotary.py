@@ -1,13 +1,72 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), the form that rotates the two
-halves of a head.
+halves of a head, with frequencies scaled for longer sequences as in Llama 3
+(https://arxiv.org/abs/2407.21783) or by YaRN (https://arxiv.org/abs/2309.00071, section 3).
 
 Shapes: ``s`` sequence, ``b`` batch, ``r`` rotated channels of a head (``rotary_dim``).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
+
+from megatron_lightning.config import RopeScaling
+
+
+def inverse_frequencies(
+    rotary_dim: int,
+    base: float,
+    scaling: RopeScaling | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the angles [r/2] by which one position turns the channels, in fp32."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    frequencies = 1.0 / base**exponents
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "llama3":
+        kept = _kept_by_turns(frequencies, scaling)
+    else:
+        kept = _kept_by_channel(frequencies, rotary_dim, base, scaling)
+    return (1.0 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _kept_by_turns(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return Llama 3's weights [r/2] of the original frequencies: linear in their turns over the
+    original length.
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2.0 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_channel(
+    frequencies: Tensor, rotary_dim: int, base: float, scaling: RopeScaling
+) -> Tensor:
+    """Return YaRN's weights [r/2] of the original frequencies: linear in the channel between those
+    that turn ``beta_fast`` and ``beta_slow`` times.
+    """
+
+    def channel(turns: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / turns
+        return rotary_dim * math.log(wavelength / (2.0 * math.pi)) / (2.0 * math.log(base))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    channels = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    return 1.0 - ((channels - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+
+
+def concentration_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor of cosines and sines by which YaRN sharpens attention (section 3.4)."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    log = 0.1 * math.log(scaling.factor)
+    return (scaling.mscale * log + 1.0) / (scaling.mscale_all_dim * log + 1.0)
 
 
 class RotaryEmbedding(nn.Module):
@@ -17,12 +76,14 @@ class RotaryEmbedding(nn.Module):
     Args:
         rotary_dim: Rotated channels of a head, even.
         base: Base of the frequencies.
+        scaling: Scaling of the frequencies for longer sequences; None: none.
     """
 
-    def __init__(self, rotary_dim: int, base: float) -> None:
+    def __init__(self, rotary_dim: int, base: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.rotary_dim = rotary_dim
         self.base = base
+        self.scaling = scaling
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def forward(
@@ -50,12 +111,10 @@ class RotaryEmbedding(nn.Module):
         return self._last[1]
 
     def _table(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        exponents = (
-            torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=like.device)
-            / self.rotary_dim
-        )
-        angles = positions.float()[..., None] / self.base**exponents
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        frequencies = inverse_frequencies(self.rotary_dim, self.base, self.scaling, like.device)
+        angles = positions.float()[..., None] * frequencies
+        factor = concentration_factor(self.scaling)
+        return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
 
 def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

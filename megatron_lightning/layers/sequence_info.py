@@ -1,10 +1,14 @@
-"""Positions and visible keys of a sequence, as arguments of attention."""
+"""Positions and visible keys of a batch of sequences, as one argument of attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from megatron_lightning.parallel.documents import Documents
+
+__all__ = ["Documents", "SequenceInfo"]
 
 
 @dataclass(frozen=True)
@@ -17,3 +21,12 @@ class SequenceInfo:
     """Whether a query sees the keys of no later position."""
     window: int | None = None
     """How many positions back a causal query sees beside its own; None: all."""
+    documents: Documents | None = None
+    """Documents of the full rows, which do not see each other; None: a row is one."""
+    num_cached: int = 0
+    """Keys that stand before those of the queries, from a cache; ranks do not share them."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's attention can do it: all positions, or those before."""
+        return self.window is None and self.documents is None and not self.num_cached

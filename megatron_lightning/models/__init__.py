@@ -5,16 +5,17 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.config import TransformerConfig
+    from megatron_lightning.config import RopeScaling, TransformerConfig
     from megatron_lightning.models.plans import gpt_plan, llama_hf_plan
     from megatron_lightning.models.transformer import GPTModel
 
-__all__ = ["GPTModel", "TransformerConfig", "gpt_plan", "llama_hf_plan"]
+__all__ = ["GPTModel", "RopeScaling", "TransformerConfig", "gpt_plan", "llama_hf_plan"]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "GPTModel": "megatron_lightning.models.transformer",
+        "RopeScaling": "megatron_lightning.config",
         "TransformerConfig": "megatron_lightning.config",
         "gpt_plan": "megatron_lightning.models.plans",
         "llama_hf_plan": "megatron_lightning.models.plans",

@@ -32,6 +32,7 @@ from megatron_lightning.layers.styles import (
     VocabParallel,
 )
 from megatron_lightning.models.gathered import gathered_plan
+from megatron_lightning.models.hf_context import with_context
 from megatron_lightning.models.hf_heads import Attention, count_rewrites, projection
 from megatron_lightning.models.hf_rows import as_patterns, split_both_ends
 from megatron_lightning.models.hf_tables import table_of
@@ -80,16 +81,27 @@ def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def transformers_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
+def transformers_plan(model: nn.Module, tensor_size: int, context_size: int = 1) -> ShardingPlan:
     """Return the sharding plan of a full model of ``transformers``.
 
     Args:
         model: The model, with all layers.
         tensor_size: Tensor-parallel ranks.
+        context_size: Context-parallel ranks.
 
     Raises:
-        ConfigError: If an entry cannot be translated, or heads cannot be shared by the ranks.
+        ConfigError: If an entry cannot be translated, heads cannot be shared by the ranks, or the
+            model does not work on ranks that share sequences.
     """
+    plan = (
+        ShardingPlan(modules={}, sequence_dim=1)
+        if tensor_size == 1
+        else _tensor_plan(model, tensor_size)
+    )
+    return plan if context_size == 1 else with_context(model, plan)
+
+
+def _tensor_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
     table = table_of(model, tensor_size)
     if table is not None:
         return table

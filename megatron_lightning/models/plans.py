@@ -58,6 +58,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             "loss": VocabParallelLoss(config.vocab_size),
         },
         positions="position_ids",
+        documents="document_ids",
         attributes={
             f"{layer}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups
@@ -74,10 +75,13 @@ def llama_hf_plan(config: Any) -> ShardingPlan:
     key_or_value = KeyOrValue(config.num_key_value_heads, copy_input=False)
     return ShardingPlan(
         sequence_dim=1,
+        positions="position_ids",
+        documents="documents",
+        packed_positions=True,
         modules={
             "model.embed_tokens": VocabParallel(shard_sequence=False),
             "model.layers.0": ShardSequence(),
-            "model.layers.*.self_attn": ParallelInput(),
+            "model.layers.*.self_attn": ContextAttention(also=ParallelInput()),
             "model.layers.*.self_attn.q_proj": ColumnParallel(
                 copy_input=False, num_heads=config.num_attention_heads
             ),

@@ -24,7 +24,7 @@ from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.sharding import ShardingPlan
@@ -87,8 +87,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        rope = config.position_embedding_type == "rope"
-        rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base) if rope else None
+        rotary = None
+        if config.position_embedding_type == "rope":
+            rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)}
         )
@@ -141,23 +142,36 @@ class GPTModel(nn.Module):
                 self.init_weights(name, parameter)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | Documents | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
         Args:
             tokens: [b, s] token ids.
             labels: [b, s] next tokens, already shifted; -100 is ignored.
-            position_ids: [b or 1, s] positions; None: 0 to s-1.
+            position_ids: [b or 1, s] positions; None: 0 to s-1, in every document anew.
+            document_ids: [b, s] number of each token's document in its row. Tokens see those of
+                their own document only. None: a row is one document.
 
         Returns:
             Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32.
         """
+        documents = document_ids
+        if isinstance(documents, Tensor):
+            documents = Documents.of_ids(documents)
+            if position_ids is None:
+                position_ids = documents.positions(device=tokens.device)
         hidden: Tensor = self.embedding(tokens, position_ids)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         window = self.config.window_size
-        sequence = SequenceInfo(position_ids, window=None if window is None else window[0])
+        sequence = SequenceInfo(
+            position_ids, window=None if window is None else window[0], documents=documents
+        )
         hidden = self.decoder(hidden, sequence)
         logits = self.output_layer(hidden)
         if labels is None:

@@ -1,7 +1,8 @@
-"""Exchange a part of the sequence with all heads for the whole sequence with some heads, and back.
+"""Exchange a part of the sequence with all heads for the whole sequence with some heads, and back;
+gather the parts of all ranks.
 
-One all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). For layers that mix the
-sequence within a head: attention, state-space layers.
+The exchange is one all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), for layers
+that mix the sequence within a head: attention, state-space layers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.collectives import all_gather_start, finish
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
+
+
+def gather_parts(part: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """Return the full tensor, given a rank's part of the sequence in dim ``dim``. Without gradient;
+    a collective.
+    """
+    parts = finish(all_gather_start(part[None], group), group)
+    return join(list(parts), dim)
 
 
 def sequence_to_heads(x: Tensor, group: AxisGroup) -> Tensor:

@@ -140,6 +140,13 @@ class ShardingPlan:
     """Keyword under which the model takes the positions of its tokens [b or 1, s], which a rank
     that holds a part of the sequence is given; "": it uses none; None: unknown, so that ranks
     cannot share a sequence."""
+    documents: str | None = None
+    """Keyword under which the model takes the numbers of the documents of its tokens [b, s]. A rank
+    that holds a part of the sequence is given :class:`~megatron_lightning.layers.Documents` in
+    their place, for which ``SequenceInfo`` has a field. None: it takes none."""
+    packed_positions: bool = False
+    """Whether a document begins where positions do not go on by 1, as in ``transformers``, and the
+    model is given ``documents`` because of them."""
     shards_output: bool = False
     """Whether the model returns shards on purpose, to a step that expects them; otherwise a sharded
     output is an error in the first step."""

@@ -6,13 +6,16 @@ Under a pipeline calls outside of steps are refused; what a call does in a step 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from megatron_lightning.errors import PipelineError
+
+Added = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Arguments of a call, by name -> those to add or to replace."""
 
 
 class ParallelCall:
@@ -30,7 +33,7 @@ class ParallelCall:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._open = False
-        self._added: dict[str, Any] = {}
+        self._added: Added | None = None
         self.was_called = False
         """Whether the module was called inside of :meth:`adding`."""
 
@@ -59,13 +62,15 @@ class ParallelCall:
             self._open = False
 
     @contextmanager
-    def adding(self, **arguments: Any) -> Iterator[None]:
-        """Context in which a call is given keyword arguments that it does not have."""
-        self._added, self.was_called = arguments, False
+    def adding(self, added: Added) -> Iterator[None]:
+        """Context in which ``added`` is asked for arguments that a call is given beside its own or
+        in their place.
+        """
+        self._added, self.was_called = added, False
         try:
             yield
         finally:
-            self._added = {}
+            self._added = None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -84,13 +89,13 @@ class ParallelCall:
                 "consolidated one."
             )
         self.was_called = True
-        if not self._added:
+        if self._added is None:
             return None
-        given = (
-            inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        )
-        missing = {k: v for k, v in self._added.items() if given.get(k) is None}
-        return args, kwargs | missing
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        positional = dict(zip(names, args, strict=False))
+        added = self._added(positional | kwargs)
+        ours = [added.pop(name, value) for name, value in positional.items()]
+        return (*ours, *args[len(ours) :]), kwargs | added
 
 
 def find_parallel_module(root: nn.Module) -> nn.Module | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
@@ -32,7 +31,7 @@ class SequenceSplit:
 
     def __init__(self, part: SequencePart, dims: Mapping[Any, int], tensor_ranks: int = 1) -> None:
         self.part = part
-        self._dims = dict(dims)
+        self.dims = dict(dims)
         self._tensor_ranks = tensor_ranks
 
     def split(self, batch: Any) -> Any:
@@ -49,9 +48,9 @@ class SequenceSplit:
         values = [self._part_of(index, value) for index, value in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
-    def positions(self, batch: Any, device: torch.device) -> Tensor:
-        """Return this rank's positions [1, s] in the sequences of a full batch."""
-        return self.part.positions(self.length(batch), device)[None]
+    def part_length(self, part: Any) -> int:
+        """Return the number of positions of a rank's part of a batch."""
+        return next(iter(self._length_of(*entry) for entry in self._declared(part).items()))
 
     def length(self, batch: Any) -> int:
         """Return the number of positions of a full batch."""
@@ -78,24 +77,24 @@ class SequenceSplit:
         return None
 
     def _part_of(self, key: Any, value: Any) -> Any:
-        dim = self._dims.get(key)
+        dim = self.dims.get(key)
         return value if dim is None or value is None else self.part.split(value, dim)
 
     def _declared(self, batch: Any) -> dict[Any, Tensor]:
         entries = batch if isinstance(batch, Mapping) else {}
         if isinstance(batch, list | tuple):
             entries = dict(enumerate(batch))
-        found = {k: v for k, v in entries.items() if k in self._dims and v is not None}
+        found = {k: v for k, v in entries.items() if k in self.dims and v is not None}
         if not found:
             keys = list(entries) or type(batch).__name__
             raise ConfigError(
-                f"the batch has {keys} and none of {list(self._dims)}, which sequence_dims "
+                f"the batch has {keys} and none of {list(self.dims)}, which sequence_dims "
                 "declares. Name the entries of the batch there (of a tuple: their indices)."
             )
         return found
 
     def _length_of(self, key: Any, value: Any) -> int:
-        dim = self._dims[key]
+        dim = self.dims[key]
         if not isinstance(value, Tensor) or not -value.ndim <= dim < value.ndim:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(

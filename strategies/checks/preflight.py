@@ -83,7 +83,7 @@ def check_before_launch(
         module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
     )
     if options.layout.cp > 1:
-        check_context(options, module, trainer, data)
+        check_context(options, module, data)
     # By an earlier Trainer: its units were checked then, and some are gone.
     if not is_assembled(module):
         is_built = not is_built_later(module)
@@ -106,7 +106,6 @@ def check_before_launch(
 def check_context(
     options: StrategyOptions,
     module: pl.LightningModule,
-    trainer: pl.Trainer | None,
     data: pl.LightningDataModule | None,
 ) -> None:
     """Check what ranks that share a sequence cannot do.
@@ -123,12 +122,6 @@ def check_context(
             "explicit_steps of pipeline_options cannot be combined with context_parallel_size="
             f"{options.layout.cp}. Set one of them to its default."
         )
-    if trainer is not None and trainer.state.fn == TrainerFn.PREDICTING:
-        raise ConfigError(
-            f"context_parallel_size={options.layout.cp} is not available for predictions in this "
-            "version, as they would be parts of sequences. Set it to 1: checkpoints load on every "
-            "layout."
-        )
 
 
 def check_layers(
@@ -144,7 +137,7 @@ def check_layers(
     """
     checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
     if options.layout.cp > 1:
-        plans = find_plans(module, options.sharding_plan, options.layout.tp)
+        plans = find_plans(module, options.sharding_plan, options.layout.tp, options.layout.cp)
         name_exchanges(module, plans, options.sequence.cp_comm_type)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
@@ -214,7 +207,7 @@ def check_saving(
         warn_of_uploads(trainer)
     # In a checkpoint.
     hands_weights_back = (
-        options.start_method != "popen" and options.layout.tp * options.layout.pp > 1
+        options.start_method != "popen" and options.layout.model_parallel_size > 1
     )
     if trainer.checkpoint_callbacks or hands_weights_back:
         check_persistent_states(module, options.layout.data_parallel_size(world_size))

@@ -4,13 +4,13 @@ hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lightning.pipeline.microbatches import batch_size_of
+from megatron_lightning.strategies.step.items import num_items_of
 from megatron_lightning.strategies.step.steps import Steps
 
 
@@ -27,24 +27,16 @@ class NativeSteps(Steps):
         self.buffers.synchronize(compare=self._batches_of_epoch() == 2)
         with self._in_hook("training_step"), self._units_in_order("training_step"):
             output = self._scope.module.training_step(batch, *indices)
-        self._items = self._num_items(output)
+        self._items = self._num_items(batch, output)
         return output
 
-    def _num_items(self, output: Any) -> Tensor | None:
-        sums = (
-            self._scope.module.trainer.accumulate_grad_batches > 1
-            or self._scope.context.dp_cp.size > 1
+    def _num_items(self, batch: Any, output: Any) -> Tensor | None:
+        """Return the items of a batch, if gradients are sums over several."""
+        module = self._scope.module
+        sums = module.trainer.accumulate_grad_batches > 1 or self._scope.context.dp_cp.size > 1
+        return (
+            num_items_of(module, batch, output) if sums and module.automatic_optimization else None
         )
-        if not (
-            sums
-            and self._scope.module.automatic_optimization
-            and isinstance(output, Mapping)
-            and "num_items" in output
-        ):
-            return None
-        return torch.as_tensor(
-            output["num_items"], dtype=torch.float32, device=self._scope.context.device
-        ).detach()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients; the loss is weighted by its items, where the module counts

@@ -7,7 +7,7 @@ drains the pipeline once, as in PipeDream-Flush (https://arxiv.org/abs/2006.0950
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from megatron_lightning.pipeline.microbatches import (
 from megatron_lightning.pipeline.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.context_mean import mean_over_context
+from megatron_lightning.strategies.step.context_outputs import join_outputs
+from megatron_lightning.strategies.step.items import counts_items
 from megatron_lightning.strategies.step.logs import replay
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.program import UserProgram
@@ -102,15 +104,15 @@ class PipelinedSteps(Steps):
         Raises:
             ConfigError: If some do not count, and the step does not say how many do.
         """
-        counted = isinstance(output, Mapping) and "num_items" in output
-        if self._sequence is None or counted or output is None:
+        if self._sequence is None or output is None or counts_items(self._scope.module, output):
             return
         masks = self._sequence.masks(batch)
         if masks:
             raise ConfigError(
                 f"the batch has {masks}, so that the {self._scope.context.cp.size} ranks that "
                 "share a sequence may average over different numbers of tokens. Return "
-                '{"loss": loss, "num_items": number of tokens in the loss} from training_step.'
+                '{"loss": loss, "num_items": number of tokens in the loss} from training_step, or '
+                "give the module a method num_items(batch) that counts them."
             )
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -177,7 +179,8 @@ class PipelinedSteps(Steps):
             self.training.end_backwards()  # before anything else is communicated
         if self._scope.part.partition is not None:
             self._rng.end_step()
-        output, num_items = self._reduce_and_broadcast(program, hook)
+        parts = 0 if self._sequence is None else self._sequence.part_length(microbatches[0])
+        output, num_items = self._reduce_and_broadcast(program, hook, parts)
         if trains:
             self._end_training(output, num_items)
         return output
@@ -335,10 +338,13 @@ class PipelinedSteps(Steps):
                 )
         return self._schedules[key]
 
-    def _reduce_and_broadcast(self, program: UserProgram, hook: str) -> tuple[Any, Tensor | None]:
+    def _reduce_and_broadcast(
+        self, program: UserProgram, hook: str, part_length: int
+    ) -> tuple[Any, Tensor | None]:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all
         stages.
         """
+        predicting = hook == "predict_step"
         shared: Any = None
         appended = b""
         pipeline = self._scope.context.pp
@@ -352,6 +358,8 @@ class PipelinedSteps(Steps):
                 [torch.as_tensor(w, device=self._scope.context.device) for w in weights]
             ).sum()
             output = mean_over_context(output, weight, sharing)
+            if predicting and self._sequence is not None:
+                output = join_outputs(output, self._sequence.dims, part_length, sharing)
             appended = self._lists.appended() if self._scope.part.partition is not None else b""
             shared = (
                 output,
@@ -361,7 +369,6 @@ class PipelinedSteps(Steps):
                 bool(appended),
             )
         if self._scope.part.partition is not None:
-            predicting = hook == "predict_step"
             shared = (
                 self._broadcast_objects(shared)
                 if predicting

@@ -17,6 +17,7 @@ from megatron_lightning.errors import PipelineError
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
 from megatron_lightning.pipeline.microbatches import batch_size_of, kinds_of, tensors_of
+from megatron_lightning.strategies.step.items import num_items_of
 from megatron_lightning.strategies.step.logs import LogRecorder
 from megatron_lightning.strategies.step.training import Training
 
@@ -113,12 +114,10 @@ class UserProgram:
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Keep what a step returned; return the weighted loss if there is a backward."""
         self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
-        counted = isinstance(output, Mapping) and "num_items" in output
-        if counted:
-            items = torch.as_tensor(
-                output["num_items"], dtype=torch.float32, device=self._module.device
-            )
-            self._items[microbatch] = items.detach()
+        batch = self._microbatches[microbatch]
+        items = None if output is None else num_items_of(self._module, batch, output)
+        if items is not None:
+            self._items[microbatch] = items
         if self._training is None or output is None:
             return None
         if isinstance(output, Mapping) and "loss" not in output:
@@ -134,15 +133,15 @@ class UserProgram:
             / sum(self._weights)
             / self._module.trainer.accumulate_grad_batches
         )
-        if counted:
-            weight = self._items[microbatch]
+        if items is not None:
+            weight = items
         scale = self._training.loss_scale
         # Fp16 holds no more than 65504.
         return loss * weight if scale == 1.0 else loss.float() * (weight * scale)
 
     @property
     def num_items(self) -> Tensor | None:
-        """Sum of ``num_items`` over the micro-batches, if the module returns them."""
+        """Sum of the items of the micro-batches, if the module counts them."""
         return torch.stack(list(self._items.values())).sum() if self._items else None
 
     @property

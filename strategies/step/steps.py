@@ -8,20 +8,23 @@ where Lightning's own step does the work, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.models.hf_context import check_call
+from megatron_lightning.models.hf_plans import is_transformers_model
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.pipeline.metrics import MetricSync
-from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
+from megatron_lightning.pipeline.parallel_call import Added, ParallelCall, find_parallel_module
+from megatron_lightning.pipeline.sequence_arguments import SequenceArguments
 from megatron_lightning.pipeline.sequence_split import SequenceSplit
 from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.dataloaders import training_samplers
@@ -40,14 +43,17 @@ class Steps(ABC):
     def __init__(self, scope: Scope, training: Training | None) -> None:
         self._scope = scope
         self._training = training
-        self._plans = find_plans(scope.module, scope.options.sharding_plan)
+        context_size = scope.context.cp.size
+        self._plans = find_plans(
+            scope.module, scope.options.sharding_plan, context_size=context_size
+        )
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
         self._metrics = MetricSync(scope.module, scope.context)
         scope.undo.callback(self._metrics.release)
         partition = scope.part.partition
-        parallel = find_parallel_module(scope.module) if partition is None else partition.module
+        parallel = self._parallel_module() if partition is None else partition.module
         self._sequence = self._sequence_split()
         self._call = (
             None
@@ -72,11 +78,35 @@ class Steps(ABC):
         if self._sequence is None:
             yield batch
             return
-        keywords = {plan.positions for plan in self._plans.values() if plan.positions}
-        positions = self._sequence.positions(batch, self._scope.context.device)
-        added = dict.fromkeys(keywords, positions)
-        with nullcontext() if self._call is None else self._call.adding(**added):
+        length = self._sequence.length(batch)
+        with nullcontext() if self._call is None else self._call.adding(self._arguments(length)):
             yield self._sequence.split(batch)
+
+    def _arguments(self, length: int) -> Added:
+        """Return what adds to a call of the parallel module, for sequences of ``length``
+        positions.
+        """
+        context = self._scope.context
+        path, plan = next(
+            (p, plan) for p, plan in self._plans.items() if plan.positions is not None
+        )
+        added = SequenceArguments(context.cp, plan, length, context.device)
+        model = self._scope.module.get_submodule(path)
+        if not is_transformers_model(model):
+            return added
+
+        def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+            more = added(given)
+            check_call(model, given, more)
+            return more
+
+        return checked
+
+    def _parallel_module(self) -> nn.Module | None:
+        """Return the module whose call is intercepted where there is one stage."""
+        module = self._scope.module
+        model = next((module.get_submodule(path) for path in self._plans if path), None)
+        return find_parallel_module(module) or model
 
     @property
     def training(self) -> Training:

@@ -16,7 +16,7 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.context import gathered
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.sequence_info import SequenceInfo
-from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, sequence_exchange
 from megatron_lightning.parallel.sequence import SequencePart, join
 from tests.helpers.ranks import run_ranks
 
@@ -181,8 +181,8 @@ def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
     dist.all_to_all_single = counted(
         "all-to-all", dist.all_to_all_single, lambda _, x, **__: [x.numel()]
     )
-    gathered.all_gather_start = counted(
-        "gather", gathered.all_gather_start, lambda x, *_: [x.numel()]
+    sequence_exchange.all_gather_start = counted(
+        "gather", sequence_exchange.all_gather_start, lambda x, *_: [x.numel()]
     )
     gathered.reduce_scatter_start = counted(
         "scatter", gathered.reduce_scatter_start, lambda x, *_: [x.numel()]

@@ -1,17 +1,20 @@
-"""Which blocks of queries and keys a kernel computes. No torch here.
+"""Which blocks of queries and keys a kernel computes.
 
 Queries and keys are *spans*: runs of consecutive positions, in order and of any place in the
 sequence. A pair of spans is visible, invisible or cut by the diagonal or the edge of a window; a
 window is walked in pieces of its own length, so that no mask is larger than a piece and the keys
-that it sees.
+that it sees. Documents that share a row have blocks of their own, and so the work is the sum of the
+squares of their lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
+
+from megatron_lightning.layers.sequence_info import SequenceInfo
 
 _LEAST_PIECE = 128
 
@@ -27,12 +30,71 @@ class Block:
     one."""
     shift: int = 0
     window: int | None = None
+    row: int | None = None
+    """Row of the batch; None: all."""
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the batch."""
+        return slice(None) if self.row is None else slice(self.row, self.row + 1)
+
+
+def visible_blocks(
+    queries: Sequence[range], keys: Sequence[range], sequence: SequenceInfo
+) -> list[Block]:
+    """Return the blocks in which every visible pair of a query and a key is exactly once.
+
+    Args:
+        queries: Spans of the local queries.
+        keys: Spans of the keys.
+        sequence: What sees what.
+    """
+    causal, window, documents = sequence.causal, sequence.window, sequence.documents
+    if documents is None:
+        return blocks(queries, keys, causal=causal, window=window)
+    found: list[Block] = []
+    is_every_row = len(documents.boundaries) == 1
+    for row, document in documents.spans():
+        its_queries, first_query = _inside(queries, document)
+        its_keys, first_key = _inside(keys, document)
+        if its_queries and its_keys:
+            found += (
+                replace(
+                    block,
+                    row=None if is_every_row else row,
+                    queries=_moved(block.queries, first_query),
+                    keys=_moved(block.keys, first_key),
+                )
+                for block in blocks(its_queries, its_keys, causal=causal, window=window)
+            )
+    return found
+
+
+def _inside(spans: Sequence[range], document: range) -> tuple[list[range], int]:
+    """Return the parts of ``spans`` in a document, and the local index of the first.
+
+    The parts are adjacent: a document that reaches from one span to the next has the end of the one
+    and the beginning of the other.
+    """
+    found: list[range] = []
+    start, first = 0, 0
+    for span in spans:
+        part = range(max(span.start, document.start), min(span.stop, document.stop))
+        if part:
+            first = first if found else start + part.start - span.start
+            found.append(part)
+        start += len(span)
+    return found, first
+
+
+def _moved(local: slice, by: int) -> slice:
+    return slice(local.start + by, local.stop + by)
 
 
 def blocks(
     queries: Sequence[range], keys: Sequence[range], *, causal: bool, window: int | None
 ) -> list[Block]:
-    """Return the blocks in which every visible pair of a query and a key is exactly once.
+    """Return the blocks of rows of one document.
 
     Args:
         queries: Spans of the local queries.

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.context.blocks import Block, blocks
+from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.sequence_info import SequenceInfo
-from megatron_lightning.parallel.collectives import all_gather_start, finish, reduce_scatter_start
+from megatron_lightning.parallel.collectives import finish, reduce_scatter_start
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.sequence import SequencePart, join
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.sequence_exchange import gather_parts
 
 
 class GatheredAttention:
@@ -49,9 +50,7 @@ class _Plan(Sharing):
 
     def gather(self, k: Tensor, v: Tensor) -> Tensor:
         """Return all keys and values [2, b, g, s, d], in the order of the sequence."""
-        local = torch.stack([k, v])[None]
-        parts = finish(all_gather_start(local, self.group), self.group)
-        return join(list(parts), 3)
+        return gather_parts(torch.stack([k, v]), self.group, 3)
 
     def scatter(self, gradients: Tensor) -> Tensor:
         """Return the sum over the ranks of the gradients of this rank's keys and values."""
@@ -63,8 +62,7 @@ class _Plan(Sharing):
         queries = self._part(self.group.rank).spans(length)
         edges = sorted({0, length, *(x.start for x in queries), *(x.stop for x in queries)})
         keys = [range(start, stop) for start, stop in pairwise(edges)]
-        causal, window = self.sequence.causal, self.sequence.window
-        return blocks(queries, keys, causal=causal, window=window)
+        return visible_blocks(queries, keys, self.sequence)
 
     def _part(self, rank: int) -> SequencePart:
         return SequencePart(rank, self.group.size)

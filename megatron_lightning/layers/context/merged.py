@@ -44,13 +44,15 @@ class Merged:
     def see(self, keys_and_values: Tensor, visible: Sequence[Block]) -> None:
         """Merge the attention to blocks of keys and values [2, b, g, t, d]."""
         for block in visible:
-            inputs = Inputs(self._q[:, :, block.queries], *keys_and_values[:, :, :, block.keys])
-            self.add(block.queries, self._kernel.forward(inputs, block, self._scale))
+            rows, at, to = block.rows, block.queries, block.keys
+            inputs = Inputs(self._q[rows, :, at], *keys_and_values[:, rows, :, to])
+            self.add(block, self._kernel.forward(inputs, block, self._scale))
 
-    def add(self, queries: slice, output: Output) -> None:
-        """Merge what a block has given for ``queries``."""
+    def add(self, block: Block, output: Output) -> None:
+        """Merge what a block has given for its queries."""
         out, log_sum = output
-        earlier, whole = self.log_sum[:, :, queries], self.out[:, :, queries]
+        earlier = self.log_sum[block.rows, :, block.queries]
+        whole = self.out[block.rows, :, block.queries]
         both = torch.logaddexp(earlier, log_sum)
         seen = both.masked_fill(both == -torch.inf, 0.0)  # so far these queries saw nothing
         whole *= (earlier - seen).exp().unsqueeze(-1)
@@ -80,13 +82,14 @@ class Gradients:
         """Return the gradients of keys and values [2, b, g, t, d] from their visible blocks."""
         sums = torch.zeros_like(keys_and_values, dtype=self.q.dtype)
         for block in visible:
-            at, to = block.queries, block.keys
-            inputs = Inputs(self._q[:, :, at], *keys_and_values[:, :, :, to])
-            final = Output(self._final.out[:, :, at], self._final.log_sum[:, :, at])
-            parts = self._kernel.backward(self._grad[:, :, at], inputs, final, block, self._scale)
-            self.q[:, :, at] += parts.q
-            sums[0, :, :, to] += parts.k
-            sums[1, :, :, to] += parts.v
+            rows, at, to = block.rows, block.queries, block.keys
+            inputs = Inputs(self._q[rows, :, at], *keys_and_values[:, rows, :, to])
+            final = Output(self._final.out[rows, :, at], self._final.log_sum[rows, :, at])
+            grad = self._grad[rows, :, at]
+            parts = self._kernel.backward(grad, inputs, final, block, self._scale)
+            self.q[rows, :, at] += parts.q
+            sums[0, rows, :, to] += parts.k
+            sums[1, rows, :, to] += parts.v
         return sums
 
 

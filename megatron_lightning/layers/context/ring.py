@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.context.blocks import Block, blocks
+from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -82,14 +82,18 @@ class _Plan(Sharing):
         """Yield the keys and values [2, b, g, s, d] of every rank, the own ones first, and the
         blocks in which the rank's queries see them.
         """
-        group, causal, window = self.group, self.sequence.causal, self.sequence.window
+        group, cached = self.group, self.sequence.num_cached
         full = keys_and_values.shape[3] * group.size
+        if cached:
+            spans = (range(cached), range(cached, full))
+            yield keys_and_values, visible_blocks(spans[1:], spans, self.sequence)
+            return
         queries = SequencePart(group.rank, group.size).spans(full)
         for step in range(group.size):
             last = step == group.size - 1
             passing = None if last else _Passing(keys_and_values, group)
             keys = SequencePart((group.rank - step) % group.size, group.size).spans(full)
-            yield keys_and_values, blocks(queries, keys, causal=causal, window=window)
+            yield keys_and_values, visible_blocks(queries, keys, self.sequence)
             if passing is not None:
                 keys_and_values = passing.wait()
 

@@ -10,16 +10,26 @@ from megatron_lightning.config import ContextExchange
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.context.backends import BACKENDS
+from megatron_lightning.layers.context.transformers_attention import looks_attention_up, put_core
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """A :class:`CoreAttention` whose queries see the keys of all context-parallel ranks."""
+    """A :class:`CoreAttention`, or attention of ``transformers``, whose queries see the keys of all
+    context-parallel ranks.
+    """
 
     cp_comm_type: ContextExchange | None = None
     """How they meet these keys; None: as ``ContextOptions`` says for all."""
+    also: Style | None = None
+    """Another style of the same module, which is applied first."""
+
+    @property
+    def shards_sequence(self) -> bool:
+        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        return bool(getattr(self.also, "shards_sequence", False))
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Bind the attention to the ranks.
@@ -27,20 +37,23 @@ class ContextAttention:
         Raises:
             ShardingError: If the module is of another class, or drops attention weights.
         """
+        if self.also is not None:
+            module = self.also.apply(module, context, plan)
         if context.cp.size == 1:
             return module
-        if not isinstance(module, CoreAttention):
+        if not isinstance(module, CoreAttention) and not looks_attention_up(module):
             raise ShardingError(
                 f"style ContextAttention takes a CoreAttention, and the plan points it at a "
                 f"{type(module).__name__}. Correct the pattern, or build the attention from "
                 "megatron_lightning.layers.CoreAttention."
             )
-        if module.dropout.p:
+        core = module if isinstance(module, CoreAttention) else put_core(module)
+        if core.dropout.p:
             raise ShardingError(
-                f"attention_dropout={module.dropout.p} cannot be combined with "
+                f"attention_dropout={core.dropout.p} cannot be combined with "
                 f"context_parallel_size={context.cp.size}. Set it to 0."
             )
-        module.exchange = BACKENDS[self._exchange(context)](context)
+        core.exchange = BACKENDS[self._exchange(context)](context)
         return module
 
     def _exchange(self, context: ParallelContext) -> ContextExchange:

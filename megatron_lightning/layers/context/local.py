@@ -1,0 +1,62 @@
+"""Attention of full sequences on one rank, where torch's own has no form for it: windows, documents
+that share a row, cached keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.layers.context.ring import RingAttention
+from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.documents import Documents
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class LocalAttention:
+    """Attention without other ranks: documents on CUDA by its kernel for lengths that vary, all
+    else block by block.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = RingAttention(AxisGroup("cp", (0,), 0, None))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+    ) -> Tensor:
+        """Map queries [b, n, s, d], keys and values [b, g, t, d] to outputs [b, n, s, d]."""
+        packed = sequence.documents is not None and not sequence.num_cached
+        if packed and q.is_cuda and q.dtype in _HALF:
+            return _varlen(q, k, v, sequence, scale)
+        return self._blocks(q, k, v, sequence, scale)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    documents = sequence.documents or Documents(((0, q.shape[2]),))
+    rows = documents.expanded(q.shape[0])
+    ends = [row * rows.length + span.stop for row, span in rows.spans()]
+    boundaries = torch.tensor([0, *ends], dtype=torch.int32, device=q.device)
+    longest = max(len(span) for _, span in rows.spans())
+    before = -1 if sequence.window is None else sequence.window
+    heads = q.shape[1] // k.shape[1]
+    q_tokens, k_tokens, v_tokens = (
+        x.transpose(1, 2).flatten(0, 1)
+        for x in (q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
+    )
+    out = varlen_attn(
+        q_tokens,
+        k_tokens,
+        v_tokens,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(before, 0) if sequence.causal else (-1, -1),
+    )
+    rows_of_tokens = out[0] if isinstance(out, tuple) else out
+    return rows_of_tokens.view(q.shape[0], q.shape[2], *q_tokens.shape[1:]).transpose(1, 2)

@@ -1,0 +1,96 @@
+"""Our attention as one of the implementations between which models of ``transformers`` choose.
+
+Their attention modules look a function up by the name in their configuration
+(https://huggingface.co/docs/transformers/attention_interface). Ours calls a :class:`CoreAttention`
+that is put into the attention module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+
+NAME = "megatron_lightning"
+_CORE = "core_attention"
+_UNSUPPORTED = ("softcap", "s_aux")
+"""Arguments of attention that change its scores."""
+
+
+def looks_attention_up(module: nn.Module) -> bool:
+    """Return whether a module is attention of ``transformers`` that looks its function up."""
+    return hasattr(module, "is_causal") and hasattr(
+        getattr(module, "config", None), "_attn_implementation"
+    )
+
+
+def put_core(module: nn.Module) -> CoreAttention:
+    """Let an attention module of ``transformers`` use our attention; returns it.
+
+    The model's other attention, whose configuration it shares, has to be given one as well.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    core = CoreAttention(float(getattr(module, "attention_dropout", 0.0)))
+    module.add_module(_CORE, core)
+    config: Any = module.config
+    config._attn_implementation = NAME
+    return core
+
+
+def _attend(  # noqa: PLR0917 (called by transformers)
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    documents: Documents | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Map queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, s, n, d]."""
+    unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
+    if attention_mask is not None or unsupported:
+        raise ConfigError(
+            f"{type(module).__name__} asks for attention with "
+            f"{unsupported[0] if unsupported else 'a mask of its own'}, which cannot be combined "
+            "with context_parallel_size above 1. Leave it out, or set context_parallel_size to 1."
+        )
+    sequence = SequenceInfo(
+        causal=bool(module.is_causal if is_causal is None else is_causal),
+        window=None if sliding_window is None else sliding_window - 1,
+        documents=documents,
+    )
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+    out: Tensor = module.get_submodule(_CORE)(q, k, v, sequence, scaling)
+    return out.view(*out.shape[:2], query.shape[1], -1).transpose(0, 1), None
+
+
+def _no_mask(
+    *, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
+) -> Tensor | None:
+    """Return no mask: what a query sees follows from positions.
+
+    Raises:
+        ConfigError: If the model or the batch asks for more.
+    """
+    if use_vmap:  # its sign of a mask function of the model's own
+        raise ConfigError(
+            "the model combines its causal mask with one of its own, which cannot be combined with "
+            "context_parallel_size above 1. Set it to 1."
+        )
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ConfigError(
+            "attention_mask hides positions, and ranks that share sequences take no mask. Pad rows "
+            "at their ends and leave the mask out: no token sees the padding behind it, and labels "
+            "of -100 keep it out of the loss."
+        )
+    return None

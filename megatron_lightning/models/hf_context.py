@@ -1,0 +1,84 @@
+"""Models of ``transformers`` whose attention can reach the tokens of other ranks.
+
+Their attention looks its function up by name, and ours is one of them. A family is listed where
+nothing else of it mixes the tokens of a sequence and its attention asks for no more than causality
+and a window: each trains on ranks that share sequences as in one process (docs/hf_coverage.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.context.transformers_attention import looks_attention_up
+from megatron_lightning.layers.styles import ContextAttention
+from megatron_lightning.models.hf_rows import as_patterns
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+"""``model_type`` of the configurations."""
+
+_DOCUMENTS = "documents"
+"""Keyword that reaches our attention through the calls of the layers."""
+
+
+def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    """Return ``plan`` with rows that bind the attention of a model of ``transformers``.
+
+    Raises:
+        ConfigError: If it cannot be bound, or is not all that mixes the tokens of a sequence.
+    """
+    config: Any = model.config
+    name = type(model).__name__
+    if config.model_type not in FAMILIES or not name.endswith(("ForCausalLM", "Model")):
+        raise ConfigError(
+            f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
+            "elsewhere than in attention that ours can replace. Set context_parallel_size to 1, or "
+            f"use a causal language model of one of these families: {', '.join(FAMILIES)}."
+        )
+    paths = dict(model.named_modules())
+    rows = {
+        path: ContextAttention(also=plan.style_of(path))
+        for path, child in paths.items()
+        if looks_attention_up(child)
+    }
+    return replace(
+        plan,
+        modules={**as_patterns(rows, paths), **plan.modules},
+        positions="position_ids",
+        documents=_DOCUMENTS,
+        packed_positions=True,
+    )
+
+
+def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """Check that a call of a model of ``transformers`` means the same on a part of a sequence.
+
+    Args:
+        model: The model.
+        given: Arguments of the call, by name.
+        added: What it is given beside them.
+
+    Raises:
+        ConfigError: If it would shift labels within the part, or let documents see each other.
+    """
+    name = type(model).__name__
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        raise ConfigError(
+            f"{name} was given labels, which it shifts within the part of the sequence that a rank "
+            "holds, so that tokens at its edges have a wrong target or none. Shift them in the "
+            'dataset, add them to sequence_dims, and pass "shift_labels" beside "labels", or '
+            "compute the loss from the logits."
+        )
+    config: Any = model.config
+    caches = given.get("use_cache")
+    if added.get(_DOCUMENTS) is not None and (config.use_cache if caches is None else caches):
+        raise ConfigError(
+            f"position_ids of {name} start again within a row, and use_cache is on, with which "
+            "transformers lets the documents of a row see each other. Set use_cache to False in "
+            "the model's configuration, where they should not."
+        )

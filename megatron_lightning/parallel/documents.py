@@ -1,0 +1,79 @@
+"""Documents that share the rows of a batch: where each begins, on the host.
+
+Attention needs the boundaries as numbers, not as a tensor on the device: they decide which blocks
+of queries and keys are computed at all. They are read once for each call of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.parallel.sequence import SequencePart
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of full rows.
+
+    A row's boundaries are what kernels call ``cu_seqlens``: 0, the end of every document, s.
+    """
+
+    boundaries: tuple[tuple[int, ...], ...]
+    """Boundaries of every row of the batch."""
+
+    @classmethod
+    def of_ids(cls, document_ids: Tensor) -> Documents:
+        """Return the documents of full rows of ids [b, s]: one ends where the id changes."""
+        return cls._where(document_ids[:, 1:] != document_ids[:, :-1])
+
+    @classmethod
+    def of_positions(cls, position_ids: Tensor) -> Documents:
+        """Return the documents of full rows of positions [b, s]: one ends where they do not go on
+        by 1.
+        """
+        return cls._where(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+    @classmethod
+    def _where(cls, ends: Tensor) -> Documents:
+        """``ends`` [b, s-1]: whether the document of a position ends with it."""
+        length = ends.shape[1] + 1
+        found: list[list[int]] = [[0] for _ in range(ends.shape[0])]
+        for row, position in ends.nonzero().tolist():
+            found[row].append(position + 1)
+        return cls(tuple((*row, length) for row in found))
+
+    @property
+    def length(self) -> int:
+        """Positions of a row."""
+        return self.boundaries[0][-1]
+
+    @property
+    def are_full_rows(self) -> bool:
+        """Whether every row is one document."""
+        return all(len(row) == 2 for row in self.boundaries)
+
+    def expanded(self, num_rows: int) -> Documents:
+        """Return the documents of ``num_rows`` rows; one row stands for all."""
+        return self if len(self.boundaries) > 1 else Documents(self.boundaries * num_rows)
+
+    def spans(self) -> Iterator[tuple[int, range]]:
+        """Yield the row and the positions of every document."""
+        for row, boundaries in enumerate(self.boundaries):
+            for start, stop in pairwise(boundaries):
+                yield row, range(start, stop)
+
+    def positions(
+        self, part: SequencePart | None = None, device: torch.device | None = None
+    ) -> Tensor:
+        """Return the positions within their documents [b, s]; of ``part`` what a rank holds."""
+        part = part or SequencePart()
+        return part.split(torch.stack([_restarting(row) for row in self.boundaries]), 1).to(device)
+
+
+def _restarting(boundaries: Sequence[int]) -> Tensor:
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(boundaries)])

@@ -1,0 +1,70 @@
+"""Arguments of the parallel module that a rank's part of a sequence needs: positions that do not
+begin at 0, documents that begin on other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.sequence_exchange import gather_parts
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+
+class SequenceArguments:
+    """Adds arguments to a call of the parallel module; a collective where rows hold documents.
+
+    Args:
+        group: The context-parallel ranks.
+        plan: Names the keywords.
+        length: Positions of the full sequences.
+        device: Of the positions.
+    """
+
+    def __init__(
+        self, group: AxisGroup, plan: ShardingPlan, length: int, device: torch.device
+    ) -> None:
+        self._group = group
+        self._part = SequencePart(group.rank, group.size)
+        self._plan = plan
+        self._length = length
+        self._device = device
+
+    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that replace those of a call, or are missing there.
+
+        Args:
+            given: Arguments of the call, by name.
+        """
+        keyword, plan = self._plan.positions, self._plan
+        documents = self._documents(given)
+        replaced: dict[str, Any] = {}
+        if documents is not None and plan.documents is not None:
+            replaced[plan.documents] = documents
+        if keyword and given.get(keyword) is None:
+            replaced[keyword] = (
+                self._part.positions(self._length, self._device)[None]
+                if documents is None
+                else documents.positions(self._part, self._device)
+            )
+        return replaced
+
+    def _documents(self, given: Mapping[str, Any]) -> Documents | None:
+        """Return the documents of the full rows; None: the call names none."""
+        plan = self._plan
+        if plan.packed_positions:
+            positions = given.get(plan.positions or "")
+            if not isinstance(positions, Tensor):
+                return None
+            documents = Documents.of_positions(gather_parts(positions, self._group, 1))
+            return None if documents.are_full_rows else documents
+        ids = given.get(plan.documents or "")
+        if not isinstance(ids, Tensor):
+            return None
+        return Documents.of_ids(gather_parts(ids, self._group, 1))

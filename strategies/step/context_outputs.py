@@ -1,0 +1,58 @@
+"""Predictions of ranks that share a sequence: every one has computed those of its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.sequence_exchange import gather_parts
+from megatron_lightning.strategies.step.context_mean import gather_rows
+
+
+def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: AxisGroup) -> Any:
+    """Return what a step returned, with its sequences joined in order; a collective of ``group``.
+
+    A tensor is a part of sequences if it has a rank's number of positions in the dim that
+    ``sequence_dims`` declares for its key, or else for the first entry of a batch.
+
+    Args:
+        output: Of this rank's tokens.
+        dims: The declaration.
+        part_length: Positions of this rank's part of a sequence.
+        group: The context-parallel ranks.
+
+    Raises:
+        ConfigError: If another tensor differs between the ranks.
+    """
+    leaves, spec = tree_flatten_with_path(output)
+    usual = next(iter(dims.values()))
+    joined: list[Any] = []
+    for path, leaf in leaves:
+        key = path[0].key if path and isinstance(path[0], MappingKey) else None
+        if not isinstance(leaf, Tensor):
+            joined.append(leaf)
+            continue
+        dim = dims.get(key, usual)
+        if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == part_length:
+            joined.append(gather_parts(leaf, group, dim % leaf.ndim))
+        else:
+            _check_equal(leaf, "".join(map(str, path)), group)
+            joined.append(leaf)
+    return tree_unflatten(joined, spec)
+
+
+def _check_equal(value: Tensor, name: str, group: AxisGroup) -> None:
+    ranks = gather_rows(value[None], group)
+    if not torch.equal(ranks, value[None].expand_as(ranks)):
+        raise ConfigError(
+            f"predict_step returned{name or ''} a tensor {list(value.shape)} that differs between "
+            f"the {group.size} ranks that share a sequence, and is no sequence. Return values of "
+            "every token (their dim is declared in sequence_dims, under the same key, where it is "
+            "not that of the batch), or set context_parallel_size to 1."
+        )

@@ -1,0 +1,36 @@
+"""How many items a loss is the mean of, if the module counts them: returned with the loss, or from
+a method ``num_items(batch)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+
+def counts_items(module: pl.LightningModule, output: Any) -> bool:
+    """Return whether a step's loss has a number of items."""
+    returned = isinstance(output, Mapping) and "num_items" in output
+    return returned or callable(getattr(module, "num_items", None))
+
+
+def num_items_of(module: pl.LightningModule, batch: Any, output: Any) -> Tensor | None:
+    """Return the number of items of a step's loss, in fp32; None: the module does not count.
+
+    Args:
+        module: The module.
+        batch: Its micro-batch.
+        output: What the step returned.
+    """
+    if isinstance(output, Mapping) and "num_items" in output:
+        found = output["num_items"]
+    else:
+        count: Callable[[Any], Any] | None = getattr(module, "num_items", None)
+        if not callable(count):
+            return None
+        found = count(batch)
+    return torch.as_tensor(found, dtype=torch.float32, device=module.device).detach()
