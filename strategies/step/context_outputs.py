@@ -51,7 +51,7 @@ def _check_equal(value: Tensor, name: str, group: AxisGroup) -> None:
     ranks = gather_rows(value[None], group)
     if not torch.equal(ranks, value[None].expand_as(ranks)):
         raise ConfigError(
-            f"predict_step returned{name or ''} a tensor {list(value.shape)} that differs between "
+            f"predict_step returned{name and f' at {name}'} a tensor {list(value.shape)} that differs between "
             f"the {group.size} ranks that share a sequence, and is no sequence. Return values of "
             "every token (their dim is declared in sequence_dims, under the same key, where it is "
             "not that of the batch), or set context_parallel_size to 1."

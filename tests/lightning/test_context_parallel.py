@@ -250,14 +250,72 @@ def test_what_would_be_wrong_is_refused(case: str, tmp_path: Path) -> None:
         assert re.search(CASES[case][2], error, re.DOTALL), error
 
 
-def _predict(layout: Layout, folder: str) -> str:
-    with pytest.raises(ConfigError) as raised:
-        layout.trainer(folder).predict(Module(), _loader())
-    return str(raised.value)
+class RowScores(Module):
+    """Predicts one number a row, from a rank's tokens alone."""
+
+    forward = None  # type: ignore[assignment]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).mean((1, 2))
 
 
-def test_predictions_are_not_available_yet(tmp_path: Path) -> None:
-    assert "not available for predictions" in run(CP2, _predict, tmp_path)[0]
+class Scores(Module):
+    """Predicts a number a token, which has its sequence in dim 0, and the rows' own numbers."""
+
+    sequence_dims: ClassVar[Any] = {0: 1, 1: 1, "turned": 0}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self.net(batch[0]).amax(-1)
+        return {"turned": scores.t(), "scores": scores, "rows": torch.arange(len(scores))}
+
+
+def _predict(layout: Layout, folder: str, kind: type[Module]) -> Any:
+    module = kind()
+    module.forward = module.net.forward  # Lightning asks for one
+    try:
+        return layout.trainer(folder).predict(module, _loader())
+    except ConfigError as error:
+        return str(error)
+
+
+@layouts(CP2, slow=[CP4])
+def test_predictions_have_their_sequences_joined(layout: Layout, tmp_path: Path) -> None:
+    expected = run(SINGLE, _predict, tmp_path, Scores)[0]
+    for rank in run(layout, _predict, tmp_path, Scores):
+        for ours, theirs in zip(rank, expected, strict=True):
+            for key, value in theirs.items():
+                assert ours[key] == pytest.approx(value, rel=1e-5), key
+
+
+def test_predictions_of_a_part_alone_are_refused(tmp_path: Path) -> None:
+    for error in run(CP2, _predict, tmp_path, RowScores):
+        assert re.search(r"a tensor \[4\] that differs between the 2 ranks", error), error
+
+
+class Counts(Module):
+    """Says how many tokens count by a method, as earlier stages need it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0]).flatten(0, 1)
+        losses = F.cross_entropy(logits, batch[1].flatten(), reduction="sum")
+        return losses / self.num_items(batch)
+
+    def num_items(self, batch: Any) -> Tensor:
+        return (batch[1] != -100).sum()
+
+
+def _losses(layout: Layout, folder: str) -> list[float]:
+    module = Counts()
+    layout.trainer(folder, max_epochs=2).fit(module, _loader(masked=True))
+    return [loss for loss, _ in module.seen]
+
+
+@layouts(CP2, CP2_MICRO, slow=[CP4])
+def test_a_method_counts_the_items(layout: Layout, tmp_path: Path) -> None:
+    """Every third label is left out, which ranks have different numbers of; fp32: 1e-5."""
+    expected = run(SINGLE, _losses, tmp_path)[0]
+    for rank in run(layout, _losses, tmp_path):
+        assert rank == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
