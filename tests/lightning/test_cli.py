@@ -20,6 +20,7 @@ import megatron_lightning
 from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.preprocess import preprocess
+from megatron_lightning.models import RopeScaling
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.toy import ToyModule
@@ -209,6 +210,25 @@ def test_our_model_and_data_need_no_class_path(tmp_path: Path, config: str) -> N
         cli.datamodule, PretrainDataModule
     )
     assert cli.model.config.num_layers == 3 and cli.model.config.hidden_size == 16
+
+
+def test_rope_scaling_is_yaml(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(
+        f"""{CONFIG}
+model:
+  init_args:
+    config:
+      {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, vocab_size: 32,
+        rope_scaling: {{rope_type: llama3, factor: 8, original_max_position_embeddings: 8192}}}}
+data: {{init_args: {{data_prefix: nowhere, sequence_length: 8, batch_size: 2}}}}
+"""
+    )
+    model = _made(["--config", str(path), "--model.config.rope_scaling.factor=32"]).model
+    assert isinstance(model, GPTLightningModule)
+    assert model.config.rope_scaling == RopeScaling(
+        rope_type="llama3", factor=32.0, original_max_position_embeddings=8192
+    )
 
 
 def test_schedule_and_parameter_groups_are_yaml(tmp_path: Path, config: str) -> None:

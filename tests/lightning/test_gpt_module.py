@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import PipelineOptions
+from megatron_lightning.config import PipelineOptions, RopeScaling
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.model import read_config
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim.schedules import LRSchedule
 from megatron_lightning.strategies import MegatronStrategy
@@ -83,6 +85,26 @@ def test_documents_reach_the_model_only_if_the_batch_has_them() -> None:
         assert without["position_ids"] is None
         assert {name: given[name] for name in ids} == ids
     assert set(ids) <= set(gpt.sequence_dims)
+
+
+@pytest.mark.parametrize("rope_type", ["llama3", "yarn"])
+def test_a_model_with_scaled_positions_loads(rope_type: Any, tmp_path: Path) -> None:
+    scaling = RopeScaling(rope_type=rope_type, factor=4.0, original_max_position_embeddings=8)
+    gpt = GPTLightningModule(replace(CONFIG, rope_scaling=scaling))
+    one = pl.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    one.fit(gpt, loader())
+    path = tmp_path / "model.ckpt"
+    one.save_checkpoint(path)
+    loaded = GPTLightningModule.load_from_checkpoint(path, weights_only=True)
+    assert loaded.config == read_config(path) == gpt.config
+    plain = GPTLightningModule(CONFIG)
+    plain.configure_model()
+    plain.load_state_dict(gpt.state_dict())
+    assert torch.equal(loaded(tokens(2, 8)), gpt(tokens(2, 8)))
+    assert not torch.equal(plain(tokens(2, 8)), gpt(tokens(2, 8)))
 
 
 def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:

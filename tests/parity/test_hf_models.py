@@ -4,6 +4,7 @@ given."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.models import GPTModel, TransformerConfig
+from megatron_lightning.models import GPTModel, RopeScaling, TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 
@@ -106,6 +107,32 @@ def llama(**changes: Any) -> tuple[nn.Module, TransformerConfig]:
     return model, TransformerConfig(**SIZES, num_query_groups=2, ffn_hidden_size=48)
 
 
+def scaled_llama(scaling: RopeScaling) -> tuple[nn.Module, TransformerConfig]:
+    theirs = asdict(scaling) | {"rope_theta": 500.0}
+    theirs["truncate"] = theirs.pop("correction_range_round_to_int")
+    model, config = llama(rope_parameters=theirs)
+    return model, replace(config, rotary_base=500.0, rope_scaling=scaling)
+
+
+def llama3() -> tuple[nn.Module, TransformerConfig]:
+    """Of the four frequencies one is kept, one interpolated, and two are divided."""
+    return scaled_llama(
+        RopeScaling(
+            rope_type="llama3", factor=8.0, original_max_position_embeddings=8,
+            low_freq_factor=0.2, high_freq_factor=1.0,
+        )
+    )  # fmt: skip
+
+
+def yarn() -> tuple[nn.Module, TransformerConfig]:
+    return scaled_llama(
+        RopeScaling(
+            rope_type="yarn", factor=8.0, original_max_position_embeddings=8, beta_fast=1.0,
+            beta_slow=0.05,
+        )
+    )  # fmt: skip
+
+
 def qwen2() -> tuple[nn.Module, TransformerConfig]:
     hf = {
         "num_key_value_heads": 2,
@@ -173,6 +200,8 @@ FAMILIES: list[
     ]
 ] = [
     (llama, from_llama),
+    (llama3, from_llama),
+    (yarn, from_llama),
     (qwen2, from_llama),
     (qwen3, from_llama),
     (gpt2, from_gpt2),
@@ -218,9 +247,10 @@ def test_forward_and_gradients_equal_hugging_face(family: Any, mapping: Any) -> 
         assert error < 1e-5, f"{name}: relative error {error}"
 
 
-def test_given_positions_equal_hugging_face() -> None:
+@pytest.mark.parametrize("family", [llama, llama3, yarn], ids=lambda f: f.__name__)
+def test_given_positions_equal_hugging_face(family: Any) -> None:
     torch.manual_seed(0)
-    theirs, config = llama()
+    theirs, config = family()
     ours = GPTModel(config)
     ours.load_state_dict(from_llama(theirs.state_dict(), config))
     tokens = torch.randint(config.vocab_size, (2, 8))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import RopeScaling, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
@@ -15,6 +16,8 @@ from megatron_lightning.rules import check_model_layout
 SMALL = TransformerConfig(
     num_layers=4, hidden_size=64, num_attention_heads=8, vocab_size=100, max_sequence_length=32
 )
+LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192)
+YARN = RopeScaling(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +41,70 @@ SMALL = TransformerConfig(
         ({"num_query_groups": 3}, "num_attention_heads=8 is not divisible by num_query_groups=3"),
         ({"kv_channels": 7}, "kv_channels=7 rotates 7 channels"),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
+        ({"rope_scaling": 8.0}, "rope_scaling is 8.0, which describes no.*to a RopeScaling"),
+        (
+            {"rope_scaling": LLAMA3, "position_embedding_type": "learned_absolute"},
+            "rope_scaling is set, and position_embedding_type=learned_absolute.*to rope",
+        ),
+        (
+            {"rope_scaling": YARN, "position_embedding_type": "none"},
+            "rope_scaling is set, and position_embedding_type=none",
+        ),
+        (
+            {"rope_scaling": YARN, "rotary_base": 1.0},
+            "rotary_base=1.0 with rope_scaling.rope_type=yarn.*Set rotary_base above 1",
+        ),
     ],
 )
 def test_wrong_values_name_value_and_fix(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "changes", "message"),
+    [
+        (LLAMA3, {"rope_type": "linear"}, "rope_scaling.rope_type is 'linear'.*llama3, yarn"),
+        (
+            LLAMA3,
+            {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings is 0; it must be a positive integer",
+        ),
+        (YARN, {"factor": 0.5}, "rope_scaling.factor is 0.5; low.*Set it to 1 or more"),
+        (YARN, {"factor": float("nan")}, "rope_scaling.factor is nan"),
+        (
+            LLAMA3,
+            {"high_freq_factor": 1.0},
+            "low_freq_factor is 1.0 and high_freq_factor 1.0.*0 < low_freq_factor < high",
+        ),
+        (YARN, {"beta_slow": 0.0}, "beta_slow is 0.0 and beta_fast 32.0.*0 < beta_slow < beta"),
+        (
+            LLAMA3,
+            {"mscale": 0.7},
+            "rope_scaling.mscale=0.7 is an option of yarn, and rope_type is llama3.*to yarn",
+        ),
+        (
+            YARN,
+            {"low_freq_factor": 2.0},
+            "low_freq_factor=2.0 is an option of llama3, and rope_type is yarn",
+        ),
+        (YARN, {"mscale": -1.0}, "rope_scaling.mscale is -1.0.*Set it to 0 or more"),
+        (YARN, {"mscale_all_dim": float("inf")}, "rope_scaling.mscale_all_dim is inf"),
+    ],
+)
+def test_wrong_rope_scaling_names_value_and_fix(
+    scaling: RopeScaling, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(scaling, **changes)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN, replace(YARN, mscale=0.7)], ids=str)
+def test_rope_scaling_is_saved_as_plain_values(scaling: RopeScaling) -> None:
+    config = replace(SMALL, rope_scaling=scaling)
+    plain = json.loads(json.dumps(config.to_dict()))
+    assert TransformerConfig(**plain) == config
+    assert config.num_parameters == SMALL.num_parameters
 
 
 def test_derived_sizes() -> None:

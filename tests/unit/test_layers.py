@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,43 @@ import torch
 from megatron_lightning.layers.attention import CoreAttention, SelfAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary
-from megatron_lightning.models import TransformerConfig
+from megatron_lightning.layers.rotary import (
+    RotaryEmbedding,
+    apply_rotary,
+    concentration_factor,
+    inverse_frequencies,
+)
+from megatron_lightning.models import RopeScaling, TransformerConfig
 from megatron_lightning.parallel.rng import RngStreams
 
 ORACLES = Path(__file__).parent.parent / "oracles"
-ROPE = json.loads((ORACLES / "rope_cp.json").read_text())["facts"]["rope"]
-STANDARD = [
-    case for case in ROPE if case["args"].keys() <= {"kv_channels", "rotary_percent", "rotary_base"}
-]
+ROPE = json.loads((ORACLES / "rope_cp.json").read_text())["facts"]
+OTHER_ROTATIONS = {"rotary_interleaved", "seq_len_interpolation_factor"}
+ROTATIONS = [case for case in ROPE["rope"] if not case["args"].keys() & OTHER_ROTATIONS]
 QKV = json.loads((ORACLES / "hf_layout.json").read_text())["facts"]["qkv"]
 
 
-@pytest.mark.parametrize("case", STANDARD, ids=lambda c: str(c["args"]))
+def llama3(factor: float = 8.0, original: int = 8192, **options: Any) -> RopeScaling:
+    return RopeScaling(
+        rope_type="llama3", factor=factor, original_max_position_embeddings=original, **options
+    )
+
+
+def yarn(factor: float = 40.0, original: int = 4096, **options: Any) -> RopeScaling:
+    return RopeScaling(
+        rope_type="yarn", factor=factor, original_max_position_embeddings=original, **options
+    )
+
+
+@pytest.mark.parametrize("case", ROTATIONS, ids=lambda c: str(c["args"]))
 def test_rotary_equals_megatron_core(case: dict[str, Any]) -> None:
     args, shape = case["args"], case["applied_shape"]
     index = np.arange(np.prod(shape), dtype=np.float64)
     x = torch.from_numpy(np.sin(0.37 * index + 0.1).astype(np.float32)).view(shape)
     rotary = RotaryEmbedding(
-        int(args["kv_channels"] * args["rotary_percent"]), args.get("rotary_base", 10000.0)
+        int(args["kv_channels"] * args["rotary_percent"]),
+        args.get("rotary_base", 10000.0),
+        llama3(args.get("rope_scaling_factor", 8.0)) if "rope_scaling" in args else None,
     )
     rotated = apply_rotary(x, *rotary(shape[0], x))
     # recorded with 7 digits
@@ -40,6 +59,86 @@ def test_rotary_equals_megatron_core(case: dict[str, Any]) -> None:
     )
     positions = torch.arange(shape[0])[None].expand(shape[1], -1)
     assert torch.equal(apply_rotary(x, *rotary(shape[0], x, positions)), rotated)
+
+
+def test_frequencies_of_llama_3_1_equal_megatron_core() -> None:
+    expected = torch.tensor(ROPE["inv_freq_llama3_1_hd128"])
+    frequencies = inverse_frequencies(128, 500000.0, llama3())
+    torch.testing.assert_close(frequencies, expected, rtol=0, atol=6e-8)  # recorded to 1e-7
+
+
+@pytest.mark.parametrize("case", ROPE["yarn"], ids=lambda c: str(c["args"]["mscale_all_dim"]))
+def test_yarn_equals_megatron_core(case: dict[str, Any]) -> None:
+    args = dict(case["args"])
+    dim, percent, base = (
+        args.pop(name) for name in ("kv_channels", "rotary_percent", "rotary_base")
+    )
+    scaling = yarn(args.pop("scaling_factor"), args.pop("original_max_position_embeddings"), **args)
+    angles = 3 * inverse_frequencies(int(dim * percent), float(base), scaling)
+    # recorded to 1e-7
+    torch.testing.assert_close(angles.repeat(2), torch.tensor(case["emb_pos3"]), rtol=0, atol=6e-7)
+    assert concentration_factor(scaling) == pytest.approx(case["mscale"], rel=1e-12)
+    cosines, sines = RotaryEmbedding(dim, base, scaling)(4, torch.zeros(1))
+    torch.testing.assert_close(cosines[3, 0], angles.cos() * case["mscale"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(sines[3, 0], angles.sin() * case["mscale"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        llama3(),
+        llama3(32.0, 2048, low_freq_factor=2.0, high_freq_factor=16.0),
+        llama3(1.0),
+        yarn(),
+        yarn(4.0, 32768),
+        yarn(4.0, 64),  # no channel turns beta_fast times
+        yarn(4.0, 8192, beta_slow=0.1),  # with the smallest base all channels turn beta_slow times
+        yarn(16.0, 1024, beta_fast=16.0, beta_slow=2.0, correction_range_round_to_int=False),
+        yarn(40.0, 4096, mscale=0.7, mscale_all_dim=1.2),
+        yarn(1.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("base", [100.0, 10000.0, 500000.0])
+def test_scaled_frequencies_equal_hugging_face(scaling: RopeScaling, base: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    functions = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    theirs = asdict(scaling) | {"rope_theta": base}
+    theirs["truncate"] = theirs.pop("correction_range_round_to_int")
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=1 << 20,
+        rope_parameters=theirs,
+    )  # fmt: skip
+    expected, factor = functions[scaling.rope_type](config, device="cpu")
+    # A few roundings in fp32: the products are taken in another order.
+    torch.testing.assert_close(inverse_frequencies(64, base, scaling), expected, rtol=5e-7, atol=0)
+    assert concentration_factor(scaling) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("original", "base", "divisor"),
+    [(4, 10000.0, 40.0), (4096, 3.0, 1.0)],
+    ids=["no channel turns once", "all channels turn often"],
+)
+def test_yarn_divides_all_low_frequencies_and_no_high_ones(
+    original: int, base: float, divisor: float
+) -> None:
+    scaled = inverse_frequencies(8, base, yarn(original=original))
+    torch.testing.assert_close(scaled[1:], inverse_frequencies(8, base)[1:] / divisor)
+
+
+@pytest.mark.parametrize("scaling", [llama3(original=8), yarn(original=8)], ids=str)
+def test_scaled_positions_may_restart(scaling: RopeScaling) -> None:
+    rotary, x = RotaryEmbedding(8, 10000.0, scaling), torch.zeros(1)
+    table = rotary(12, x)
+    position_ids = torch.tensor([[0, 1, 2, 0, 1], [7, 8, 11, 3, 4]])
+    for full, picked in zip(table, rotary(5, x, position_ids), strict=True):
+        assert torch.equal(full[position_ids.t(), 0], picked)
+    assert rotary(12, x)[0] is table[0]
+    assert not rotary.state_dict() and not list(rotary.buffers())
+    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
+    for full, traced in zip(table, compiled(12, x), strict=True):
+        assert torch.equal(full, traced)
 
 
 def test_a_rotary_table_from_inference_serves_training() -> None:
