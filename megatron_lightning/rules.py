@@ -4,7 +4,7 @@ here.
 
 from __future__ import annotations
 
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, get_args
 
 from megatron_lightning.config import (
@@ -23,23 +23,12 @@ if TYPE_CHECKING:
 
 
 def check_options(
-    layout: ParallelLayout,
     micro_batch_size: int | None,
     data_parallel: str,
     start_method: str,
     non_finite: str,
 ) -> None:
     """Check each option of the strategy by itself."""
-    if layout.ep != 1:
-        raise ConfigError(
-            f"expert_model_parallel_size={layout.ep} is not available in this version. Set it to 1."
-        )
-    if layout.etp != layout.tp:
-        raise ConfigError(
-            f"expert_tensor_parallel_size={layout.etp} differs from "
-            f"tensor_model_parallel_size={layout.tp}, and experts are not available in this "
-            "version. Leave it unset."
-        )
     if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
         raise ConfigError(
             f"micro_batch_size is {micro_batch_size!r}; it must be a positive integer, or unset "
@@ -94,6 +83,15 @@ def check_data_parallel(grid: RankGrid, data_parallel: str, options: DataParalle
         raise ConfigError(
             f"num_distributed_optimizer_instances={instances} does not divide the {size} data x "
             f"context parallel ranks into equal groups. Set it to a divisor of {size}."
+        )
+    copies = grid.size("edp")
+    if copies % instances:
+        raise ConfigError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {copies} ranks "
+            f"that hold the same experts ({grid.world_size} ranks in expert tensor "
+            f"{grid.size('etp')} x expert {grid.size('ep')} x pipeline {grid.size('pp')}) into "
+            f"equal groups. Set it to a divisor of {gcd(copies, size)}, or lower "
+            "expert_model_parallel_size or expert_tensor_parallel_size."
         )
 
 
@@ -160,6 +158,12 @@ def check_model_layout(
         raise ConfigError(
             f"expert_model_parallel_size={layout.ep} splits experts over ranks, and this model has "
             "none. Set expert_model_parallel_size to 1."
+        )
+    if layout.etp != layout.tp:
+        raise ConfigError(
+            f"expert_tensor_parallel_size={layout.etp} divides the matrices of experts otherwise "
+            f"than tensor_model_parallel_size={layout.tp}, and this model has no experts. Leave it "
+            "unset."
         )
 
 

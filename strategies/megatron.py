@@ -49,6 +49,7 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.checks import check_optimizers, explained_empty_optimizers
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -152,7 +153,7 @@ class MegatronStrategy(ParallelStrategy):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
-        check_options(layout, micro_batch_size, data_parallel, start_method, non_finite)
+        check_options(micro_batch_size, data_parallel, start_method, non_finite)
         check_process_groups(process_group_backend, timeout_s)
         pipeline = pipeline_options or PipelineOptions()
         sequence = context_options or ContextOptions()
@@ -459,7 +460,7 @@ class MegatronStrategy(ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         with explained_empty_optimizers(self.layout, self.context.pp.rank):
             self.setup_optimizers(trainer)
-        sharded = self.options.data_parallel != "ddp" and self.context.dp_cp.size > 1
+        sharded = self.options.data_parallel != "ddp" and has_replicas(self.context)
         size, world_size = self.options.micro_batch_size, self.context.world_size
         check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
 

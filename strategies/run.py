@@ -182,7 +182,7 @@ class Run:
             self._pipeline_executor.transport.warm_up()
         print_layout(self.module, self.part, self._ranks.context, self._options)
         if (
-            self._options.layout.tp * self._options.layout.num_stages > 1
+            self._options.layout.model_parallel_size * self._options.layout.num_stages > 1
             or self.part.units is not None
         ):
             self._hide_example()
@@ -319,7 +319,7 @@ class Run:
         ``reads``: whether this rank reads the state; otherwise it is empty.
         """
         context = self._ranks.context
-        if context.tp.size * context.pp.size == 1 and self.part.units is None:
+        if context.layout.model_parallel_size == 1 and self.part.units is None:
             return None
         return self.checkpoints.full_module_state(
             self.module_state(), folder, self.part, reads=reads

@@ -14,8 +14,10 @@ from megatron_lightning.assembly.plans import check_plans
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
+from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.analysis import ExampleRun
 from megatron_lightning.pipeline.call_analysis import check_boundaries
@@ -154,6 +156,28 @@ def check_shared(
                     "of the LightningModule shows it; else set tensor_model_parallel_size or "
                     "pipeline_model_parallel_size to 1."
                 )
+
+
+def check_experts(specs: Mapping[str, ShardSpec], context: ParallelContext) -> None:
+    """Check that a layout that divides experts has some; a collective of the pipeline ranks.
+
+    Args:
+        specs: Specs of this rank's parameters.
+        context: Groups of this rank.
+
+    Raises:
+        ConfigError: On all ranks, if no parameter of the model is an expert's.
+    """
+    layout = context.layout
+    if not layout.divides_experts:
+        return
+    mine = any(spec.is_expert for spec in specs.values())
+    if not any(context.pp.all_gather_object(mine)):
+        raise ConfigError(
+            f"expert_model_parallel_size={layout.ep} and expert_tensor_parallel_size={layout.etp} "
+            "divide experts, and no parameter of the model is split over ep or etp by its sharding "
+            "plan. Add rows for the experts to the plan, or leave both sizes unset."
+        )
 
 
 def check_sharded_units(module: nn.Module, options: PipelineOptions) -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
@@ -69,7 +70,7 @@ class GradientAccumulation:
         self._specs = specs
         self._context = context
         self._optimizers = optimizers
-        self._sharded = (sharded or units is not None) and context.dp_cp.size > 1
+        self._sharded = (sharded or units is not None) and has_replicas(context)
         self._options = options
         self._stage_of = stage_of
         self._units = units

@@ -42,6 +42,11 @@ _MIN_BUCKET_SIZE = 2**18  # below, a collective costs as much for its start as f
 _MIN_BUCKETS = 8
 
 
+def has_replicas(context: ParallelContext) -> bool:
+    """Return whether several ranks hold the same parameters: dense ones, or experts'."""
+    return max(context.dp_cp.size, context.edp.size) > 1
+
+
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the summed gradients and main params of ``dtype`` parameters."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -17,7 +17,8 @@ are those of a group of neighboring ranks: gathers and reduce-scatters stay insi
 reduced shards are all-reduced over the groups.
 
 Parameters that FSDP2 cannot manage are treated as under ZeRO-1: tied ones, scalars, those of
-another dtype than their unit, and those outside of the units.
+another dtype than their unit, and those outside of the units. So are experts', over the ranks that
+hold the same experts (``edp``), which are others than those of a unit.
 """
 
 from __future__ import annotations

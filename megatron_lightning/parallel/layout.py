@@ -117,6 +117,18 @@ class ParallelLayout:
         return self.tp > 1 if self.sequence_parallel == "auto" else bool(self.sequence_parallel)
 
     @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold different parameters of one copy of the model: of its dense layers, or of
+        its experts if these are divided more.
+        """
+        return max(self.tp, self.etp * self.ep) * self.pp
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether experts are divided otherwise than dense layers."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline over all ranks."""
         return self.pp * self.vpp

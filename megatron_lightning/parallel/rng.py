@@ -6,9 +6,9 @@ The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
-Ranks that hold other parts of a sequence draw from seeds of their own. Two more are ours, equal on
-all ranks and on the CPU; they give the seeds of forwards, so that an evaluation does not change
-what training draws:
+Ranks that hold other parts of a sequence draw from seeds of their own, except for experts, which
+see the tokens of many ranks. Two more streams are ours, equal on all ranks and on the CPU; they
+give the seeds of forwards, so that an evaluation does not change what training draws:
 
     training-seeds       seed
     evaluation-seeds     seed + 1
@@ -23,6 +23,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+EXPERTS = "expert-parallel-rng"
+"""Stream of the experts, equal on the ranks that hold the same ones."""
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -87,10 +90,11 @@ class RngStreams:
         etp_rank: int = 0,
     ) -> None:
         self.device = device
-        base = seed + 100 * pp_rank + 1_000_003 * cp_rank
+        stage = seed + 100 * pp_rank
+        base = stage + 1_000_003 * cp_rank
         self._states = {
             "model-parallel-rng": self._seeded(base + 2718 + tp_rank),
-            "expert-parallel-rng": self._seeded(base + 1024 + 100 * ep_rank + etp_rank),
+            EXPERTS: self._seeded(stage + 1024 + 100 * ep_rank + etp_rank),
             "data-parallel-rng": self._seeded(base),
             "training-seeds": torch.Generator().manual_seed(seed).get_state(),
             "evaluation-seeds": torch.Generator().manual_seed(seed + 1).get_state(),

@@ -164,6 +164,47 @@ class ShardSpec:
             sharded_over=(axis,),
         )
 
+    def crossed(self, other: ShardSpec) -> ShardSpec:
+        """Return the spec of a tensor that is split as this one says and, along other dims, as
+        ``other`` does: experts over ``ep``, and the rows of each over ``etp``.
+
+        Raises:
+            ShardingError: If both are of other tensors, split the same dim or over the same axis,
+                or both consist of several boxes, which no local tensor could stack.
+        """
+        problem = ""
+        if self.global_shape != other.global_shape:
+            problem = f"shapes are {self.global_shape} and {other.global_shape}"
+        elif both := set(self.sharded_over) & set(other.sharded_over):
+            problem = f"both split over {', '.join(sorted(both))}"
+        elif dims := self._split_dims & other._split_dims:
+            problem = f"both split dim {', '.join(map(str, sorted(dims)))}"
+        elif len(self.boxes) > 1 < len(other.boxes):
+            problem = f"they stack {len(self.boxes)} and {len(other.boxes)} boxes along two dims"
+        if problem:
+            raise ShardingError(
+                f"two splits of a parameter of shape {self.global_shape} cannot be combined: "
+                f"{problem}. Split one dim over one axis and another over a second."
+            )
+        boxes = (own.overlap(theirs) for own in self.boxes for theirs in other.boxes)
+        return replace(
+            self,
+            boxes=tuple(box for box in boxes if box is not None),
+            sharded_over=(*self.sharded_over, *other.sharded_over),
+            partial_over=tuple(dict.fromkeys((*self.partial_over, *other.partial_over))),
+            stacked_dim=(self if len(self.boxes) > 1 else other).stacked_dim,
+        )
+
+    @property
+    def _split_dims(self) -> set[int]:
+        """Dims of which this rank holds a part."""
+        return {
+            dim
+            for box in self.boxes
+            for dim, (own, full) in enumerate(zip(box.shape, self.global_shape, strict=True))
+            if own != full
+        }
+
     @property
     def is_expert(self) -> bool:
         """Whether the parameter is an expert's: it names ``ep`` or ``etp``."""

@@ -23,6 +23,7 @@ from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.rng import EXPERTS
 from megatron_lightning.pipeline.metrics import check_persistent_states
 from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
 from megatron_lightning.strategies.progress import Progress
@@ -59,8 +60,11 @@ class RunState:
         mine: dict[str, Any] = {}
         if context.tp.rank == context.pp.rank == context.cp.rank == 0:
             mine["data"] = (context.dp.rank, self._rng.state(), fit_loop.get("combined_loader"))
-        if context.dp.rank == 0:
-            mine["layers"] = (_place_in_replica(context), context.rng.state_dict())
+        streams = context.rng.state_dict()
+        experts = {EXPERTS: streams.pop(EXPERTS)}
+        mine["layers"] = {_place_in_replica(context): streams} if context.dp.rank == 0 else {}
+        if context.edp.rank == 0:
+            mine["layers"][_place_among_experts(context)] = experts
         ranks = gather(context.axis("world"), mine)
         data = [rank["data"] for rank in ranks if "data" in rank]
         state = {
@@ -71,7 +75,7 @@ class RunState:
             "tied": dict(part.tied),
             "random_states": {replica: states for replica, states, _ in data},
             "loaders": {replica: loader for replica, _, loader in data if loader},
-            "layer_streams": dict(rank["layers"] for rank in ranks if "layers" in rank),
+            "layer_streams": {k: v for rank in ranks for k, v in rank["layers"].items()},
         }
         return {**checkpoint, OWN: state}
 
@@ -103,9 +107,9 @@ class RunState:
                 context.dp.rank
             ]
         self._random_state = own["random_states"].get(context.dp.rank)
-        streams = own["layer_streams"].get(_place_in_replica(context))
-        if streams is not None and own["layout"] == asdict(context.layout):
-            context.rng.load_state_dict(streams)
+        if own["layout"] == asdict(context.layout):
+            for place in (_place_in_replica(context), _place_among_experts(context)):
+                context.rng.load_state_dict(own["layer_streams"].get(place, {}))
 
     def restore_random_state(self) -> None:
         """Draw the random numbers that the run which saved the checkpoint would have drawn next."""
@@ -137,7 +141,12 @@ class RunState:
 
 
 def _place_in_replica(context: ParallelContext) -> str:
-    return f"tp{context.tp.rank}-pp{context.pp.rank}"
+    sequence = f"-cp{context.cp.rank}" if context.cp.size > 1 else ""
+    return f"tp{context.tp.rank}-pp{context.pp.rank}{sequence}"
+
+
+def _place_among_experts(context: ParallelContext) -> str:
+    return f"etp{context.etp.rank}-ep{context.ep.rank}-pp{context.pp.rank}"
 
 
 def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:

@@ -107,7 +107,7 @@ def check_callbacks(
             "Set pipeline_model_parallel_size=1, or freeze layers before fit."
         )
     pruning = next((callback for callback in callbacks if isinstance(callback, ModelPruning)), None)
-    if pruning is not None and (layout.tp * layout.pp > 1 or sharded):
+    if pruning is not None and (layout.model_parallel_size > 1 or sharded):
         raise ConfigError(
             f"{type(pruning).__name__} chooses the weights to prune among those that one rank "
             "sees, and gives weights other "

@@ -206,8 +206,6 @@ def check_saving(
     if trainer.checkpoint_callbacks:
         warn_of_uploads(trainer)
     # In a checkpoint.
-    hands_weights_back = (
-        options.start_method != "popen" and options.layout.model_parallel_size > 1
-    )
+    hands_weights_back = options.start_method != "popen" and options.layout.model_parallel_size > 1
     if trainer.checkpoint_callbacks or hands_weights_back:
         check_persistent_states(module, options.layout.data_parallel_size(world_size))

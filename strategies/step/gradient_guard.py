@@ -104,8 +104,9 @@ def describe_parts(context: ParallelContext, data_parallel: str) -> str:
         if data_parallel != "ddp" and replicas > 1
         else ""
     )
+    experts = f", experts {layout.ep} x {layout.etp}" if layout.divides_experts else ""
     return (
-        f"tensor {layout.tp} x pipeline {layout.pp}{sharded}"
-        if sharded or layout.tp * layout.pp > 1
+        f"tensor {layout.tp} x pipeline {layout.pp}{experts}{sharded}"
+        if sharded or layout.model_parallel_size > 1
         else ""
     )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
@@ -54,7 +55,7 @@ class Training:
             part.specs,
             context,
             optimizers,
-            sharded=options.data_parallel == "zero1",
+            sharded=options.data_parallel != "ddp",
             options=options.data,
             stage_of=part.stage_of,
             units=part.units,
@@ -62,7 +63,7 @@ class Training:
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, options.data_parallel)
-        is_sharded = options.data_parallel != "ddp" and context.dp_cp.size > 1
+        is_sharded = options.data_parallel != "ddp" and has_replicas(context)
         self.guard = GradientGuard(module, self.accumulation, self._parts)
         """Compares gradients around hooks of the user's."""
         self._has_clipped = not is_sharded  # or there is no need to warn

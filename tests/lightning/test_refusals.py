@@ -41,12 +41,8 @@ from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout,
     ("options", "message"),
     [
         (
-            {"expert_model_parallel_size": 2},
-            r"expert_model_parallel_size=2 is not available .* Set it to 1",
-        ),
-        (
-            {"expert_tensor_parallel_size": 2},
-            r"expert_tensor_parallel_size=2 differs .* Leave it unset",
+            {"expert_model_parallel_size": 0},
+            r"expert_model_parallel_size is 0; it must be a positive integer",
         ),
         (
             {"data_parallel": "zero9"},
