@@ -1,0 +1,49 @@
+"""Configuration objects: sizes of the transformer models, and the strategy's groups of options. No
+torch here.
+"""
+
+from megatron_lightning.config.parallel import (
+    ContextExchange,
+    ContextOptions,
+    DataParallel,
+    DataParallelOptions,
+    MomentsDtype,
+    PipelineOptions,
+)
+from megatron_lightning.config.training import (
+    CheckpointOptions,
+    LossScaleOptions,
+    NonFinite,
+    RecomputeOptions,
+    SaveErrorAction,
+    StartMethod,
+)
+from megatron_lightning.config.transformer import (
+    Activation,
+    Normalization,
+    PositionEmbedding,
+    RopeScaling,
+    RopeType,
+    TransformerConfig,
+)
+
+__all__ = [
+    "Activation",
+    "CheckpointOptions",
+    "ContextExchange",
+    "ContextOptions",
+    "DataParallel",
+    "DataParallelOptions",
+    "LossScaleOptions",
+    "MomentsDtype",
+    "NonFinite",
+    "Normalization",
+    "PipelineOptions",
+    "PositionEmbedding",
+    "RecomputeOptions",
+    "RopeScaling",
+    "RopeType",
+    "SaveErrorAction",
+    "StartMethod",
+    "TransformerConfig",
+]

@@ -1,0 +1,36 @@
+"""Checks that the options share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_lightning.errors import ConfigError
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_counts(options: object, *names: str) -> None:
+    """Check that fields are positive integers, or None.
+
+    Raises:
+        ConfigError: Naming one that is not.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not is_count(value):
+            raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Check that a value is one of those that are known.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if value not in choices:
+        raise ConfigError(
+            f"{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}."
+        )

@@ -1,0 +1,135 @@
+"""Options of a run: loss scale, checkpoints, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.errors import ConfigError
+
+NonFinite = Literal["ignore", "raise", "skip"]
+StartMethod = Literal["popen", "spawn", "fork"]
+SaveErrorAction = Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleOptions:
+    """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults."""
+
+    initial_scale: float = 2.0**32
+    """Scale of the first step; it falls in the first steps, by their overflows, to one that
+    fits."""
+    growth_interval: int = 1000
+    """Steps without overflow after which the scale is raised."""
+    growth_factor: float = 2.0
+    """Factor by which it is raised."""
+    backoff_factor: float = 0.5
+    """Factor by which it is lowered after an overflow."""
+    hysteresis: int = 2
+    """Overflows that are skipped before the scale is lowered; the count restarts when the scale is
+    raised."""
+    min_scale: float = 1.0
+    """The scale is never lowered below this."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.min_scale <= self.initial_scale:
+            raise ConfigError(
+                f"loss scale: initial_scale is {self.initial_scale} and min_scale "
+                f"{self.min_scale}; the scale starts at the first and never falls below the "
+                "second. Set 0 < min_scale <= initial_scale."
+            )
+        if self.growth_interval < 1 or self.hysteresis < 1:
+            raise ConfigError(
+                f"loss scale: growth_interval is {self.growth_interval} and hysteresis "
+                f"{self.hysteresis}; both must be positive integers."
+            )
+        if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
+            raise ConfigError(
+                f"loss scale: growth_factor is {self.growth_factor} and backoff_factor "
+                f"{self.backoff_factor}; the first raises the scale, the second lowers it. Set "
+                "growth_factor above 1, and backoff_factor between 0 and 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Options of saving and loading checkpoints."""
+
+    async_save: bool = False
+    """Copy the state to host memory and write it in the background during training. The copy takes
+    as much memory as the rank writes. The next save, and the end of training, wait until it is
+    committed."""
+    on_save_error: SaveErrorAction = "raise"
+    """"raise" ends training when a checkpoint cannot be saved; "warn" continues, and older ones are
+    kept until one can."""
+    resize_vocabulary: bool = False
+    """Load checkpoints whose vocabulary is padded to another size than the model's: of embedding
+    and output layer (what the sharding plan calls ``VocabParallel``) and of their optimizer states,
+    rows beyond the model's are left out, and missing ones are zeros, with a warning. False: another
+    size is an error."""
+
+    def __post_init__(self) -> None:
+        check_choice("on_save_error", self.on_save_error, get_args(SaveErrorAction))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeOptions:
+    """Activations that are recomputed in the backward pass or offloaded to the host, with
+    Megatron's names.
+    """
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Recompute parts of each layer (selective), full layers (full), or nothing."""
+    recompute_modules: Sequence[str] = ("core_attn",)
+    """Selective: names of modules inside a layer (core_attn, mlp, layernorm, …), or dotted patterns
+    of module paths. Of norms and activation functions the output is dropped, of other modules all
+    saved tensors but their inputs."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Full: keep the input of every n layers (uniform), or recompute n layers of each stage one by
+    one (block)."""
+    recompute_num_layers: int | None = None
+    """Full: the number n of layers."""
+    recompute_layers: Sequence[str] = ("**.layers.*", "layers.*")
+    """Patterns of the paths of the layers."""
+    offload_modules: Sequence[str] = ()
+    """Names or patterns, as above, of modules whose saved tensors are kept in host memory."""
+    offload_min_bytes: int = 1 << 20
+    """Smaller tensors stay on the device."""
+
+    def __post_init__(self) -> None:
+        granularity, method, count = (
+            self.recompute_granularity,
+            self.recompute_method,
+            self.recompute_num_layers,
+        )
+        if granularity not in (None, "selective", "full"):
+            raise ConfigError(
+                f"recompute_granularity is {granularity!r}, which is unknown. Set selective, full, "
+                "or nothing."
+            )
+        if method not in (None, "uniform", "block"):
+            raise ConfigError(
+                f"recompute_method is {method!r}, which is unknown. Set uniform or block."
+            )
+        if granularity == "full" and (method is None or count is None):
+            raise ConfigError(
+                f"recompute_granularity=full with recompute_method={method} and "
+                f"recompute_num_layers={count}: which layers? Set both, such as uniform and 1."
+            )
+        if granularity != "full" and (method is not None or count is not None):
+            raise ConfigError(
+                f"recompute_method={method} and recompute_num_layers={count} choose full layers, "
+                f"and recompute_granularity is {granularity}. Set it to full, or leave both out."
+            )
+        check_counts(self, "recompute_num_layers")
+        if granularity == "selective" and not self.recompute_modules:
+            raise ConfigError(
+                "recompute_modules is empty, and recompute_granularity is selective. Name a module."
+            )
+        for name in ("recompute_modules", "recompute_layers", "offload_modules"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is no list. Put it into brackets."
+                )

@@ -1,0 +1,315 @@
+"""Sizes and choices of a transformer.
+
+Names are Megatron-Core's where it has them. Notation of the package's model files: ``s`` sequence,
+``b`` batch, ``h`` hidden, ``n`` attention heads, ``g`` query groups, ``d`` head dim
+(``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
+
+from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.errors import ConfigError
+
+Normalization = Literal["RMSNorm", "LayerNorm"]
+PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+RopeType = Literal["llama3", "yarn"]
+Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "normalization": get_args(Normalization),
+    "position_embedding_type": get_args(PositionEmbedding),
+    "activation": get_args(Activation),
+}
+_COUNTS = (
+    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
+    "num_query_groups", "kv_channels", "ffn_hidden_size",
+)  # fmt: skip
+# The two bounds, lower first, and what else only this type has.
+_ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "correction_range_round_to_int",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies for longer sequences than those of the pretraining, by Llama 3's rule
+    (https://arxiv.org/abs/2407.21783) or YaRN (https://arxiv.org/abs/2309.00071).
+
+    Both look at the turns that a channel makes over the original length: below a lower bound its
+    frequency is divided by ``factor``, above an upper bound kept, and in between interpolated.
+    """
+
+    rope_type: RopeType
+    """Rule: llama3 interpolates over the turns, yarn over the channels."""
+    factor: float
+    """Divisor of the low frequencies, 1 or more; Megatron's default for llama3 is 8."""
+    original_max_position_embeddings: int
+    """Longest sequence of the pretraining in tokens; Megatron's default is 8192 for llama3 and 4096
+    for yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: lower bound, in turns."""
+    high_freq_factor: float = 4.0
+    """llama3: upper bound, in turns."""
+    beta_fast: float = 32.0
+    """yarn: upper bound, in turns."""
+    beta_slow: float = 1.0
+    """yarn: lower bound, in turns."""
+    mscale: float = 1.0
+    """yarn: cosines and sines are multiplied by (0.1 x mscale x ln(factor) + 1) / (0.1 x
+    mscale_all_dim x ln(factor) + 1)."""
+    mscale_all_dim: float = 0.0
+    """yarn: see mscale."""
+    correction_range_round_to_int: bool = True
+    """yarn: widen the interpolated range to whole channels."""
+
+    def __post_init__(self) -> None:
+        check_choice("rope_scaling.rope_type", self.rope_type, get_args(RopeType))
+        check_counts(self, "original_max_position_embeddings")
+        if not 1.0 <= self.factor < float("inf"):
+            raise ConfigError(
+                f"rope_scaling.factor is {self.factor}; low frequencies are divided by it, so that "
+                "longer sequences fit. Set it to 1 or more."
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        for other in _ROPE_FIELDS.keys() - {self.rope_type}:
+            for name in _ROPE_FIELDS[other]:
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigError(
+                        f"rope_scaling.{name}={getattr(self, name)} is an option of {other}, and "
+                        f"rope_type is {self.rope_type}. Leave it out, or set rope_type to {other}."
+                    )
+        lower, upper = _ROPE_FIELDS[self.rope_type][:2]
+        if not 0.0 < getattr(self, lower) < getattr(self, upper) < float("inf"):
+            raise ConfigError(
+                f"rope_scaling: {lower} is {getattr(self, lower)} and {upper} "
+                f"{getattr(self, upper)}; frequencies between the two are interpolated. Set 0 < "
+                f"{lower} < {upper}."
+            )
+        for name in ("mscale", "mscale_all_dim"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"rope_scaling.{name} is {getattr(self, name)}; attention would become flatter "
+                    "with longer sequences. Set it to 0 or more."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes and choices of a decoder-only transformer."""
+
+    num_layers: int
+    """Transformer layers of the model."""
+    hidden_size: int
+    """Width of the residual stream (h)."""
+    num_attention_heads: int
+    """Query heads (n)."""
+    vocab_size: int
+    """Entries of the vocabulary (v); any size."""
+    max_sequence_length: int = 2048
+    """Longest sequence in tokens; the number of learned positions."""
+    num_query_groups: int | None = None
+    """Key and value heads (g); None: one for each query head; 1: multi-query attention."""
+    kv_channels: int | None = None
+    """Size of one head (d); None: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward layer (f); None: 4 x hidden_size."""
+    normalization: Normalization = "RMSNorm"
+    """Kind of the norms."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance in the norms."""
+    position_embedding_type: PositionEmbedding = "rope"
+    """Rotary positions in attention, learned positions added to the word embeddings, or none."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Part of each head that is rotated."""
+    rope_scaling: RopeScaling | None = None
+    """Rotary frequencies for longer sequences (Llama 3.1, YaRN); None: as rotary_base gives
+    them."""
+    activation: Activation = "swiglu"
+    """Feed-forward activation; swiglu is gated: linear_fc1 holds gate and up, gate first; gelu_tanh
+    is GPT-2's."""
+    add_bias_linear: bool = False
+    """Whether the linear layers (but not the output layer) have a bias."""
+    add_qkv_bias: bool = False
+    """Whether linear_qkv has a bias even where the other linear layers have none (Qwen2)."""
+    qk_layernorm: bool = False
+    """Normalize every query and key head before the rotation (Qwen3)."""
+    share_embeddings_and_output_weights: bool = False
+    """Whether the output layer uses the word embedding's weight (tied)."""
+    hidden_dropout: float = 0.0
+    """Dropout of the embedding's and of each block's output before it joins the residual stream."""
+    attention_dropout: float = 0.0
+    """Dropout of the attention probabilities."""
+    window_size: tuple[int, int] | None = None
+    """Sliding window of attention: positions before a query's own that it sees, and positions after
+    it, which have to be 0; None: all positions before."""
+    fp32_residual_connection: bool = False
+    """Keep the residual stream, from the embedding to the last norm, in fp32 where the weights are
+    bf16 or fp16."""
+    attention_softmax_in_fp32: bool = False
+    """Compute attention scores, softmax and context in fp32; torch's fused kernels already sum the
+    softmax in fp32."""
+    logits_in_fp32: bool = False
+    """Return logits in fp32; the losses are computed in fp32 in any case."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by
+    sqrt(2 x num_layers)."""
+    init_seed: int = 1234
+    """Seed of the initial weights, which depend on it and on the parameter's name only, not on the
+    layout."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, *_COUNTS)
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        for name in ("layernorm_epsilon", "init_method_std"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
+                )
+        if not self.rotary_base > 0.0:
+            raise ConfigError(
+                f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it "
+                "above 0."
+            )
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more "
+                    "and below 1."
+                )
+        self._check_heads()
+        self._check_window()
+        self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
+        given: object = self.rope_scaling
+        if isinstance(given, Mapping):
+            # From `to_dict`: a checkpoint holds plain values only.
+            object.__setattr__(self, "rope_scaling", RopeScaling(**given))
+        elif given is not None and not isinstance(given, RopeScaling):
+            raise ConfigError(
+                f"rope_scaling is {given!r}, which describes no scaling. Set it to a RopeScaling."
+            )
+        if self.rope_scaling is None:
+            return
+        if self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"rope_scaling is set, and position_embedding_type={self.position_embedding_type} "
+                "has no rotary frequencies. Leave it out, or set position_embedding_type to rope."
+            )
+        if self.rope_scaling.rope_type == "yarn" and self.rotary_base <= 1.0:
+            raise ConfigError(
+                f"rotary_base={self.rotary_base} with rope_scaling.rope_type=yarn: yarn looks for "
+                "the channel of a frequency, and frequencies do not fall from channel to channel. "
+                "Set rotary_base above 1."
+            )
+
+    def _check_window(self) -> None:
+        window = self.window_size
+        if window is None:
+            return
+        if len(window) != 2 or window[0] < 0 or window[1] != 0:
+            raise ConfigError(
+                f"window_size is {window}; a position sees itself and some before it. Set it to "
+                "(positions before, 0), or leave it unset."
+            )
+        if self.attention_dropout:
+            raise ConfigError(
+                f"window_size={window} and attention_dropout={self.attention_dropout} cannot be "
+                "combined. Set attention_dropout to 0."
+            )
+
+    def _check_heads(self) -> None:
+        heads, groups = self.num_attention_heads, self.query_groups
+        if self.kv_channels is None and self.hidden_size % heads:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}, "
+                "so a head has no size. Set kv_channels, or a hidden_size that is a multiple of "
+                "the heads."
+            )
+        if heads % groups:
+            raise ConfigError(
+                f"num_attention_heads={heads} is not divisible by num_query_groups={groups}; each "
+                "key/value head serves equally many query heads. Set num_query_groups to a "
+                "divisor of the heads."
+            )
+        if self.position_embedding_type == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ConfigError(
+                f"rotary_percent={self.rotary_percent} of kv_channels={self.head_dim} rotates "
+                f"{self.rotary_dim} channels; rotation works on pairs within a head. Set both so "
+                "that the product is even, and at most kv_channels."
+            )
+        if self.rotary_percent > 1.0:
+            raise ConfigError(
+                f"rotary_percent is {self.rotary_percent}; a head has no more to rotate. Set it to "
+                "at most 1."
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads of the model (g)."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head (d)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.query_groups
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer (f)."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def gated(self) -> bool:
+        """Whether linear_fc1 holds a gate and an up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused linear_qkv weight: per query group its query heads, one key and one
+        value head.
+        """
+        return self.query_groups * (self.heads_per_group + 2) * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the model."""
+        h, f, norms = self.hidden_size, self.ffn_size, 2 if self.normalization == "LayerNorm" else 1
+        fc1 = (2 if self.gated else 1) * f
+        layer = (
+            h * (self.qkv_rows + self.num_attention_heads * self.head_dim + fc1 + f) + 2 * h * norms
+        )
+        layer += (
+            self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias)
+            + (2 * h + fc1) * self.add_bias_linear
+        )
+        layer += 2 * self.head_dim * norms * self.qk_layernorm
+        embeddings = self.vocab_size * h * (1 if self.share_embeddings_and_output_weights else 2)
+        positions = (
+            self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
+        )
+        return self.num_layers * layer + embeddings + positions + h * norms
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields as plain values, for checkpoints and logs."""
+        return asdict(self)
