@@ -18,7 +18,7 @@ from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.assembly.replicas import equalize
-from megatron_lightning.config import PipelineOptions
+from megatron_lightning.config import ContextOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -42,6 +42,7 @@ class _Record(NamedTuple):
     layout: ParallelLayout
     placement: Placement
     options: PipelineOptions
+    sequence: ContextOptions
     path: str | None
     """As in :class:`Part`, like the fields below."""
     stages: tuple[tuple[str, ...], ...]
@@ -101,6 +102,7 @@ def assemble(
         context.layout,
         placement,
         options,
+        context.context_options,
         path,
         stages,
         everywhere,
@@ -123,7 +125,8 @@ def reattach(
             connections.
     """
     record: _Record = module.__dict__[_RECORD]
-    assembled, requested = record[:3], (context.layout, placement, options)
+    assembled = record[:4]
+    requested = (context.layout, placement, options, context.context_options)
     if assembled != requested:
         raise ConfigError(
             f"{type(module).__name__} was sharded for {_describe(*assembled)} by an earlier "
@@ -133,7 +136,9 @@ def reattach(
     if any(
         isinstance(value, AxisGroup) and value.is_broken
         for layer in module.modules()
-        for value in vars(layer).values()
+        for holder in (layer, getattr(layer, "exchange", None))
+        if holder is not None
+        for value in vars(holder).values()
     ):
         raise ConfigError(
             f"the layers of {type(module).__name__} use connections that the exception in an "
@@ -209,10 +214,14 @@ def _parallelize(
         parallelize(module.get_submodule(path), context, plan, is_full=False)
 
 
-def _describe(layout: ParallelLayout, placement: Placement, options: PipelineOptions) -> str:
+def _describe(
+    layout: ParallelLayout, placement: Placement, options: PipelineOptions, sequence: ContextOptions
+) -> str:
     text = (
         f"tensor {layout.tp} x pipeline {layout.pp} x {layout.vpp} (sequence parallel {layout.sp}"
     )
+    if layout.cp > 1:
+        text += f", context {layout.cp} by {sequence.cp_comm_type}"
     if layout.num_stages > 1:
         text += f", stages on pipeline ranks {', '.join(map(str, placement.pp_ranks))}"
     changed = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,25 @@ from torch import Tensor
 
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.context import gathered
 from megatron_lightning.layers.context.backends import BACKENDS
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, sequence_exchange
 from megatron_lightning.parallel.sequence import SequencePart, join
 from tests.helpers.ranks import run_ranks
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "uneven": (12, 3)}
 LEVELS = {1: [1, 1], 2: [2, 1], 4: [2, 2], 8: [4, 2]}
+DOCUMENTS = Documents(((0, 3, 20, 21, 50, 64), (0, 64)))
 KINDS = {
     "causal": SequenceInfo(),
     "full": SequenceInfo(causal=False),
     "window": SequenceInfo(window=5),
     "wide window": SequenceInfo(window=40),
+    "documents": SequenceInfo(documents=DOCUMENTS),
+    "documents, full": SequenceInfo(causal=False, documents=DOCUMENTS),
+    "documents, window": SequenceInfo(window=5, documents=DOCUMENTS),
 }
 SCALE = 0.3
 
@@ -42,9 +48,15 @@ def _inputs(heads: str, dtype: torch.dtype, length: int = 64) -> list[Tensor]:
 
 def _visible(length: int, sequence: SequenceInfo) -> Tensor:
     back = torch.arange(length)[:, None] - torch.arange(length)
-    if not sequence.causal:
-        return torch.ones_like(back, dtype=torch.bool)
-    return (back >= 0) & (back <= (length if sequence.window is None else sequence.window))
+    visible = torch.ones_like(back, dtype=torch.bool)
+    if sequence.causal:
+        visible = (back >= 0) & (back <= (length if sequence.window is None else sequence.window))
+    if sequence.documents is None:
+        return visible
+    number = torch.zeros(2, length)
+    for row, document in sequence.documents.spans():
+        number[row, document.start :] += 1
+    return (visible & (number[:, :, None] == number[:, None]))[:, None]
 
 
 def _reference(heads: str, dtype: torch.dtype, sequence: SequenceInfo) -> list[Tensor]:
@@ -233,6 +245,18 @@ def test_levels_exchange_heads_and_send_keys_and_values_once_around() -> None:
 
 
 LOCAL = 2 * 4 * 64 * 8  # elements of queries [b, n, s, d] of all ranks
+
+
+def test_cached_keys_stand_before_the_queries() -> None:
+    """The last 10 queries of 64 positions, as a cache would be used; fp32: 5e-6."""
+    q, k, v, _ = _inputs("gqa", torch.float32)
+    core = CoreAttention(0.0)
+    last = [x.permute(2, 0, 1, 3) for x in (q[:, :, 54:], k, v)]
+    for sequence in (SequenceInfo(num_cached=54), SequenceInfo(window=5, num_cached=54)):
+        found = core(*last, sequence, SCALE).unflatten(2, (4, 8)).permute(1, 2, 0, 3)
+        mask = _visible(64, replace(sequence, num_cached=0))
+        full = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+        assert torch.allclose(found, full[:, :, 54:], atol=5e-6)
 
 
 def _undivided(num_ranks: int) -> str:
