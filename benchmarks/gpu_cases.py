@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,7 +24,13 @@ from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import measure
 from benchmarks.variants import Shape
 from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.context.blocks import visible_blocks
+from megatron_lightning.layers.context.kernels import Output
+from megatron_lightning.layers.context.local import LocalAttention
+from megatron_lightning.layers.context.merged import Gradients, Merged
+from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.sequence import SequencePart
 
 Numbers = Mapping[str, Any]
 
@@ -33,6 +40,8 @@ SMALL = Shape(
     accelerator="gpu", precision="bf16-mixed",
 )  # fmt: skip
 LARGE = replace(SMALL, num_layers=16, hidden_size=2048, ffn_size=5632, sequence=4096, batch=4)
+HEADS, GROUPS, HEAD_SIZE = 32, 8, 128
+"""Of attention over long sequences: Llama 3.1 8B."""
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
@@ -144,6 +153,111 @@ def attention(sequence: int, batch: int) -> Numbers:
     return numbers
 
 
+def steps_of_a_ring(
+    q: Tensor, parts: Sequence[Tensor], part: SequencePart, gradient: Tensor
+) -> Iterator[Tensor]:
+    """Compute what one rank of a ring does, without its messages: yield the output of its queries,
+    the sums of gradients of the keys and values of every rank, and the gradient of its queries.
+
+    Args:
+        q: Queries [b, n, s / c, d] of the rank.
+        parts: Keys and values [2, b, g, s / c, d] of every rank.
+        part: The rank.
+        gradient: Of the output.
+    """
+    length, scale = q.shape[2] * part.num_ranks, q.shape[3] ** -0.5
+    spans = [SequencePart(rank, part.num_ranks).spans(length) for rank in range(part.num_ranks)]
+    visible = [visible_blocks(spans[part.rank], keys, SequenceInfo()) for keys in spans]
+    merged = Merged(q, scale)
+    for keys_and_values, blocks in zip(parts, visible, strict=True):
+        merged.see(keys_and_values, blocks)
+    final = Output(merged.out.to(q.dtype), merged.log_sum)
+    del merged
+    yield final.out
+    gradients = Gradients(gradient, q, final, scale)
+    for keys_and_values, blocks in zip(parts, visible, strict=True):
+        yield gradients.of(keys_and_values, blocks)
+    yield gradients.q.to(q.dtype)
+
+
+def rank_of_a_ring(length: int, num_ranks: int, device: str = "cuda") -> Numbers:
+    """Time one process that plays a rank of a ring, beside flash attention of the full sequence.
+
+    At the same tokens a second, the ranks of a ring lose nothing but what messages do not hide.
+    """
+    ring = _rank_numbers(length, num_ranks, device)  # its tensors are gone before the next ones
+    return _beside_flash(f"rank of {num_ranks}", ring, length, device)
+
+
+def packed_row(length: int, num_documents: int, device: str = "cuda") -> Numbers:
+    """Time a row of documents of the same length, beside flash attention of a row of one."""
+    edges = tuple(number * length // num_documents for number in range(num_documents + 1))
+    sequence, attention = SequenceInfo(documents=Documents((edges,))), LocalAttention()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, sequence, HEAD_SIZE**-0.5)
+
+    packed = _full_numbers(attend, length, device)
+    return _beside_flash(f"{num_documents} documents", packed, length, device)
+
+
+def _beside_flash(name: str, numbers: Numbers, length: int, device: str) -> Numbers:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    flash = _full_numbers(attend, length, device)
+    found: dict[str, Any] = {name: numbers, "flash, all of it": flash}
+    if all("tokens_per_s" in each for each in (numbers, flash)):
+        found["speed_relative_to_flash"] = numbers["tokens_per_s"] / flash["tokens_per_s"]
+    return found
+
+
+def _rank_numbers(length: int, num_ranks: int, device: str) -> Numbers:
+    shape = (1, HEADS, length // num_ranks, HEAD_SIZE)
+    q, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    # A ring has two parts of keys and values in memory, and so do these.
+    pair = [torch.stack([q[:, :GROUPS]] * 2) for _ in range(2)]
+    parts = [pair[step % 2] for step in range(num_ranks)]
+
+    def play() -> None:
+        for _ in steps_of_a_ring(q, parts, SequencePart(0, num_ranks), gradient):
+            pass
+
+    return _attention_numbers(play, length // num_ranks)
+
+
+def _full_numbers(attend: Callable[..., Tensor], length: int, device: str) -> Numbers:
+    inputs = [
+        torch.randn(1, heads, length, HEAD_SIZE, device=device, dtype=torch.bfloat16)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    gradient = torch.randn_like(inputs[0])
+
+    def work() -> None:
+        leaves = [x.requires_grad_() for x in inputs]
+        torch.autograd.grad(attend(*leaves), leaves, gradient)
+
+    return _attention_numbers(work, length)
+
+
+def _attention_numbers(work: Callable[[], Any], num_tokens: int) -> Numbers:
+    """Time ``work``, with its peak memory; that of what does not run is why."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        times = _times_ms(work, repeats=10)
+    except RuntimeError as error:  # out of memory is one
+        return {"refused": str(error).splitlines()[0]}
+    milliseconds = statistics.median(times)
+    return {
+        "ms": milliseconds,
+        "tokens_per_s": num_tokens / milliseconds * 1e3,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "times_ms": times,
+    }
+
+
 def compiled_layers(shape: Shape) -> Numbers:
     """Time forward and backward of the model in bf16, as it is and with ``torch.compile`` on every
     layer.
@@ -220,6 +334,13 @@ CASES: Mapping[str, Mapping[str, Item]] = {
         f"{sequence} x {batch}": Item(20, partial(attention, sequence, batch))
         for sequence, batch in ((1024, 16), (2048, 8), (4096, 4), (8192, 2), (16384, 1), (32768, 1))
     },
+    "context": {
+        f"{size}k, one of {num_ranks} ranks": Item(
+            60, partial(rank_of_a_ring, size * 1024, num_ranks)
+        )
+        for size, num_ranks in ((32, 8), (128, 8))
+    }
+    | {"128k, 32 documents": Item(60, partial(packed_row, 128 * 1024, 32))},
     "compile": {
         f"{size}": Item(120, partial(compiled_layers, shape))
         for size, shape in (("0.2 B", SMALL), ("0.9 B", LARGE))

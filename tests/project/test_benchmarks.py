@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, and a run of it that is too small to measure anything."""
+"""The benchmarks' arithmetic, and runs of them that are too small to measure anything."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from benchmarks import gpu
+from benchmarks import bench_context, gpu, gpu_cases
 from benchmarks.bench_checkpoint import run as run_checkpoints
 from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
 from benchmarks.gpu_cases import Item
 from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import StepTime
 from benchmarks.variants import Goal
+from megatron_lightning.parallel.sequence import SequencePart, join
 
 
 def _steps(wall: list[float], loss: float = 1.0) -> list[list[StepTime]]:
@@ -81,6 +83,54 @@ def test_a_quick_checkpoint_run_measures_everything_and_cleans_up(tmp_path):
     )
     assert 4.05e11 < result["manifest"]["num_parameters"] < 4.07e11  # the model's published size
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_quick_run_of_shared_sequences_sends_and_keeps_what_theory_says(tmp_path):
+    page = bench_context.measure(256, 2, tmp_path)
+    counted = [line for line in page.splitlines() if "float32 |" in line or "bfloat16 |" in line]
+    assert len(counted) == 8 and "missed" not in "".join(counted)
+    (kept,) = tmp_path.glob("*.json")
+    result = json.loads(kept.read_text())
+    assert {name: len(rows["one_s"]) for name, rows in result["documents"].items()} == {
+        "one process": 2,
+        "2 ranks, p2p": 2,
+    }
+    assert kept.with_suffix(".md").read_text() == page
+
+
+def test_one_process_that_plays_all_ranks_of_a_ring_computes_attention():
+    num_ranks, shapes = 4, [(1, heads, 64, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    ranks = [SequencePart(rank, num_ranks) for rank in range(num_ranks)]
+    parts = [torch.stack([part.split(k, 2), part.split(v, 2)]) for part in ranks]
+    found = [
+        list(gpu_cases.steps_of_a_ring(part.split(q, 2), parts, part, part.split(grad, 2)))
+        for part in ranks
+    ]
+    full = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*full, is_causal=True, enable_gqa=True)
+    out.backward(grad)
+    of_keys = join([sum(steps) for steps in zip(*(x[1:-1] for x in found), strict=True)], 3)
+    torch.testing.assert_close(join([x[0] for x in found], 2), out.detach())
+    torch.testing.assert_close(join([x[-1] for x in found], 2), q.grad)
+    torch.testing.assert_close(of_keys, torch.stack([k.grad, v.grad]))
+
+
+@pytest.mark.parametrize("length", [64, 128])
+def test_the_cases_of_long_sequences_run(monkeypatch, length):
+    """On the CPU, where nothing is timed."""
+
+    def run_once(work, num_tokens):
+        work()
+        return {"tokens_per_s": num_tokens}
+
+    monkeypatch.setattr(gpu_cases, "_attention_numbers", run_once)
+    ring = gpu_cases.rank_of_a_ring(length, 8, "cpu")
+    packed = gpu_cases.packed_row(length, 4, "cpu")
+    assert ring["rank of 8"] == {"tokens_per_s": length // 8}
+    assert (ring["speed_relative_to_flash"], packed["speed_relative_to_flash"]) == (1 / 8, 1.0)
+    assert packed["4 documents"] == packed["flash, all of it"] == {"tokens_per_s": length}
+    assert set(gpu_cases.CASES) == {"step", "attention", "context", "compile"}
 
 
 def _raise() -> dict[str, float]:
