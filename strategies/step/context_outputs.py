@@ -50,9 +50,10 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
 def _check_equal(value: Tensor, name: str, group: AxisGroup) -> None:
     ranks = gather_rows(value[None], group)
     if not torch.equal(ranks, value[None].expand_as(ranks)):
+        place = f" at {name}" if name else ""
         raise ConfigError(
-            f"predict_step returned{name and f' at {name}'} a tensor {list(value.shape)} that differs between "
-            f"the {group.size} ranks that share a sequence, and is no sequence. Return values of "
+            f"predict_step returned{place} a tensor {list(value.shape)} that differs between the "
+            f"{group.size} ranks that share a sequence, and is no sequence. Return values of "
             "every token (their dim is declared in sequence_dims, under the same key, where it is "
             "not that of the batch), or set context_parallel_size to 1."
         )

@@ -37,7 +37,8 @@ def put_core(module: nn.Module) -> CoreAttention:
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
-    core = CoreAttention(float(getattr(module, "attention_dropout", 0.0)))
+    dropout: Any = getattr(module, "attention_dropout", 0.0)
+    core = CoreAttention(float(getattr(dropout, "p", dropout)))
     module.add_module(_CORE, core)
     config: Any = module.config
     config._attn_implementation = NAME
