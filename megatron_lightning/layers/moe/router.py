@@ -1,0 +1,373 @@
+"""The router of a mixture of experts: which experts a token is sent to, with which weights, and the
+losses that balance the experts.
+
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``t`` tokens (s b), ``E`` experts, ``k`` experts
+of a token. Three sets of numbers per token and expert are kept apart:
+
+    logits   the router's product
+    scores   softmax, sigmoid or sqrt(softplus) of the logits; experts are chosen by them (plus a
+             bias), and losses use all of them, divided by their sum
+    probs    weights of the chosen experts' outputs, 0 for all others
+
+The balancing loss is E sum_e f_e P_e with f_e the fraction of choices that fall on expert e and P_e
+the mean score of e (Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2; per sequence
+in DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.3; over the global batch in
+https://arxiv.org/abs/2501.11873). f counts the best k scores, without bias, groups and capacity. A
+rank that holds some of the tokens computes its part: mean scores of its own tokens over the number
+of all tokens, with counts of all; parts add up to the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.moe_config import LoadBalancing, MoEConfig
+from megatron_lightning.parallel.rng import RngStreams
+
+ChooseExperts = Callable[[Tensor, MoEConfig], Tensor]
+
+
+def choose_experts(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Return the indices [t, k] of the best experts by ``scores`` [t, E]; with groups, of the best
+    ones in the best groups.
+    """
+    k, groups, group_topk = moe.router_topk, moe.router_num_groups, moe.router_group_topk
+    if groups is not None and group_topk is not None:
+        grouped = scores.unflatten(1, (groups, -1))
+        group_scores = grouped.topk(k // group_topk, dim=-1).values.sum(dim=-1)
+        allowed = _mask(group_scores, group_scores.topk(group_topk, dim=-1).indices)
+        scores = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+    return scores.topk(k, dim=-1).indices
+
+
+def route(
+    logits: Tensor,
+    moe: MoEConfig,
+    expert_bias: Tensor | None = None,
+    *,
+    choose: ChooseExperts = choose_experts,
+) -> tuple[Tensor, Tensor]:
+    """Send every token to its experts, up to their capacity.
+
+    Scores are computed in fp32, or in fp64 for fp64 logits.
+
+    Args:
+        logits: [t, E] outputs of the router's product.
+        moe: The layer's configuration.
+        expert_bias: [E] numbers that are added to the scores when experts are chosen.
+        choose: Function of the scores [t, E], with bias, and ``moe``; returns the indices of the
+            chosen experts [t, k].
+
+    Returns:
+        Probabilities [t, E] in the dtype of ``logits``, 0 except for chosen experts; and whether an
+        expert is chosen, [t, E]. With ``pad_expert_input_to_capacity`` further tokens of
+        probability 0 are marked as chosen, so that every expert has min(capacity, t) of them.
+    """
+    return _limit(*_assign(logits, moe, expert_bias, choose), moe)
+
+
+def _assign(
+    logits: Tensor, moe: MoEConfig, expert_bias: Tensor | None, choose: ChooseExperts
+) -> tuple[Tensor, Tensor]:
+    """Return probabilities and choices [t, E] before any token is dropped."""
+    if logits.dim() != 2 or logits.shape[1] != moe.num_experts:
+        raise ConfigError(
+            f"logits have the shape {list(logits.shape)}, and moe.num_experts is "
+            f"{moe.num_experts}; they need one column for each expert. Pass [tokens, "
+            f"{moe.num_experts}]."
+        )
+    softmax = moe.router_score_function == "softmax"
+    if softmax and expert_bias is not None:
+        raise ConfigError(
+            "expert_bias with moe.router_score_function=softmax: the bias is added to scores that "
+            "do not depend on one another. Set router_score_function to sigmoid or sqrtsoftplus."
+        )
+    scores = _wide(logits) if softmax and not moe.router_pre_softmax else _scores(logits, moe)
+    ranked = scores.detach()
+    indices = choose(ranked if expert_bias is None else ranked + expert_bias, moe)
+    weights = scores.gather(1, indices)
+    if softmax and not moe.router_pre_softmax:
+        weights = weights.softmax(dim=-1)
+    elif not softmax and moe.router_topk > 1:
+        weights = _normalize(weights)
+    if moe.router_topk_scaling_factor is not None:
+        weights = weights * moe.router_topk_scaling_factor
+    probs = torch.zeros_like(logits).scatter(1, indices, weights.to(logits.dtype))
+    return probs, _mask(logits, indices)
+
+
+def _limit(probs: Tensor, chosen: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Drop tokens above the experts' capacity, and fill experts up to it if configured.
+
+    The queue of an expert has its chosen tokens first, by probability or position, then all others;
+    of equal ones, earlier tokens come first. topk does not keep the order of equal values.
+    """
+    capacity = expert_capacity(len(probs), moe)
+    if capacity is None:
+        return probs, chosen
+    rank = probs.detach() if moe.token_drop_policy == "probs" else torch.ones_like(probs)
+    queue = rank.masked_fill(~chosen, -1.0).sort(dim=0, descending=True, stable=True).indices
+    kept = torch.zeros_like(chosen).scatter(0, queue[:capacity], True)
+    if not moe.pad_expert_input_to_capacity:
+        kept &= chosen
+    return probs * kept, kept
+
+
+def expert_capacity(num_tokens: int, moe: MoEConfig) -> int | None:
+    """Return how many of ``num_tokens`` tokens one expert takes at most; None: all that it gets."""
+    if moe.expert_capacity_factor is None:
+        return None
+    # In Megatron-Core's order of operations, as a product may lie just above an integer.
+    share = num_tokens * moe.router_topk / moe.num_experts
+    return math.ceil(share * moe.expert_capacity_factor)
+
+
+def auxiliary_loss(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    moe: MoEConfig,
+    *,
+    kind: LoadBalancing | None = None,
+) -> Tensor:
+    """Return a balancing loss times its coefficient, averaged over the sequences if there are more.
+
+    Args:
+        scores: [t, E] or [s, b, E] scores of this rank's tokens, whose sum over the experts is 1.
+        tokens_per_expert: [E] or [b, E] how many tokens have an expert among their best k, over all
+            ranks whose parts of the loss are added up.
+        moe: The layer's configuration.
+        kind: Type whose coefficient is used; needed where several are configured.
+    """
+    coefficients = moe.auxiliary_losses
+    if kind is None and len(coefficients) > 1:
+        raise ConfigError(
+            f"auxiliary_loss with moe.router_load_balancing_type={list(coefficients)}: each has a "
+            "coefficient of its own. Pass kind."
+        )
+    coefficient = sum(coefficients.values()) if kind is None else coefficients.get(kind, 0.0)
+    return coefficient * _imbalance(scores, tokens_per_expert, moe)
+
+
+def _imbalance(scores: Tensor, tokens_per_expert: Tensor, moe: MoEConfig) -> Tensor:
+    """Return the balancing loss without coefficient; 1 if all experts are used equally."""
+    counts = tokens_per_expert.to(scores.dtype)
+    num_tokens = (counts.sum(dim=-1, keepdim=True) / moe.router_topk).clamp(min=1.0)
+    fractions = counts / (num_tokens * moe.router_topk)
+    losses = (scores.sum(dim=0) / num_tokens * fractions).sum(dim=-1) * moe.num_experts
+    return losses.mean()
+
+
+def z_loss(logits: Tensor, moe: MoEConfig) -> Tensor:
+    """Return the mean of logsumexp^2 over ``logits`` [t, E] times its coefficient (ST-MoE,
+    https://arxiv.org/abs/2202.08906, section 3).
+    """
+    squares = _wide(logits).logsumexp(dim=-1).square()
+    return (moe.z_loss_coeff or 0.0) * squares.sum() / max(len(squares), 1)
+
+
+@torch.no_grad()
+def updated_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, moe: MoEConfig) -> Tensor:
+    """Return ``expert_bias`` [..., E] raised for experts with less than the mean number of tokens
+    and lowered for those with more (https://arxiv.org/abs/2408.15664).
+
+    Args:
+        expert_bias: Biases of the last step; not changed.
+        tokens_per_expert: [..., E] tokens of the whole optimizer step, over all ranks.
+        moe: The layer's configuration.
+    """
+    # Integers: the sign near the mean is exact for any number of tokens.
+    excess = tokens_per_expert * tokens_per_expert.shape[-1] - tokens_per_expert.sum(-1, True)
+    return expert_bias - moe.router_bias_update_rate * excess.sign().to(expert_bias.dtype)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
+    logits = _wide(logits)
+    if moe.router_score_function == "softmax":
+        return logits.softmax(dim=-1)
+    if moe.router_score_function == "sigmoid":
+        return logits.sigmoid()
+    # The slope of the root is infinite at 0, to which softplus underflows.
+    return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
+
+
+def _normalize(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def _mask(like: Tensor, indices: Tensor) -> Tensor:
+    """Return booleans of the shape of ``like``, true at ``indices`` of the last dim."""
+    return torch.zeros_like(like, dtype=torch.bool).scatter(-1, indices, True)
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """A loss of a router, to be added to the main loss."""
+
+    name: str
+    """aux_loss, seq_aux_loss, global_aux_loss or z_loss."""
+    value: Tensor
+    """[] this rank's part of the loss, without coefficient; differentiable."""
+    coefficient: float
+    """Factor of the value in the total loss."""
+
+    @property
+    def weighted(self) -> Tensor:
+        """The value times the coefficient."""
+        return self.coefficient * self.value
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Result of a router; tokens in the order of ``hidden.flatten(0, 1)``."""
+
+    probs: Tensor
+    """[t, E] weights of the experts' outputs; differentiable."""
+    chosen: Tensor
+    """[t, E] tokens that an expert computes, padding to its capacity included."""
+    tokens_per_expert: Tensor
+    """[E] this rank's tokens that chose an expert, dropped ones included."""
+    num_dropped: Tensor
+    """[] choices of this rank's tokens that were dropped."""
+    losses: tuple[RouterLoss, ...]
+    """The losses; none in evaluation."""
+
+
+class Router(nn.Module):
+    """A product with ``weight`` [E, h], and the routing by its outputs.
+
+    The module is plain. For ranks that share tokens, a plan sets ``streams``, ``sum_counts`` and
+    ``global_counts``. Each call returns what it counted; it stores nothing, so that recomputation
+    counts nothing twice.
+
+    Args:
+        hidden_size: Width of the tokens (h).
+        moe: The layer's configuration.
+        init_method_std: Standard deviation of the initial weights.
+        choose: See :func:`route`.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        moe: MoEConfig,
+        *,
+        init_method_std: float = 0.02,
+        choose: ChooseExperts = choose_experts,
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        self.choose = choose
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        nn.init.normal_(self.weight, std=init_method_std)
+        bias = torch.zeros(moe.num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", bias if moe.router_enable_expert_bias else None)
+        self.streams: RngStreams | None = None
+        self.stream_name = "model-parallel-rng"
+        self.sum_counts: Callable[[Tensor], Tensor] = _same
+        """Sum of counts [b, E] over the ranks that hold other tokens of the same sequences; returns
+        a new tensor."""
+        self.global_counts: Callable[[Tensor], Tensor] = _same
+        """Counts [E] of the global batch, from those of a micro-batch."""
+
+    def forward(self, hidden: Tensor, is_padding: Tensor | None = None) -> Routing:
+        """Route the tokens of ``hidden`` [s, b, h]; those with ``is_padding`` [s, b] count neither
+        in the losses nor in the numbers of tokens.
+        """
+        moe = self.moe
+        logits_sbE = self._logits(hidden)
+        logits = logits_sbE.flatten(0, 1)
+        bias = None if self.expert_bias is None else self.expert_bias.detach()
+        probs, wanted = _assign(logits, moe, bias, self.choose)
+        probs, chosen = _limit(probs, wanted, moe)
+        counted = wanted if is_padding is None else wanted & ~is_padding.reshape(-1, 1)
+        return Routing(
+            probs=probs,
+            chosen=chosen,
+            tokens_per_expert=counted.sum(dim=0),
+            num_dropped=(counted & ~chosen).sum(),
+            losses=self._losses(logits_sbE, is_padding) if self.training else (),
+        )
+
+    def _stream(self) -> AbstractContextManager[None]:
+        """Return a context in which draws come from the right stream."""
+        return nullcontext() if self.streams is None else self.streams.fork(self.stream_name)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        moe = self.moe
+        dtype = torch.float64 if moe.router_dtype == "fp64" else torch.float32
+        hidden = hidden.to(dtype)
+        if self.training and moe.input_jitter_eps is not None:
+            with self._stream():
+                low, high = 1.0 - moe.input_jitter_eps, 1.0 + moe.input_jitter_eps
+                hidden = hidden * torch.empty_like(hidden).uniform_(low, high)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden, self.weight.to(dtype))
+        if moe.router_force_load_balancing:
+            with self._stream():
+                random = torch.empty_like(logits).normal_()
+            logits = random + (logits - logits.detach())  # The gradient is that of the logits.
+        return logits
+
+    def _losses(self, logits_sbE: Tensor, is_padding: Tensor | None) -> tuple[RouterLoss, ...]:
+        moe, coefficients = self.moe, self.moe.auxiliary_losses
+        if not coefficients and not moe.z_loss_coeff:
+            return ()
+        scores_sbE = _scores(logits_sbE, moe)
+        if moe.router_score_function != "softmax":
+            scores_sbE = _normalize(scores_sbE)
+        best = _mask(scores_sbE, scores_sbE.topk(moe.router_topk, dim=-1).indices)
+        squares_sb = logits_sbE.logsumexp(dim=-1).square()
+        if is_padding is not None:
+            best = best & ~is_padding[..., None]
+            scores_sbE = scores_sbE.masked_fill(is_padding[..., None], 0.0)
+            squares_sb = squares_sb.masked_fill(is_padding, 0.0)
+        with torch.no_grad():
+            counts_bE = self.sum_counts(best.sum(dim=0))
+            counts = counts_bE.sum(dim=0)
+        values: dict[str, Tensor] = {}
+        for kind in coefficients:
+            if kind == "seq_aux_loss":
+                values[kind] = _imbalance(scores_sbE, counts_bE, moe)
+            else:
+                over = self.global_counts(counts) if kind == "global_aux_loss" else counts
+                values[kind] = _imbalance(scores_sbE.flatten(0, 1), over, moe)
+        losses = [RouterLoss(name, values[name], coefficients[name]) for name in coefficients]
+        if moe.z_loss_coeff:
+            num_tokens = (counts.sum() / moe.router_topk).clamp(min=1.0)
+            losses.append(RouterLoss("z_loss", squares_sb.sum() / num_tokens, moe.z_loss_coeff))
+        return tuple(losses)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        # The bias moves with the module and stays fp32: steps of 1e-3 vanish in bf16.
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        after = self.expert_bias
+        if before is None or after is None:
+            return self
+        if before.is_meta and not after.is_meta:
+            self.expert_bias = torch.zeros_like(after, dtype=torch.float32)
+        elif after.dtype != torch.float32:
+            self.expert_bias = before.to(after.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``print``."""
+        return f"hidden_size={self.weight.shape[1]}, num_experts={self.moe.num_experts}"
+
+
+def _same(counts: Tensor) -> Tensor:
+    return counts
