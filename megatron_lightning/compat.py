@@ -41,6 +41,7 @@ __all__ = [
     "saved_tensors_hooks_in_force",
     "set_grad_dtype",
     "silence_treespec_warning",
+    "takes_grouped_mm",
 ]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -73,6 +74,21 @@ def all_gather(
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
     return work
+
+
+def takes_grouped_mm(x: Tensor) -> bool:
+    """Return whether ``F.grouped_mm`` takes ``x`` [..., m, n] as an operand: by device, dtype and
+    alignment (torch 2.11 to 2.13).
+
+    On GPUs that is bf16, for which it has a kernel. For other dtypes it loops there, too.
+    """
+    if x.device.type == "cuda":
+        known = x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    else:
+        known = x.device.type == "cpu" and x.dtype in {torch.float32, torch.bfloat16, torch.float16}
+    row, column = x.stride()[-2:]
+    pitch_bytes = (row if column == 1 else column if row == 1 else 1) * x.element_size()
+    return known and pitch_bytes % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def silence_treespec_warning() -> None:

@@ -12,27 +12,18 @@ from abc import ABC, abstractmethod
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.split_backward import (
-    HiddenWeight,
-    Owner,
-    Splittable,
-    hide,
-    linear,
-    rows,
-)
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, WeightOwner, autocast, rows
+from megatron_lightning.layers.split_backward import Splittable, hide, linear
 from megatron_lightning.parallel.collectives import (
-    all_gather_start,
     all_reduce_start,
     finish,
     gather,
     gather_sequence,
-    overlaps,
+    keeps_shard,
     reduce_from_axis,
-    reduce_scatter,
     reduce_scatter_start,
     scatter,
 )
@@ -47,10 +38,9 @@ class _ColumnLinear(torch.autograd.Function):
     """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or
     reduce-scattered) backward.
 
-    Backward keeps the sequence shard, and gathers it again while the input's gradient is computed;
-    that gradient's reduction then overlaps with the weight's gradient. A deferred weight gradient
-    gathers when it is computed. On CPUs, where nothing overlaps with a gather, the full input is
-    kept for a weight gradient that is computed at once.
+    The input is gathered as an operand. Where backward keeps the shard of it, it gathers that again
+    while the input's gradient is computed, whose reduction then overlaps with the weight's
+    gradient; a deferred weight gradient gathers when it is computed.
     """
 
     @staticmethod
@@ -59,66 +49,56 @@ class _ColumnLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        gemm: Gemm,
+        owner: WeightOwner | None,
         group: AxisGroup,
-        sequence_dim: int | None,
-        owner: Owner | HiddenWeight | None,
+        axis: SequenceAxis | None,
     ) -> Tensor:
-        full = (
-            x
-            if sequence_dim is None
-            else finish(all_gather_start(x, group, sequence_dim), group, sequence_dim)
-        )
-        ctx.gathers = sequence_dim is not None and (overlaps(x) or not weight.requires_grad)
-        ctx.save_for_backward(x if ctx.gathers else full, weight)
-        ctx.group = group
-        ctx.sequence_dim = sequence_dim
+        operand = gemm.operand(x, "input")
+        full = operand.gather(axis)
+        y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
+        ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
+        needed = owner is not None or ctx.needs_input_grad[1]
+        if needed and not gemm.two_sided:
+            operand = gemm.operand(x, "input", transposed=True)
+            full = operand if ctx.gathers else operand.gather(axis)
+        kept = operand if ctx.gathers else full
+        ctx.save_for_backward(*(kept if needed else (None, None)), weight)
+        ctx.gemm = gemm
         ctx.owner = owner
-        return F.linear(full, weight.to(x.dtype), bias)
+        ctx.group = group
+        ctx.axis = axis
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        group, dim, owner = ctx.group, ctx.sequence_dim, ctx.owner
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        *kept, weight = ctx.saved_tensors
+        x, gemm, owner, group, axis = Operand(*kept), ctx.gemm, ctx.owner, ctx.group, ctx.axis
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = None
+        grad_x = grad_weight = None
         if ctx.gathers and need_weight:
-            started = all_gather_start(x, group, dim)
+            started = x.gather_start(axis)
+        operand = gemm.operand(grad, "output_grad")
         if need_x:
-            grad_x = grad.matmul(weight.to(grad.dtype))
+            grad_x = gemm.input_grad(operand, gemm.operand(weight, "weight", transposed=True))
             grad_x = (
                 all_reduce_start(grad_x, group)
-                if dim is None
-                else reduce_scatter_start(grad_x, group, dim)
+                if axis is None
+                else reduce_scatter_start(grad_x, *axis)
             )
+        if not gemm.two_sided and (need_weight or owner is not None):
+            operand = gemm.operand(grad, "output_grad", transposed=True)
         if need_weight:
-            full = finish(started, group, dim) if ctx.gathers else x
-            grad_weight = rows(grad).t().matmul(rows(full))
+            grad_weight = gemm.weight_grad(operand, started.finish(axis) if ctx.gathers else x)
         elif owner is not None:
-            owner.deliver(grad, x)
-        if need_bias:
-            grad_bias = rows(grad).sum(0)
+            owner.deliver(operand, x, None)
+        grad_bias = rows(grad).sum(0) if need_bias else None
         if grad_x is not None:
-            grad_x = finish(grad_x, group, dim or 0)
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _column_linear(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
-    weight, owner = hide(x, layer)
-    bias: Tensor | None = layer.bias
-    device = x.device.type
-    # Backward of a custom Function runs without autocast, so operands are cast here.
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        # A hidden weight is cast inside, so that its gradient has the parameter's dtype.
-        if owner is None:
-            weight = weight.to(dtype)
-    dim = layer.sequence_dim if layer.sequence_parallel else None
-    y: Tensor = _ColumnLinear.apply(x, weight, bias, layer.group, dim, owner)  # type: ignore[no-untyped-call]
-    return y
+            grad_x = finish(grad_x, group, 0 if axis is None else axis.dim)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _ParallelLinear(Splittable, nn.Module, ABC):
@@ -160,6 +140,11 @@ class _ParallelLinear(Splittable, nn.Module, ABC):
         module = cls(linear.in_features, linear.out_features, **options)
         take_shards(module, linear, module._specs(bias))
         return module.train(linear.training)
+
+    @property
+    def sequence_axis(self) -> SequenceAxis | None:
+        """Ranks and dim along which activations are sequence shards; None: they are not."""
+        return SequenceAxis(self.group, self.sequence_dim) if self.sequence_parallel else None
 
     @abstractmethod
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
@@ -244,19 +229,18 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.group.size == 1 or not (self.copy_input or self.sequence_parallel):
             y = linear(x, self, self.bias)
         else:
-            y = _column_linear(x, self)
+            weight, owner = hide(x, self)
+            x, weight = autocast(x, weight, owner)
+            axis = self.sequence_axis
+            y = _ColumnLinear.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
         if not self.gather_output or self.group.size == 1:
             return y
         # Contiguous and no view, as from a plain layer: models write into it.
         return gather(y, self.group, -1, self.out_features).contiguous()
 
-    def full_input(self, x: Tensor) -> Tensor:
+    def full_input(self, kept: Operand) -> Operand:
         """Gather the input again under sequence parallelism, where each rank keeps its shard."""
-        if not self.sequence_parallel:
-            return x
-        return finish(
-            all_gather_start(x, self.group, self.sequence_dim), self.group, self.sequence_dim
-        )
+        return kept.gather(self.sequence_axis)
 
 
 class SharedGroupsLinear(ColumnParallelLinear):
@@ -379,9 +363,8 @@ class RowParallelLinear(_ParallelLinear):
         """Map [..., in / ranks] to [..., out]."""
         if self.group.size == 1:
             return linear(x, self, self.bias)
-        partial = linear(x if self.input_is_parallel else scatter(x, self.group, -1), self, None)
-        if self.sequence_parallel:
-            y = reduce_scatter(partial, self.group, self.sequence_dim)
-        else:
-            y = reduce_from_axis(partial, self.group)
+        x = x if self.input_is_parallel else scatter(x, self.group, -1)
+        y = linear(x, self, None, scatter=self.sequence_axis)
+        if not self.sequence_parallel:
+            y = reduce_from_axis(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -13,17 +13,15 @@ collectives, is traced as usual.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_lightning.compat import never_drop
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, product
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
@@ -32,12 +30,14 @@ class Splittable:
     """A layer y = x W^T whose weight's gradient can be deferred."""
 
     weight: Tensor
+    gemm: Gemm = Gemm()
+    """Products of the layer."""
     hidden_weight: HiddenWeight | None = None
     """Set while gradients may be deferred."""
 
-    def full_input(self, x: Tensor) -> Tensor:
-        """Return the operand that the weight was multiplied with, from the layer's input."""
-        return x
+    def full_input(self, kept: Operand) -> Operand:
+        """Return the operand that the weight was multiplied with, from what was kept of it."""
+        return kept
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,14 @@ class Owner:
 
     parameter: nn.Parameter
     store: WeightGradients
-    full_input: Callable[[Tensor], Tensor]
+    layer: Splittable
 
-    def deliver(self, grad: Tensor, x: Tensor) -> None:
+    def deliver(self, grad: Operand, x: Operand, counts: Tensor | None) -> None:
         """Deliver the product of the output's gradient and the layer's input to the store."""
-        self.store.deliver(self.parameter, lambda: rows(grad).t().matmul(rows(self.full_input(x))))
+        layer = self.layer
+        self.store.deliver(
+            self.parameter, lambda: layer.gemm.weight_grad(grad, layer.full_input(x), counts)
+        )
 
 
 class HiddenWeight:
@@ -83,14 +86,14 @@ class HiddenWeight:
         if layer is not None:
             self.value = layer.weight.detach()
 
-    def deliver(self, grad: Tensor, x: Tensor) -> None:
+    def deliver(self, grad: Operand, x: Operand, counts: Tensor | None) -> None:
         """Do as :meth:`Owner.deliver`, in a compiled graph."""
-        torch.ops.megatron_lightning.defer_weight_gradient(grad, x, self.number)
+        torch.ops.megatron_lightning.defer_weight_gradient(*grad, *x, counts, self.number)
 
     def owner(self) -> Owner:
         """Return the owner of the layer's current parameter."""
         layer = cast(Splittable, self._layer())  # alive: its backward is running
-        return Owner(cast(nn.Parameter, layer.weight), self.store, layer.full_input)
+        return Owner(cast(nn.Parameter, layer.weight), self.store, layer)
 
 
 # Operators take tensors and numbers, so a number represents an object, as a name does a process
@@ -101,9 +104,17 @@ _HIDDEN: weakref.WeakValueDictionary[int, HiddenWeight] = weakref.WeakValueDicti
 @torch.library.custom_op(
     "megatron_lightning::defer_weight_gradient",
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor number) -> ()",
+    schema="(Tensor grad, Tensor? grad_scales, Tensor x, Tensor? x_scales, Tensor? counts, "
+    "Tensor number) -> ()",
 )
-def _defer_weight_gradient(grad: Tensor, x: Tensor, number: Tensor) -> None:
+def _defer_weight_gradient(  # noqa: PLR0917 (operators are called by position)
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    x: Tensor,
+    x_scales: Tensor | None,
+    counts: Tensor | None,
+    number: Tensor,
+) -> None:
     """Deliver copies of the operands: the compiler may reuse their memory as soon as this returns.
 
     Raises:
@@ -116,20 +127,24 @@ def _defer_weight_gradient(grad: Tensor, x: Tensor, number: Tensor) -> None:
             'without mode="reduce-overhead" or "max-autotune", or set pipeline_schedule to "1f1b" '
             'or "interleaved".'
         )
-    _HIDDEN[int(number)].owner().deliver(grad.clone(), x.clone())
+    owner = _HIDDEN[int(number)].owner()
+    owner.deliver(
+        Operand(grad.clone(), _clone(grad_scales)),
+        Operand(x.clone(), _clone(x_scales)),
+        _clone(counts),
+    )
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 @_defer_weight_gradient.register_fake
-def _(grad: Tensor, x: Tensor, number: Tensor) -> None:
+def _(*operands: Tensor | None) -> None:
     return None
 
 
 never_drop(torch.ops.megatron_lightning.defer_weight_gradient.default)
-
-
-def rows(x: Tensor) -> Tensor:
-    """Return [..., n] as [m, n]."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | None]:
@@ -146,42 +161,22 @@ def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | N
         return weight, None
     if torch.compiler.is_compiling():
         return hidden.value, hidden
-    return weight.detach(), Owner(weight, hidden.store, layer.full_input)
+    return weight.detach(), Owner(weight, hidden.store, layer)
 
 
-class _Linear(torch.autograd.Function):
-    """x W^T + b, computed in the dtype of x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: Owner | HiddenWeight
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.owner = owner
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad.matmul(weight.to(grad.dtype))
-        ctx.owner.deliver(grad, x)
-        return grad_x, None, rows(grad).sum(0) if ctx.needs_input_grad[2] else None, None
-
-
-def linear(x: Tensor, layer: Splittable, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor,
+    layer: Splittable,
+    bias: Tensor | None,
+    *,
+    counts: Tensor | None = None,
+    scatter: SequenceAxis | None = None,
+) -> Tensor:
     """Map x [..., in] to x W^T + b [..., out] with the layer's weight, whose gradient can be
-    deferred.
+    deferred; ``counts`` and ``scatter`` as for :func:`~megatron_lightning.layers.gemm.product`.
     """
     weight, owner = hide(x, layer)
-    if owner is None:
-        return F.linear(x, weight, bias)
-    device = x.device.type
-    # The weight is cast inside, so that its gradient has the parameter's dtype.
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    y: Tensor = _Linear.apply(x, weight, bias, owner)  # type: ignore[no-untyped-call]
-    return y
+    return product(x, weight, bias, layer.gemm, owner=owner, counts=counts, scatter=scatter)
 
 
 class SplitLinear(Splittable, nn.Linear):

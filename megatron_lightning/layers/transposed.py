@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megatron_lightning.layers.gemm import Gemm, product
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import take_shards
@@ -19,6 +20,8 @@ class _TransposedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    gemm: Gemm = Gemm()
+    """Products of the layer, whose weight is the transposed parameter."""
     shard_specs: dict[str, ShardSpec]
 
     def __init__(
@@ -31,6 +34,10 @@ class _TransposedLinear(nn.Module):
         self.register_parameter("bias", None)
         take_shards(self, source, {name: specs[name] for name in own})
         self.train(source.training)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Map [..., in] to x W [..., out]."""
+        return product(x, self.weight.t(), None, self.gemm)
 
     def extra_repr(self) -> str:
         """Return the global sizes."""
@@ -65,7 +72,7 @@ class TransposedColumnParallelLinear(_TransposedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks]."""
-        y = copy_to_axis(x, self.group) @ self.weight
+        y = self._product(copy_to_axis(x, self.group))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -88,5 +95,5 @@ class TransposedRowParallelLinear(_TransposedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in / ranks] to [..., out]."""
-        y = reduce_from_axis(x @ self.weight, self.group)
+        y = reduce_from_axis(self._product(x), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)

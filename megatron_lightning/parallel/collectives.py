@@ -45,6 +45,16 @@ def overlaps(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
+def keeps_shard(x: Tensor, *, deferred: bool) -> bool:
+    """Return whether a layer that gathers its input ``x`` keeps its shard for backward and gathers
+    it again there, or keeps the gathered input.
+
+    It keeps its shard where the second gather overlaps other work, and for a weight gradient that
+    is deferred, whose inputs are kept longest.
+    """
+    return deferred or overlaps(x)
+
+
 def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     """Begin to reduce ``x`` over the group; ``op`` is sum or max."""
     return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, _name(group))

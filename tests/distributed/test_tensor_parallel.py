@@ -123,7 +123,7 @@ def test_steps_equal_one_process(size: int, variant: str, sequence_parallel: boo
 
 def steps_as_on_gpus() -> None:
     """Keep the sequence shards of inputs only, which backward gathers again."""
-    with patch("megatron_lightning.layers.linear.overlaps", return_value=True) as asked:
+    with patch("megatron_lightning.layers.linear.keeps_shard", return_value=True) as asked:
         several_steps(VARIANTS["llama"], True)
     # Two forwards in 3 steps; two such layers in each block, and the output.
     assert asked.call_count == 2 * 3 * (2 * 2 + 1)

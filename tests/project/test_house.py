@@ -76,6 +76,18 @@ MUTABLE_CALLS = {
     "local",
 }
 READ_ONLY_TYPES = {"Mapping", "Sequence", "Set", "Collection"}  # mypy refuses to change such a name
+PRODUCTS = re.compile(
+    "matmul|mm|bmm|addmm|addbmm|baddbmm|mv|addmv|einsum|tensordot|bilinear|inner"
+    "|_?(scaled_)?(grouped_)?mm(_v2)?|_?scaled_dot_product_.*"
+)
+WITHOUT_WEIGHTS = {  # kernels of attention multiply activations with activations
+    "megatron_lightning/layers/attention.py": {"scaled_dot_product_attention"},
+    "megatron_lightning/layers/context/kernels.py": {
+        f"_scaled_dot_product_{kernel}{backward}"
+        for kernel in ("flash_attention_for_cpu", "efficient_attention")
+        for backward in ("", "_backward")
+    },
+}
 
 
 def _setup() -> configparser.ConfigParser:
@@ -209,6 +221,55 @@ def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
                 names = []
             found += [f"{path}:{node.lineno}: {name}" for name in names]
     assert not found, f"give these public names in {INTERNALS}:\n" + "\n".join(found)
+
+
+def test_products_with_weights_are_in_one_file() -> None:
+    """A precision replaces them there, for every layer."""
+    rooms = tuple(f"megatron_lightning/{room}/" for room in ("layers", "models", "pipeline"))
+    found = [
+        f"{path}:{node.lineno}: {name}"
+        for path, tree in _sources()
+        if path.startswith(rooms) and path != "megatron_lightning/layers/gemm.py"
+        for node in ast.walk(tree)
+        if (name := _product(node)) and name not in WITHOUT_WEIGHTS.get(path, ())
+    ]
+    assert not found, (
+        "call megatron_lightning.layers.gemm.product for a product with a weight; list one without "
+        "a weight here:\n" + "\n".join(found)
+    )
+
+
+def _product(node: ast.AST) -> str | None:
+    """Return the name of the product that ``node`` computes or imports."""
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
+        return "@"
+    if isinstance(node, ast.Attribute):
+        if node.attr == "linear" and ast.unparse(node.value).split(".")[-1] in ("F", "functional"):
+            return "F.linear"
+        return node.attr if PRODUCTS.fullmatch(node.attr) else None
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        names = [alias.name for alias in node.names]
+        return next((n for n in names if n == "linear" or PRODUCTS.fullmatch(n)), None)
+    return None
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x @ w",
+        "x @= w",
+        "torch.addmm(b, x, w)",
+        "x.matmul",
+        "F.linear(x, w)",
+        "torch.nn.functional.linear(x, w)",
+        "from torch.nn.functional import linear",
+        "torch._grouped_mm(x, w)",
+        "F.scaled_mm(x, w)",
+        "torch.einsum('ij,kj->ik', x, w)",
+    ],
+)
+def test_products_are_found(code: str) -> None:
+    assert any(_product(node) for node in ast.walk(ast.parse(code)))
 
 
 def _private_names_of_lightning() -> set[str]:

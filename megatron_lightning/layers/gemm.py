@@ -1,0 +1,262 @@
+"""Products of activations with weights: all of them, for every layer, and the only ones that a
+precision may replace.
+
+A linear layer Y = X W^T has three products,
+
+    forward      Y  = X W^T       contracts the input's features
+    input_grad   dX = dY W        contracts the output's features
+    weight_grad  dW = dY^T X      contracts the tokens
+
+and owns a :class:`Gemm`, which computes them. The gemm first makes an *operand* of each tensor,
+then multiplies operands; in between, layers gather operands, keep them for backward and defer
+products of them, without looking inside:
+
+    x --operand--> (data, scales) --gather--> (data, scales) --forward--> y
+                          `--- kept, gathered again --------> weight_grad
+
+Here an operand is the tensor itself. A quantizing gemm makes codes and scales of it, so that a
+gather sends codes; it inherits from :class:`Gemm`, is assigned to ``layer.gemm``, and holds what a
+layer's scaling needs from step to step. Where scales lie along the contracted dim, the two
+products of one tensor need two operands (``two_sided = False``): the second is made by
+``transposed=True``, of the tensor that the first was made of.
+
+With ``counts`` [E] the products are *grouped*: the weight is [E, out, in], one matrix an expert,
+and the tokens, sorted by expert, are divided as ``counts`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.compat import takes_grouped_mm
+from megatron_lightning.parallel.collectives import all_gather_start, finish, reduce_scatter_start
+from megatron_lightning.parallel.context import AxisGroup
+
+Role = Literal["input", "weight", "output_grad"]
+
+
+class SequenceAxis(NamedTuple):
+    """Ranks that share a sequence, and its dim."""
+
+    group: AxisGroup
+    dim: int
+
+
+class Operand(NamedTuple):
+    """A tensor in the form in which products take it."""
+
+    data: Tensor
+    """The tensor, or codes of its values."""
+    scales: Tensor | None = None
+    """Factors of the codes: with the dims of the data, and gathered with them; or without dims, and
+    equal on all ranks."""
+
+    def gather_start(self, axis: SequenceAxis) -> Operand:
+        """Begin to concatenate the ranks' operands along the sequence."""
+        return self._map(lambda x: all_gather_start(x, *axis))
+
+    def finish(self, axis: SequenceAxis) -> Operand:
+        """Wait for :meth:`gather_start`."""
+        return self._map(lambda x: finish(x, *axis))
+
+    def gather(self, axis: SequenceAxis | None) -> Operand:
+        """Concatenate the ranks' operands along the sequence; without an axis, return this one."""
+        return self if axis is None else self.gather_start(axis).finish(axis)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Operand:
+        scales = self.scales
+        return Operand(
+            change(self.data), scales if scales is None or scales.ndim == 0 else change(scales)
+        )
+
+
+class Gemm:
+    """The products of one layer by torch's own kernels, in the dtype of the activations."""
+
+    two_sided: ClassVar[bool] = True
+    """Whether one operand of a tensor serves both products that the tensor is in."""
+    differentiable: ClassVar[bool] = True
+    """Whether the gradients are those that autograd derives from ``F.linear``."""
+
+    def operand(self, tensor: Tensor, role: Role, *, transposed: bool = False) -> Operand:
+        """Return the operand of ``tensor``.
+
+        Args:
+            tensor: Input [..., in], weight [out, in] or [E, out, in], or gradient of the output
+                [..., out].
+            role: Which of them.
+            transposed: For the product that contracts another dim than the last: ``weight_grad`` of
+                an input or of the output's gradient, ``input_grad`` of a weight.
+        """
+        return Operand(tensor)
+
+    def forward(
+        self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """Return X W^T + b: [..., in], [out, in] -> [..., out]; grouped, without a bias: [t, in],
+        [E, out, in] -> [t, out].
+        """
+        dtype = x.data.dtype
+        w = weight.data.to(dtype)
+        if counts is not None:
+            return _grouped(x.data, w.transpose(1, 2), counts)
+        return F.linear(x.data, w, None if bias is None else bias.to(dtype))
+
+    def input_grad(self, grad: Operand, weight: Operand, counts: Tensor | None = None) -> Tensor:
+        """Return dY W: [..., out], [out, in] -> [..., in]; grouped: [t, out], [E, out, in] -> [t,
+        in].
+        """
+        w = weight.data.to(grad.data.dtype)
+        return grad.data.matmul(w) if counts is None else _grouped(grad.data, w, counts)
+
+    def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
+        """Return dY^T X: [..., out], [..., in] -> [out, in]; grouped: [t, out], [t, in] -> [E, out,
+        in], with zeros for an expert without tokens.
+        """
+        left, right = rows(grad.data).t(), rows(x.data)
+        return left.matmul(right) if counts is None else _grouped(left, right, counts)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Return [..., n] as [m, n]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+# ----------------------------------------------------------------------------------------- autograd
+
+
+class WeightOwner(Protocol):
+    """Receives the weight's gradient of a layer whose weight has no edge in the graph."""
+
+    def deliver(self, grad: Operand, x: Operand, counts: Tensor | None) -> None:
+        """Compute ``weight_grad`` of these operands, now or later."""
+        ...
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    *,
+    owner: WeightOwner | None = None,
+    counts: Tensor | None = None,
+    scatter: SequenceAxis | None = None,
+) -> Tensor:
+    """Return X W^T + b with its gradients.
+
+    Args:
+        x: Input [..., in].
+        weight: [out, in], or with ``counts`` [E, out, in].
+        bias: [out]; None with ``counts`` or ``scatter``.
+        gemm: Products of the layer.
+        owner: Receives the weight's gradient; None: autograd does.
+        counts: Tokens of each expert [E].
+        scatter: Reduce-scatter the output along the sequence. Its gradient is gathered as an
+            operand.
+    """
+    if gemm.differentiable and owner is None and counts is None and scatter is None:
+        return F.linear(x, weight, bias)
+    x, weight = autocast(x, weight, owner)
+    y: Tensor = _Product.apply(x, weight, bias, gemm, owner, counts, scatter)  # type: ignore[no-untyped-call]
+    return y
+
+
+def autocast(x: Tensor, weight: Tensor, owner: object | None) -> tuple[Tensor, Tensor]:
+    """Cast to the dtype of autocast, where it is on: backward of a custom Function runs without it.
+
+    A weight with an owner is cast by the gemm, so that its gradient has the parameter's dtype.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype) if owner is None else weight
+
+
+class _Product(torch.autograd.Function):
+    """X W^T + b forward, optionally reduce-scattered; the products of the (gathered) gradient
+    backward.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gemm: Gemm,
+        owner: WeightOwner | None,
+        counts: Tensor | None,
+        scatter: SequenceAxis | None,
+    ) -> Tensor:
+        operand = gemm.operand(x, "input")
+        kept: Operand | tuple[None, None] = (None, None)
+        if owner is not None or ctx.needs_input_grad[1]:
+            kept = operand if gemm.two_sided else gemm.operand(x, "input", transposed=True)
+        ctx.save_for_backward(*kept, weight, counts)
+        ctx.gemm = gemm
+        ctx.owner = owner
+        ctx.scatter = scatter
+        y = gemm.forward(operand, gemm.operand(weight, "weight"), bias, counts)
+        return y if scatter is None else finish(reduce_scatter_start(y, *scatter), *scatter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        *kept, weight, counts = ctx.saved_tensors
+        x, gemm, owner, scatter = Operand(*kept), ctx.gemm, ctx.owner, ctx.scatter
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = None
+        operand = gemm.operand(grad, "output_grad").gather(scatter)
+        if need_x:
+            w = gemm.operand(weight, "weight", transposed=True)
+            grad_x = gemm.input_grad(operand, w, counts)
+        if not gemm.two_sided and (need_weight or owner is not None):
+            operand = gemm.operand(grad, "output_grad", transposed=True).gather(scatter)
+        if need_weight:
+            grad_weight = gemm.weight_grad(operand, x, counts)
+        elif owner is not None:
+            owner.deliver(operand, x, counts)
+        grad_bias = rows(grad).sum(0) if need_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------ grouped
+
+
+def _grouped(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Multiply an expert at a time: [t, k], [E, k, n] -> [t, n], or [m, t], [t, n] -> [E, m, n]."""
+    result: Tensor = torch.ops.megatron_lightning.grouped_mm(a, b, counts)
+    return result
+
+
+# An operator, since the shape of its result needs no values: a loop cannot be traced, and torch's
+# own kernel is traced for bf16 only.
+@torch.library.custom_op(
+    "megatron_lightning::grouped_mm",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor counts) -> Tensor",
+)
+def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    if takes_grouped_mm(a) and takes_grouped_mm(b):
+        return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32)).contiguous()
+    sizes = counts.tolist()
+    if b.ndim == 3:
+        return torch.cat([x @ w for x, w in zip(torch.split(a, sizes), b, strict=True)])
+    pairs = zip(torch.split(a, sizes, dim=1), torch.split(b, sizes), strict=True)
+    return torch.stack([left @ right for left, right in pairs])
+
+
+@_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    m, n = a.shape[0], b.shape[-1]
+    return a.new_empty((m, n) if b.ndim == 3 else (counts.shape[0], m, n))
