@@ -2,6 +2,7 @@
 torch here.
 """
 
+from megatron_lightning.config.moe import LayerKind, MoEConfig
 from megatron_lightning.config.parallel import (
     ContextExchange,
     ContextOptions,
@@ -34,7 +35,9 @@ __all__ = [
     "ContextOptions",
     "DataParallel",
     "DataParallelOptions",
+    "LayerKind",
     "LossScaleOptions",
+    "MoEConfig",
     "MomentsDtype",
     "NonFinite",
     "Normalization",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
 from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.config.moe import LayerKind, MoEConfig
 from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
@@ -159,6 +160,8 @@ class TransformerConfig:
     softmax in fp32."""
     logits_in_fp32: bool = False
     """Return logits in fp32; the losses are computed in fp32 in any case."""
+    moe: MoEConfig | None = None
+    """Experts in the place of some or all feed-forward layers; None: there are none."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by
     sqrt(2 x num_layers)."""
@@ -188,17 +191,24 @@ class TransformerConfig:
                 )
         self._check_heads()
         self._check_window()
+        self._restore("rope_scaling", RopeScaling)
         self._check_rope_scaling()
+        self._restore("moe", MoEConfig)
+        if self.moe is not None:
+            self.moe.layer_kinds(self.num_layers)
+
+    def _restore(self, name: str, kind: type) -> None:
+        """Make a group of options of the plain values that a checkpoint holds of it."""
+        given = getattr(self, name)
+        if isinstance(given, Mapping):
+            object.__setattr__(self, name, kind(**given))
+        elif given is not None and not isinstance(given, kind):
+            raise ConfigError(
+                f"{name} is {given!r}, which describes no {kind.__name__}. Set it to one, or leave "
+                "it out."
+            )
 
     def _check_rope_scaling(self) -> None:
-        given: object = self.rope_scaling
-        if isinstance(given, Mapping):
-            # From `to_dict`: a checkpoint holds plain values only.
-            object.__setattr__(self, "rope_scaling", RopeScaling(**given))
-        elif given is not None and not isinstance(given, RopeScaling):
-            raise ConfigError(
-                f"rope_scaling is {given!r}, which describes no scaling. Set it to a RopeScaling."
-            )
         if self.rope_scaling is None:
             return
         if self.position_embedding_type != "rope":
@@ -275,6 +285,20 @@ class TransformerConfig:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of every layer."""
+        if self.moe is not None:
+            return self.moe.layer_kinds(self.num_layers)
+        dense: LayerKind = "dense"
+        return (dense,) * self.num_layers
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of one expert."""
+        given = None if self.moe is None else self.moe.ffn_hidden_size
+        return given or self.ffn_size
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
@@ -294,21 +318,31 @@ class TransformerConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the model."""
-        h, f, norms = self.hidden_size, self.ffn_size, 2 if self.normalization == "LayerNorm" else 1
-        fc1 = (2 if self.gated else 1) * f
-        layer = (
-            h * (self.qkv_rows + self.num_attention_heads * self.head_dim + fc1 + f) + 2 * h * norms
-        )
-        layer += (
-            self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias)
-            + (2 * h + fc1) * self.add_bias_linear
-        )
-        layer += 2 * self.head_dim * norms * self.qk_layernorm
+        h, norms = self.hidden_size, 2 if self.normalization == "LayerNorm" else 1
+        attention = h * (self.qkv_rows + self.num_attention_heads * self.head_dim) + 2 * h * norms
+        attention += self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias)
+        attention += h * self.add_bias_linear + 2 * self.head_dim * norms * self.qk_layernorm
+        kinds = self.layer_kinds
+        layers = self.num_layers * attention
+        layers += kinds.count("dense") * self._mlp_parameters(self.ffn_size)
+        if self.moe is not None:
+            layers += kinds.count("expert") * self._expert_parameters(self.moe)
         embeddings = self.vocab_size * h * (1 if self.share_embeddings_and_output_weights else 2)
         positions = (
             self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
         )
-        return self.num_layers * layer + embeddings + positions + h * norms
+        return layers + embeddings + positions + h * norms
+
+    def _mlp_parameters(self, f: int) -> int:
+        fc1, bias = (2 if self.gated else 1) * f, int(self.add_bias_linear)
+        return self.hidden_size * (fc1 + f + bias) + fc1 * bias
+
+    def _expert_parameters(self, moe: MoEConfig) -> int:
+        h, shared = self.hidden_size, moe.shared_expert_intermediate_size
+        experts = moe.num_experts * (self._mlp_parameters(self.expert_ffn_size) + h)
+        return (
+            experts + (self._mlp_parameters(shared) if shared else 0) + h * moe.shared_expert_gate
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for checkpoints and logs."""

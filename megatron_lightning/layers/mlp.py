@@ -7,20 +7,27 @@ from torch import Tensor, nn
 from megatron_lightning.config import TransformerConfig
 
 
+def build_activation(config: TransformerConfig) -> nn.Module:
+    """Return the activation; of a gated layer, that of the gate."""
+    if config.gated:
+        return nn.SiLU()
+    return nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
+
+
 class MLP(nn.Module):
     """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight,
     the gate's rows first.
+
+    Args:
+        config: Sizes.
+        ffn_size: Width (f); None: the config's.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ffn_size: int | None = None) -> None:
         super().__init__()
-        f, bias = config.ffn_size, config.add_bias_linear
+        f, bias = ffn_size or config.ffn_size, config.add_bias_linear
         self.gated = config.gated
-        self.activation = (
-            nn.SiLU()
-            if config.gated
-            else nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
-        )
+        self.activation = build_activation(config)
         self.linear_fc1 = nn.Linear(config.hidden_size, 2 * f if config.gated else f, bias=bias)
         if config.gated:
             self.linear_fc1.fused_rows = (f, f)  # type: ignore[assignment]

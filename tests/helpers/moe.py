@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.moe_config import MoEConfig
+from megatron_lightning.config.moe import MoEConfig
 
 SIGMOID: dict[str, Any] = {"router_score_function": "sigmoid"}
 EARLY: dict[str, Any] = {"router_pre_softmax": True}

@@ -41,7 +41,7 @@ YARN = RopeScaling(rope_type="yarn", factor=40.0, original_max_position_embeddin
         ({"num_query_groups": 3}, "num_attention_heads=8 is not divisible by num_query_groups=3"),
         ({"kv_channels": 7}, "kv_channels=7 rotates 7 channels"),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
-        ({"rope_scaling": 8.0}, "rope_scaling is 8.0, which describes no.*to a RopeScaling"),
+        ({"rope_scaling": 8.0}, "rope_scaling is 8.0, which describes no RopeScaling"),
         (
             {"rope_scaling": LLAMA3, "position_embedding_type": "learned_absolute"},
             "rope_scaling is set, and position_embedding_type=learned_absolute.*to rope",
@@ -175,6 +175,7 @@ def tensor(size: int, **options: Any) -> ParallelLayout:
             r"num_layers=4 are fewer than the 6 pipeline stages.*=2 x .*=3\)",
         ),
         ({}, ParallelLayout(expert_model_parallel_size=2), 2, "expert_model_parallel_size=2"),
+        ({}, ParallelLayout(expert_tensor_parallel_size=2), 2, "=2 .* has no experts. Leave it"),
     ],
 )
 def test_model_and_layout(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import (
     Router,
@@ -21,7 +22,6 @@ from megatron_lightning.layers.moe import (
     updated_expert_bias,
     z_loss,
 )
-from megatron_lightning.moe_config import MoEConfig
 from tests.helpers.moe import EARLY, KINDS, SIGMOID, best_scores, config, dense_route
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "moe_router.json").read_text())[

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.layers.moe import (
     Router,
     Routing,
     auxiliary_loss,
     route,
 )
-from megatron_lightning.moe_config import MoEConfig
 from megatron_lightning.parallel.rng import RngStreams
 from tests.helpers.moe import EARLY, SIGMOID, config, dense_loss, dense_route
 

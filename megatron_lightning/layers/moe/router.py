@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.config.moe import LoadBalancing, MoEConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.moe_config import LoadBalancing, MoEConfig
+from megatron_lightning.layers.gemm import Gemm, product
 from megatron_lightning.parallel.rng import RngStreams
 
 ChooseExperts = Callable[[Tensor, MoEConfig], Tensor]
@@ -260,6 +261,9 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
+    gemm: Gemm = Gemm()
+    """Product of the router, in its own dtype."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -315,7 +319,7 @@ class Router(nn.Module):
                 low, high = 1.0 - moe.input_jitter_eps, 1.0 + moe.input_jitter_eps
                 hidden = hidden * torch.empty_like(hidden).uniform_(low, high)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden, self.weight.to(dtype))
+            logits = product(hidden, self.weight.to(dtype), None, self.gemm)
         if moe.router_force_load_balancing:
             with self._stream():
                 random = torch.empty_like(logits).normal_()
