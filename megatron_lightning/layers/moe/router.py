@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from megatron_lightning.config.moe import LoadBalancing, MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.gemm import Gemm, product
 from megatron_lightning.parallel.rng import RngStreams
 
 ChooseExperts = Callable[[Tensor, MoEConfig], Tensor]
@@ -260,6 +261,8 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor | None
+    gemm: Gemm = Gemm()
+    """Product of the router, in its own dtype."""
 
     gemm: Gemm = Gemm()
     """Product of the router, in its own dtype."""
