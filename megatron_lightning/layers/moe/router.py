@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from megatron_lightning.config.moe import LoadBalancing, MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import Gemm, product
-from megatron_lightning.layers.gemm import Gemm, product
 from megatron_lightning.parallel.rng import RngStreams
 
 ChooseExperts = Callable[[Tensor, MoEConfig], Tensor]
@@ -261,9 +260,6 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor | None
-    gemm: Gemm = Gemm()
-    """Product of the router, in its own dtype."""
-
     gemm: Gemm = Gemm()
     """Product of the router, in its own dtype."""
 
