@@ -157,10 +157,16 @@ def print_layout(
         shards = "" if part.units is None else f" {part.units.describe()}"
         kernel = kernel_for(context.device).name
         shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)}, {kernel})"
+        experts = ""
+        if layout.divides_experts:
+            experts = (
+                f" (experts: expert tensor {layout.etp} x expert {layout.ep} x pipeline "
+                f"{layout.pp} x data {context.edp.size})"
+            )
         rank_zero_info(
             f"MegatronStrategy: tensor {layout.tp}{shared if layout.cp > 1 else ''} x pipeline "
             f"{layout.pp} x data "
-            f"{context.dp.size}, sequence parallel {_sequence_parallel(part, layout)}, "
+            f"{context.dp.size}{experts}, sequence parallel {_sequence_parallel(part, layout)}, "
             f"{options.data_parallel}{schedule}. The model has {part.num_parameters:,} parameters; "
             f"this rank holds {local_size(module):,} of them.{shards}"
         )

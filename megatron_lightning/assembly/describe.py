@@ -84,9 +84,10 @@ def describe_layout(
 def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec]) -> str:
     size = sum(math.prod(spec.global_shape) for spec in specs.values() if spec.tied_to is None)
     shared = f" x context {layout.cp}" if layout.cp > 1 else ""
+    experts = f", experts {layout.ep} x tensor {layout.etp}" if layout.divides_experts else ""
     return (
         f"tensor {layout.tp}{shared} x pipeline {layout.pp} ({layout.num_stages} stage"
-        f"{'s' if layout.num_stages > 1 else ''}), sequence parallel "
+        f"{'s' if layout.num_stages > 1 else ''}){experts}, sequence parallel "
         f"{'on' if layout.sp else 'off'}, {size:,} parameters; shapes of tensor-parallel rank 0"
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from zlib import crc32
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +30,7 @@ from megatron_lightning.parallel.collectives import (
     scatter,
 )
 from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.parallel.sharding import take_shards
 
 HIDDEN, WIDTH, EXPERTS, SEQUENCE = 8, 12, 4, 4
@@ -37,7 +39,7 @@ HIDDEN, WIDTH, EXPERTS, SEQUENCE = 8, 12, 4, 4
 class ToyExperts(nn.Module):
     """Gated experts and their router; plain PyTorch on one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN) * 0.5)
         self.fc1 = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) * 0.5)
@@ -48,6 +50,8 @@ class ToyExperts(nn.Module):
         self.all: AxisGroup = ALONE
         """Ranks that together hold all experts."""
         self.first, self.num_shards = 0, 1
+        self.dropout = dropout
+        self.rng: RngStreams | None = None
 
     def forward(self, x_TH: Tensor) -> Tensor:
         x_TH = scatter(x_TH, self.own)
@@ -56,6 +60,9 @@ class ToyExperts(nn.Module):
         x_AH, probs_AE = seen.split([HIDDEN, EXPERTS], dim=1)
         gate_AEF, up_AEF = torch.einsum("ah,efh->aef", x_AH, self.fc1).chunk(2, dim=-1)
         hidden_AEF = F.silu(gate_AEF) * up_AEF
+        if self.dropout and self.rng is not None:
+            with self.rng.fork("expert-parallel-rng"):
+                hidden_AEF = F.dropout(hidden_AEF, self.dropout)
         # Every rank adds its share of the bias to its partial sum over F.
         out_AEH = torch.einsum("aef,ehf->aeh", hidden_AEF, self.fc2) + self.bias / self.num_shards
         mine_AE = probs_AE.narrow(1, self.first, len(self.fc1))
@@ -72,6 +79,7 @@ class ExpertStyle:
         module.own, module.all = context.tp, context.axis("etp-ep")
         module.first = context.ep.rank * EXPERTS // context.ep.size
         module.num_shards = context.etp.size
+        module.rng = context.rng
         return module
 
 
@@ -98,11 +106,11 @@ def specs_of(module: ToyExperts, context: ParallelContext) -> dict[str, ShardSpe
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
-        self.experts = ToyExperts()
+        self.experts = ToyExperts(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -112,10 +120,10 @@ class _Block(nn.Module):
 class ToyNet(nn.Module):
     """Two blocks of dense layers and experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = nn.ModuleList(_Block(dropout) for _ in range(2))
         self.head = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,6 +131,10 @@ class ToyNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+    def init_weights(self, name: str, tensor: Tensor) -> None:
+        """Fill a parameter by a seed of its name, as models that are built on ``meta`` do."""
+        tensor.normal_(generator=torch.Generator().manual_seed(crc32(name.encode())))
 
     def sharding_plan(self) -> ShardingPlan:
         return ShardingPlan(
@@ -166,15 +178,15 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 class ExpertModule(pl.LightningModule):
     """Regression on tokens, of which a different number counts in every sample."""
 
-    def __init__(self, optimizer: str = "adamw") -> None:
+    def __init__(self, optimizer: str = "adamw", dropout: float = 0.0) -> None:
         super().__init__()
         self.net: ToyNet | None = None
-        self._optimizer = optimizer
+        self._optimizer, self._dropout = optimizer, dropout
 
     def configure_model(self) -> None:
         if self.net is None:
             torch.manual_seed(3)
-            self.net = ToyNet()
+            self.net = ToyNet(self._dropout)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         errors = (self.net(batch["x"]) - batch["y"]).square().mean(-1)

@@ -89,6 +89,14 @@ def test_instances_need_shards_and_divide_the_ranks() -> None:
             RankGrid(ParallelLayout(tensor_model_parallel_size=2), 6), "zero1", options
         )
     check_data_parallel(RankGrid(ParallelLayout(tensor_model_parallel_size=2), 8), "zero1", options)
+    experts = ParallelLayout(expert_model_parallel_size=4)
+    check_data_parallel(RankGrid(experts, 8), "zero1", options)
+    with pytest.raises(
+        ConfigError,
+        match=r"instances=2 does not divide the 1 ranks that hold the same experts "
+        r"\(4 ranks in expert tensor 1 x expert 4 x pipeline 1\) .* a divisor of 1",
+    ):
+        check_data_parallel(RankGrid(experts, 4), "zero1", options)
 
 
 def test_options_of_fsdp_are_its_own() -> None:

@@ -122,6 +122,19 @@ def test_a_world_that_the_layout_does_not_divide() -> None:
         trainer(MegatronStrategy(pipeline_model_parallel_size=2), devices=3)
 
 
+def test_experts_that_do_not_divide_the_world() -> None:
+    strategy = MegatronStrategy(
+        tensor_model_parallel_size=2, expert_model_parallel_size=3, expert_tensor_parallel_size=2
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"4 ranks cannot be divided into expert replicas of 6 ranks "
+        r"\(expert tensor 2 x expert 3 x pipeline 1\). Set num_nodes x devices to a multiple of 6",
+    ):
+        trainer(strategy, devices=4)
+    assert not dist.is_initialized()
+
+
 class _Fp8(Precision):
     precision = "transformer-engine"
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear import ColumnParallelLinear
 from megatron_lightning.layers.styles import (
     ColumnParallel,
@@ -98,6 +99,54 @@ def test_one_dim_over_one_axis_and_another_over_a_second() -> None:
         bias = ShardSpec((4, 5), (Box(shard.offset[::2], (2, 5)),), ("ep",), partial_over=("etp",))
         assert is_writer(bias, context) == (grid.coordinate(rank, "etp") == 0)
     assert torch.equal(seen, torch.ones(4, 6, 5))
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_experts_over_one_axis_and_gate_and_up_of_each_over_another(ep: int, etp: int) -> None:
+    full = torch.arange(4.0 * 12 * 5).view(4, 12, 5)  # [E, 2f, h]
+    seen = torch.zeros_like(full)
+    for i in range(ep):
+        for j in range(etp):
+            experts = ShardSpec.split((4, 12, 5), dim=0, size=ep, rank=i, axis="ep")
+            rows = ShardSpec.split((4, 12, 5), dim=1, size=etp, rank=j, axis="etp", blocks=2)
+            spec = experts.crossed(rows)
+            assert spec.boxes == rows.crossed(experts).boxes
+            own = full[i * 4 // ep : (i + 1) * 4 // ep]
+            gate, up = own.split(6, dim=1)
+            mine = [half.chunk(etp, dim=1)[j] for half in (gate, up)]
+            local = spec.shard(full)
+            assert torch.equal(local, torch.cat(mine, dim=1)) and spec.is_expert
+            for box, data in ((shard.box, shard.data) for shard in spec.shards(local)):
+                assert torch.equal(full[box.slices], data)
+                seen[box.slices] += 1
+            start, stop = local.numel() // 3, local.numel() - 1
+            parts = spec.flat_shards(local.flatten()[start:stop], start)
+            assert sum(part.data.numel() for part in parts) == stop - start
+            assert all(torch.equal(full[part.box.slices], part.data) for part in parts)
+    assert torch.equal(seen, torch.ones_like(full))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"dim": 0, "axis": "ep"}, {"dim": 0, "axis": "etp"}, "both split dim 0"),
+        ({"dim": 0, "axis": "ep"}, {"dim": 1, "axis": "ep"}, "both split over ep"),
+        (
+            {"dim": 0, "axis": "ep", "blocks": 2},
+            {"dim": 1, "axis": "etp", "blocks": 2},
+            "stack 2 and 2 boxes along two dims",
+        ),
+    ],
+    ids=["dim", "axis", "boxes"],
+)
+def test_splits_that_cannot_be_combined(
+    first: dict[str, Any], second: dict[str, Any], message: str
+) -> None:
+    one, other = (ShardSpec.split((4, 4), size=2, rank=0, **split) for split in (first, second))
+    with pytest.raises(ShardingError, match=rf"shape \(4, 4\) .*{message}. Split one dim over one"):
+        one.crossed(other)
+    with pytest.raises(ShardingError, match=r"shapes are \(4, 4\) and \(5,\)"):
+        one.crossed(ShardSpec.replicated((5,)))
 
 
 def test_of_a_tied_pair_and_of_what_all_stages_hold_one_rank_writes() -> None:
