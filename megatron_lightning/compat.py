@@ -34,6 +34,7 @@ __all__ = [
     "avoid_fused_inference",
     "default_store",
     "destroy_process_groups",
+    "is_in_backward",
     "keep_freed_memory",
     "never_drop",
     "reduce_scatter",
@@ -147,6 +148,11 @@ def saved_tensors_hooks_in_force() -> (
         torch._C._autograd._top_saved_tensors_default_hooks(False)
     )
     return hooks
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs on this thread, as in a recomputed forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def never_drop(operator: torch._ops.OpOverload) -> None:

@@ -12,6 +12,7 @@ from megatron_lightning.layers.loss import (
     VocabParallelCrossEntropy,
     vocab_parallel_cross_entropy,
 )
+from megatron_lightning.layers.report import StepReport, log_reports
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 
 __all__ = [
@@ -21,8 +22,10 @@ __all__ = [
     "Documents",
     "RowParallelLinear",
     "SequenceInfo",
+    "StepReport",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelLinear",
+    "log_reports",
     "vocab_parallel_cross_entropy",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.report import log_reports
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
@@ -134,29 +135,35 @@ class GPTLightningModule(LightningModule):
         out: Tensor = self.model(tokens, **inputs)  # type: ignore[misc]
         return out
 
+    def num_items(self, batch: Batch) -> Tensor:
+        """Return the number of unmasked tokens, of which the loss of a batch is the mean."""
+        return _mask(batch).sum()
+
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the mean loss over the unmasked tokens, and their number."""
         losses = self(batch["tokens"], batch["labels"], **_optional_inputs(batch))
-        mask = batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != -100
-        num_tokens = mask.sum()
-        return (losses * mask).sum() / num_tokens.clamp(min=1), num_tokens
+        num_tokens = self.num_items(batch)
+        return (losses * _mask(batch)).sum() / num_tokens.clamp(min=1), num_tokens
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss of one micro-batch and the number of its tokens."""
         loss, num_tokens = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
+        log_reports(self, loss)
         return {"loss": loss, "num_items": num_tokens}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log ``val_loss``, the mean over all tokens."""
         loss, num_tokens = self._loss(batch)
         self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=int(num_tokens))
+        log_reports(self, prefix="val_", sync_dist=True, batch_size=int(num_tokens))
         return loss
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log ``test_loss``, the mean over all tokens."""
         loss, num_tokens = self._loss(batch)
         self.log("test_loss", loss, sync_dist=True, batch_size=int(num_tokens))
+        log_reports(self, prefix="test_", sync_dist=True, batch_size=int(num_tokens))
         return loss
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -177,6 +184,10 @@ class GPTLightningModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+
+def _mask(batch: Batch) -> Tensor:
+    return batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != -100
 
 
 def _optional_inputs(batch: Batch) -> dict[str, Tensor]:

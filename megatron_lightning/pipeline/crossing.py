@@ -24,7 +24,7 @@ that (:class:`CallFacts`), and then for real, where the NaN of the placeholders 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -68,6 +68,7 @@ class StageCrossing:
         run_stage: Called with a stage, its forward and the forward's arguments; runs it with its
             parameters gathered.
         reached: Called with the micro-batch, right before the stage runs.
+        repeated: Returns the context of a forward that runs again, as a check.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class StageCrossing:
         *,
         run_stage: Callable[..., Any],
         reached: Callable[[int], None] = lambda _: None,
+        repeated: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._hook = hook
         self._partition = partition
@@ -86,6 +88,7 @@ class StageCrossing:
         self._facts = facts
         self._run_stage = run_stage
         self._reached = reached
+        self._repeated = repeated
         self._microbatch = 0
         self._seed = 0
         self._visit = Visit(0, 0, 0, (), {}, {}, None, True, 0)
@@ -307,7 +310,7 @@ class StageCrossing:
         self._visit = replace(visit, next=0, sent={}, lent=[], records=False)
         placeholders, device = self._placeholders, self._context.device
         self._placeholders = Placeholders(0.0, device)
-        with torch.no_grad():
+        with torch.no_grad(), self._repeated():
             again = self._run(args, kwargs)  # NaN may have other reasons
         self._visit, self._placeholders = visit, placeholders
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):

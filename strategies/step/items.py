@@ -15,7 +15,18 @@ from torch import Tensor
 def counts_items(module: pl.LightningModule, output: Any) -> bool:
     """Return whether a step's loss has a number of items."""
     returned = isinstance(output, Mapping) and "num_items" in output
-    return returned or callable(getattr(module, "num_items", None))
+    return returned or has_count(module)
+
+
+def has_count(module: pl.LightningModule) -> bool:
+    """Return whether the module counts items by its method, before a step."""
+    return callable(getattr(module, "num_items", None))
+
+
+def count_items(module: pl.LightningModule, batch: Any) -> Tensor | None:
+    """Return what the module's method counts, in fp32; None: it has none."""
+    count: Callable[[Any], Any] | None = getattr(module, "num_items", None)
+    return _number(module, count(batch)) if callable(count) else None
 
 
 def num_items_of(module: pl.LightningModule, batch: Any, output: Any) -> Tensor | None:
@@ -27,10 +38,9 @@ def num_items_of(module: pl.LightningModule, batch: Any, output: Any) -> Tensor 
         output: What the step returned.
     """
     if isinstance(output, Mapping) and "num_items" in output:
-        found = output["num_items"]
-    else:
-        count: Callable[[Any], Any] | None = getattr(module, "num_items", None)
-        if not callable(count):
-            return None
-        found = count(batch)
+        return _number(module, output["num_items"])
+    return count_items(module, batch)
+
+
+def _number(module: pl.LightningModule, found: Any) -> Tensor:
     return torch.as_tensor(found, dtype=torch.float32, device=module.device).detach()

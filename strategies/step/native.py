@@ -4,7 +4,8 @@ hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -25,10 +26,23 @@ class NativeSteps(Steps):
         # The buffers of the step before are shared now: a graph that awaits its backward may hold
         # them.
         self.buffers.synchronize(compare=self._batches_of_epoch() == 2)
-        with self._in_hook("training_step"), self._units_in_order("training_step"):
+        with self._recorded("training_step"):
             output = self._scope.module.training_step(batch, *indices)
         self._items = self._num_items(batch, output)
+        if self._scope.module.automatic_optimization:
+            self.reports.follow(output.get("loss") if isinstance(output, Mapping) else output)
+        self._log_reports("training_step", batch, self._items)
         return output
+
+    @contextmanager
+    def _recorded(self, hook: str) -> Iterator[None]:
+        """Around a step, whose layers may report."""
+        with self._in_hook(hook), self._units_in_order(hook), self.reports.recording(hook):
+            yield
+
+    def _log_reports(self, hook: str, batch: Any, items: Tensor | None) -> None:
+        weight: float | Tensor = 1.0 if items is None else items
+        self.reports.log(hook, [weight], items, batch_size_of(batch))
 
     def _num_items(self, batch: Any, output: Any) -> Tensor | None:
         """Return the items of a batch, if gradients are sums over several."""
@@ -43,6 +57,8 @@ class NativeSteps(Steps):
         them.
         """
         training, accumulation = self.training, self.training.accumulation
+        if not self._scope.module.automatic_optimization:
+            self.reports.follow(loss)
         training.plan_watch.loss(loss)
         if training.watch is not None:
             training.watch.loss(loss)
@@ -60,8 +76,12 @@ class NativeSteps(Steps):
         """See the base class."""
         # The loader's index, if there are several.
         self._check_first_batch(batch, hook, *indices[1:])
-        with self._in_hook(hook), self._units_in_order(hook):
-            return getattr(self._scope.module, hook)(batch, *indices)
+        module = self._scope.module
+        with self._recorded(hook):
+            output = getattr(module, hook)(batch, *indices)
+        if self.reports.exist:
+            self._log_reports(hook, batch, num_items_of(module, batch, output))
+        return output
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Return ``fn(batch)``."""

@@ -161,6 +161,7 @@ class PipelinedSteps(Steps):
             indices=indices,
             around=partial(self._around, hook),
             begin_microbatch=self._begin_microbatch,
+            reports=self.reports,
             variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
         )
         crossing = self._crossing(hook, microbatches[0], indices[1:], make_program)
@@ -173,14 +174,15 @@ class PipelinedSteps(Steps):
         self._lists.begin()
         if trains:
             self.training.accumulation.begin_run()
-        with self._in_step(crossing, trains), self._watched(hook):
+        with self._in_step(crossing, trains), self._watched(hook), self.reports.recording(hook):
             self._executor.run(schedule, program, backward=trains)
         if trains:
             self.training.end_backwards()  # before anything else is communicated
         if self._scope.part.partition is not None:
             self._rng.end_step()
         parts = 0 if self._sequence is None else self._sequence.part_length(microbatches[0])
-        output, num_items = self._reduce_and_broadcast(program, hook, parts)
+        output, num_items, weights = self._reduce_and_broadcast(program, hook, parts)
+        self.reports.log(hook, weights, num_items, program.num_samples)
         if trains:
             self._end_training(output, num_items)
         return output
@@ -261,6 +263,7 @@ class PipelinedSteps(Steps):
             facts,
             run_stage=run_stage,
             reached=self._rng.at_call,
+            repeated=self.reports.paused,
         )
         if is_new:
             copied = tree_map_only(Tensor, Tensor.clone, first)  # steps may write into their batch
@@ -340,9 +343,9 @@ class PipelinedSteps(Steps):
 
     def _reduce_and_broadcast(
         self, program: UserProgram, hook: str, part_length: int
-    ) -> tuple[Any, Tensor | None]:
+    ) -> tuple[Any, Tensor | None, list[float | Tensor]]:
         """Reduce outputs, logs and metric counts over the micro-batches and give them to all
-        stages.
+        stages, with the weights of the micro-batches if layers report.
         """
         predicting = hook == "predict_step"
         shared: Any = None
@@ -367,6 +370,7 @@ class PipelinedSteps(Steps):
                 program.recorder.entries(weights, sharing),
                 self._metrics.counts(),
                 bool(appended),
+                weights if self.reports.exist else [],
             )
         if self._scope.part.partition is not None:
             shared = (
@@ -374,14 +378,14 @@ class PipelinedSteps(Steps):
                 if predicting
                 else self._broadcast(shared, tensors=self._are_read(hook))
             )
-        output, num_items, entries, counts, has_appended = shared
+        output, num_items, entries, counts, has_appended, weights = shared
         self._metrics.follow(counts)
         if has_appended and pipeline.size > 1:
             appended = self._broadcast_objects(appended)
             if pipeline.rank > 0:
                 self._lists.append(appended)
         replay(self._scope.module, entries)
-        return output, num_items
+        return output, num_items, weights
 
     def _are_read(self, hook: str) -> bool:
         """Whether the module or a callback, other than Lightning's own and ours, has the hook that

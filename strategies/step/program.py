@@ -17,8 +17,9 @@ from megatron_lightning.errors import PipelineError
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
 from megatron_lightning.pipeline.microbatches import batch_size_of, kinds_of, tensors_of
-from megatron_lightning.strategies.step.items import num_items_of
+from megatron_lightning.strategies.step.items import count_items, num_items_of
 from megatron_lightning.strategies.step.logs import LogRecorder
+from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.training import Training
 
 
@@ -35,6 +36,7 @@ class UserProgram:
         crossing: Runs the stages where the step calls the pipelined module; None with one stage.
         around: Returns what is put around one forward.
         begin_microbatch: Called with the micro-batch before its forward.
+        reports: Takes what layers report.
         training: Where gradients go; None: there is no backward.
         variable_shapes: Whether every message between stages carries its shapes.
     """
@@ -50,6 +52,7 @@ class UserProgram:
         crossing: StageCrossing | None,
         around: Callable[[], AbstractContextManager[None]],
         begin_microbatch: Callable[[int], None],
+        reports: StepReports,
         training: Training | None,
         variable_shapes: bool,
     ) -> None:
@@ -61,6 +64,7 @@ class UserProgram:
         self._crossing = crossing
         self._around = around
         self._begin_microbatch = begin_microbatch
+        self._reports = reports
         self._training = training
         self._variable_shapes = variable_shapes
         self.sizes = [batch_size_of(part) for part in microbatches]
@@ -73,6 +77,7 @@ class UserProgram:
             for part in microbatches
         ]
         self._items: dict[int, Tensor] = {}
+        self._counted: dict[int, Tensor | None] = {}  # before the step, by the module's method
         self.recorder = LogRecorder(module, self.sizes)
         self.outputs: dict[int, Any] = {}
 
@@ -84,6 +89,7 @@ class UserProgram:
         is_last = crossing is None or crossing.is_last(stage)
         self.recorder.microbatch = microbatch
         self._begin_microbatch(microbatch)
+        self._begin_reports(microbatch)
         if crossing is not None:
             crossing.enter(stage, microbatch, received, self.signature(microbatch))
         try:
@@ -99,6 +105,23 @@ class UserProgram:
         if crossing is not None:
             crossing.check_result(output)
         return self._finish(microbatch, output)
+
+    def _begin_reports(self, microbatch: int) -> None:
+        """Give the losses that layers report the scale of the main loss, if it is known already."""
+        self._reports.begin(microbatch)
+        if self._training is None or not self._reports.exist:
+            return
+        if microbatch not in self._counted:
+            self._counted[microbatch] = count_items(self._module, self._microbatches[microbatch])
+        scale = self._scale(microbatch, self._counted[microbatch], self._training.loss_scale)
+        self._reports.set_scale(microbatch, scale)
+
+    def _scale(self, microbatch: int, items: Tensor | None, loss_scale: float) -> float | Tensor:
+        """Return the factor of the loss of a micro-batch."""
+        if items is not None:
+            return items * loss_scale
+        share = self._weights[microbatch] / sum(self._weights)
+        return share / self._module.trainer.accumulate_grad_batches * loss_scale
 
     def _check_uncrossed(self, stage: int, received: StageTensors | None) -> None:
         """Allow evaluation steps that do not call the module on any stage: these have nothing to
@@ -128,21 +151,22 @@ class UserProgram:
             )
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         self._training.plan_watch.loss(loss)
-        weight: float | Tensor = (
-            self._weights[microbatch]
-            / sum(self._weights)
-            / self._module.trainer.accumulate_grad_batches
-        )
-        if items is not None:
-            weight = items
-        scale = self._training.loss_scale
+        loss_scale = self._training.loss_scale
+        scale = self._scale(microbatch, items, loss_scale)
+        self._reports.set_scale(microbatch, scale)
         # Fp16 holds no more than 65504.
-        return loss * weight if scale == 1.0 else loss.float() * (weight * scale)
+        return (loss if loss_scale == 1.0 else loss.float()) * scale
 
     @property
     def num_items(self) -> Tensor | None:
         """Sum of the items of the micro-batches, if the module counts them."""
         return torch.stack(list(self._items.values())).sum() if self._items else None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the batch, if known."""
+        known = [size for size in self.sizes if size is not None]
+        return sum(known) if len(known) == len(self.sizes) else None
 
     @property
     def item_weights(self) -> list[float | Tensor]:
@@ -160,6 +184,7 @@ class UserProgram:
     def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Return the context in which a backward may recompute the forward of a stage."""
         crossing = self._crossing
+        self._reports.begin(microbatch)
         return nullcontext() if crossing is None else crossing.recomputing(stage, microbatch)
 
     def completing(self, stage: int) -> AbstractContextManager[None]:

@@ -28,6 +28,7 @@ from megatron_lightning.pipeline.sequence_arguments import SequenceArguments
 from megatron_lightning.pipeline.sequence_split import SequenceSplit
 from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.dataloaders import training_samplers
+from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.training import Training
 
@@ -50,6 +51,8 @@ class Steps(ABC):
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
+        self.reports = StepReports(scope)
+        """Takes what layers report to the step."""
         self._metrics = MetricSync(scope.module, scope.context)
         scope.undo.callback(self._metrics.release)
         partition = scope.part.partition

@@ -1,0 +1,196 @@
+"""Reports of layers (:class:`~megatron_lightning.layers.report.StepReport`) in the steps of a run.
+
+A run of a step goes through
+
+    recording(...)       around the forwards, and the backwards under a pipeline
+      begin(m)           before every forward and backward of micro-batch m
+      set_scale(m, x)    as soon as it is known, at the latest before the backward of the layers
+    log(hook, ...)       add up over micro-batches, exchange, self.log
+
+The exchange adds up one tensor, over the pipeline and then over the data- and context-parallel
+ranks (in an evaluation over the context-parallel ones alone: others may have fewer batches). Its
+rows are the names that any rank has reported. A rank with a new name marks that in the first row,
+and all exchange names before they repeat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.report import (
+    CurrentMicrobatch,
+    Key,
+    LossScale,
+    StepReport,
+    add_up,
+    bind,
+    find_reports,
+    reduced,
+)
+from megatron_lightning.strategies.step.items import has_count
+from megatron_lightning.strategies.step.scope import Scope
+
+_PREFIXES = {"training_step": "", "validation_step": "val_", "test_step": "test_"}
+
+
+class StepReports:
+    """Reports of this rank's layers.
+
+    Args:
+        scope: What the run works on.
+
+    Raises:
+        ConfigError: If a module outside of the units of a pipeline reports.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        everywhere = [
+            path for path, child in scope.module.named_modules() if isinstance(child, StepReport)
+        ]
+        self.exist = bool(everywhere)
+        """Whether layers of any stage may report; equal on all ranks."""
+        self._check_places(everywhere)
+        self._microbatch = CurrentMicrobatch(is_bound=True, records=False)
+        scope.undo.callback(bind(scope.module, self._microbatch))
+        self._mine = find_reports(scope.module)
+        self._scales: dict[int, LossScale] = {}
+        self._keys: dict[str, list[Key]] = {}
+
+    def _check_places(self, paths: Sequence[str]) -> None:
+        partition = self._scope.part.partition
+        if partition is None:
+            return
+        root = next(p for p, m in self._scope.module.named_modules() if m is partition.module)
+        units = tuple(f"{root}.{unit}.".lstrip(".") for unit in partition.units)
+        for path in paths:
+            if not f"{path}.".startswith(units):
+                raise ConfigError(
+                    f"{path} is outside of the pipeline's units {partition.units[0]!r}, …, "
+                    f"{partition.units[-1]!r}, and runs on several stages, which would report the "
+                    "same twice. Report from a layer inside of a unit, or log in the step."
+                )
+
+    # -------------------------------------------------------------------------------- during a step
+
+    @contextmanager
+    def recording(self, hook: str) -> Iterator[None]:
+        """Record the reports in the block; predictions have none."""
+        self._scales = {}
+        self.begin(0)
+        self._microbatch.records = hook in _PREFIXES
+        try:
+            yield
+        finally:
+            self._microbatch.records = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the block: a forward runs again."""
+        before, self._microbatch.records = self._microbatch.records, False
+        try:
+            yield
+        finally:
+            self._microbatch.records = before
+
+    def begin(self, microbatch: int) -> None:
+        """Set the micro-batch whose forward or backward runs next."""
+        self._microbatch.index = microbatch
+        self._microbatch.loss_scale = self._scales.setdefault(microbatch, LossScale())
+
+    def set_scale(self, microbatch: int, scale: float | Tensor) -> None:
+        """Set what the main loss of a micro-batch is multiplied by."""
+        self._scales[microbatch].value = scale
+
+    def follow(self, loss: Any) -> None:
+        """Use the gradient that arrives at ``loss`` as the scale of the losses that were reported
+        before it.
+        """
+        if self.exist and isinstance(loss, Tensor):
+            self._microbatch.loss_scale.follow(loss)
+
+    # ------------------------------------------------------------------------------- after the step
+
+    def log(
+        self,
+        hook: str,
+        weights: Sequence[float | Tensor],
+        num_items: Tensor | None,
+        num_samples: int | None,
+    ) -> None:
+        """Log what was reported, on every rank; a collective if layers report.
+
+        Args:
+            hook: Name of the step.
+            weights: Of every micro-batch in a mean.
+            num_items: Sum of the items, if they are the weights.
+            num_samples: Samples of the batch, if known.
+
+        Raises:
+            ConfigError: If stages report losses whose weight they cannot know.
+        """
+        if not self.exist or hook not in _PREFIXES:
+            return
+        if num_items is None:  # then the replicas' means count equally
+            total = sum(weights)
+            weights = [weight / total for weight in weights]
+        totals, weight = self._exchange(hook, add_up(self._mine, weights), sum(weights))
+        options: dict[str, Any] = {"batch_size": num_samples} if num_samples else {}
+        if hook == "training_step":
+            self._check_items(totals, num_items)
+        else:
+            options["sync_dist"] = self._scope.context.dp.size > 1
+            if num_items is not None:
+                options["batch_size"] = int(weight)
+        for key, pair in totals.items():
+            value = reduced(key, pair, weight)
+            reduction: dict[str, Any] = {"reduce_fx": "sum"} if key.kind == "sum" else {}
+            self._scope.module.log(f"{_PREFIXES[hook]}{key.name}", value, **options, **reduction)
+
+    def _check_items(self, keys: Iterable[Key], num_items: Tensor | None) -> None:
+        module, partition = self._scope.module, self._scope.part.partition
+        losses = [key.name for key in keys if key.kind == "loss"]
+        if losses and partition is not None and num_items is not None and not has_count(module):
+            raise ConfigError(
+                f"layers report the loss {losses[0]!r}, and training_step of "
+                f"{type(module).__name__} returns num_items, which the stages before the last one "
+                "have to know before. Give it a method num_items(batch) that returns the same "
+                "number."
+            )
+
+    def _exchange(
+        self, hook: str, totals: dict[Key, Tensor], weight: Any
+    ) -> tuple[dict[Key, Any], Any]:
+        """Return the totals and the weight over all ranks, without what none has reported."""
+        context = self._scope.context
+        others = context.dp_cp if hook == "training_step" else context.cp
+        groups = [group for group in (context.pp, others) if group.size > 1]
+        if not groups:
+            return dict(totals), weight
+        number = partial(torch.as_tensor, dtype=torch.float64, device=context.device)
+        if context.pp.rank > 0:  # the stages of a replica have one weight together
+            weight = 0.0
+        while True:
+            keys = self._keys.get(hook, [])
+            is_new = float(any(key not in keys for key in totals))
+            rows = [torch.stack([number(weight), number(is_new)])]
+            rows += [totals.get(key, torch.zeros_like(rows[0])) for key in keys]
+            table = torch.stack(rows)
+            for group in groups:
+                dist.all_reduce(table, group=group.process_group)
+            (summed, has_new), *sums = table.tolist()
+            if not has_new:
+                found = dict(zip(keys, sums, strict=True))
+                return {key: pair for key, pair in found.items() if pair[1]}, summed
+            names = {*keys, *totals}
+            for group in groups:
+                names = set[Key]().union(*group.all_gather_object(names))
+            self._keys[hook] = sorted(names)
