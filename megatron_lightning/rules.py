@@ -154,16 +154,57 @@ def check_model_layout(
             f"virtual_pipeline_model_parallel_size={layout.vpp}), and a stage without a layer has "
             f"no work. Set {', or '.join(fixes)}."
         )
-    if layout.ep > 1:
+    _check_experts(config, layout)
+
+
+def _check_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
+    moe, ep, etp = config.moe, layout.ep, layout.etp
+    if moe is None:
+        if ep > 1:
+            raise ConfigError(
+                f"expert_model_parallel_size={ep} splits experts over ranks, and this model has "
+                "none. Set expert_model_parallel_size to 1."
+            )
+        if etp != layout.tp:
+            raise ConfigError(
+                f"expert_tensor_parallel_size={etp} divides the matrices of experts otherwise "
+                f"than tensor_model_parallel_size={layout.tp}, and this model has no experts. "
+                "Leave it unset."
+            )
+        return
+    if moe.num_experts % ep:
+        works = [size for size in range(1, moe.num_experts + 1) if moe.num_experts % size == 0]
         raise ConfigError(
-            f"expert_model_parallel_size={layout.ep} splits experts over ranks, and this model has "
-            "none. Set expert_model_parallel_size to 1."
+            f"moe.num_experts={moe.num_experts} is not divisible by expert_model_parallel_size="
+            f"{ep}; every rank takes an equal share. Set expert_model_parallel_size to one of "
+            f"{works}."
         )
-    if layout.etp != layout.tp:
+    if config.expert_ffn_size % etp:
         raise ConfigError(
-            f"expert_tensor_parallel_size={layout.etp} divides the matrices of experts otherwise "
-            f"than tensor_model_parallel_size={layout.tp}, and this model has no experts. Leave it "
-            "unset."
+            f"experts have a width of {config.expert_ffn_size}, which is not divisible by "
+            f"expert_tensor_parallel_size={etp}. Set moe.ffn_hidden_size to a multiple of {etp}, "
+            "or expert_tensor_parallel_size to 1."
+        )
+    if config.add_bias_linear and etp > 1:
+        raise ConfigError(
+            f"add_bias_linear gives experts biases, which each of expert_tensor_parallel_size="
+            f"{etp} ranks would add. Set expert_tensor_parallel_size to 1, or add_bias_linear to "
+            "False."
+        )
+    shared = moe.shared_expert_intermediate_size
+    if shared is not None and shared % layout.tp:
+        raise ConfigError(
+            f"moe.shared_expert_intermediate_size={shared} is not divisible by "
+            f"tensor_model_parallel_size={layout.tp}. Set it to a multiple of {layout.tp}."
+        )
+
+
+def check_trained_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
+    """Check that tensor-parallel ranks have different tokens, in training."""
+    if config.moe is not None and layout.tp > 1 and not layout.sp:
+        raise ConfigError(
+            f"experts with tensor_model_parallel_size={layout.tp} and sequence_parallel=False: "
+            "each rank would route all tokens. Set sequence_parallel to True or auto."
         )
 
 

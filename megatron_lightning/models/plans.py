@@ -11,6 +11,9 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
+    ExpertLinear,
+    ExpertParallel,
+    ExpertRouter,
     GatherLogits,
     HeadParallel,
     KeyOrValue,
@@ -24,7 +27,7 @@ from megatron_lightning.layers.styles import (
     VocabParallelLoss,
     local_heads_per_group,
 )
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
@@ -49,8 +52,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
             f"{layer}.self_attention.linear_proj": RowParallel(),
             f"{layer}.pre_mlp_layernorm": SequenceParallel(),
-            f"{layer}.mlp.linear_fc1": ColumnParallel(num_blocks=2 if config.gated else 1),
-            f"{layer}.mlp.linear_fc2": RowParallel(),
+            **_feed_forward_rows(config),
             f"{layer}.dropout": StreamDropout(),
             "decoder.final_layernorm": SequenceParallel(),
             "output_layer": VocabParallel(),
@@ -65,6 +67,33 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             )
         },
     )
+
+
+def _feed_forward_rows(config: TransformerConfig) -> dict[str, Style]:
+    """Return the rows of the dense layers and of those with experts."""
+    mlp, num_blocks = "decoder.layers.*.mlp", 2 if config.gated else 1
+    kinds, moe = config.layer_kinds, config.moe
+    dense: dict[str, Style] = {
+        f"{mlp}.linear_fc1": ColumnParallel(num_blocks=num_blocks),
+        f"{mlp}.linear_fc2": RowParallel(),
+    }
+    if moe is None:
+        return dense
+    layers = [f"decoder.layers.{i}.mlp" for i, kind in enumerate(kinds) if kind == "expert"]
+    rows: dict[str, Style] = {
+        **(dense if "dense" in kinds else {}),
+        **dict.fromkeys(layers, ExpertParallel()),
+        f"{mlp}.router": ExpertRouter(),
+        f"{mlp}.experts.linear_fc1": ExpertLinear(1, num_blocks),
+        f"{mlp}.experts.linear_fc2": ExpertLinear(2),
+    }
+    shared = f"{mlp}.shared_experts"
+    if moe.shared_expert_intermediate_size is not None:
+        rows[f"{shared}.linear_fc1"] = ColumnParallel(num_blocks=num_blocks)
+        rows[f"{shared}.linear_fc2"] = RowParallel()
+    if moe.shared_expert_gate:
+        rows[f"{shared}.gate"] = SequenceParallel()
+    return rows
 
 
 def llama_hf_plan(config: Any) -> ShardingPlan:

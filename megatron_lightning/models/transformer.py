@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import LayerKind, TransformerConfig
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.mlp import MLP
+from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
@@ -63,16 +64,19 @@ class LanguageModelEmbedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before and added to the residual stream
-    (pre-norm).
+    """Attention and feed-forward or experts, each with a norm before and added to the residual
+    stream (pre-norm).
     """
 
-    def __init__(self, config: TransformerConfig, rotary: RotaryEmbedding | None) -> None:
+    def __init__(
+        self, config: TransformerConfig, rotary: RotaryEmbedding | None, kind: LayerKind = "dense"
+    ) -> None:
         super().__init__()
         self.input_layernorm = build_norm(config, config.hidden_size)
         self.self_attention = SelfAttention(config, rotary)
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        moe = config.moe if kind == "expert" else None
+        self.mlp: nn.Module = MLP(config) if moe is None else MoELayer(config, moe)
         self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
@@ -91,7 +95,7 @@ class TransformerBlock(nn.Module):
         if config.position_embedding_type == "rope":
             rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
         self.layers = nn.ModuleDict(
-            {str(i): TransformerLayer(config, rotary) for i in range(config.num_layers)}
+            {str(i): TransformerLayer(config, rotary, k) for i, k in enumerate(config.layer_kinds)}
         )
         self.final_layernorm = build_norm(config, config.hidden_size)
         self.layers_at_once = 1

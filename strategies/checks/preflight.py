@@ -24,6 +24,7 @@ from megatron_lightning.rules import (
     check_accumulation,
     check_data_parallel,
     check_exchanged_heads,
+    check_trained_experts,
 )
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,
@@ -99,6 +100,9 @@ def check_before_launch(
     if stage == TrainerFn.FITTING:
         replicas = options.layout.data_parallel_size(world_size)
         check_batches(options.schedule, options.micro_batch_size, replicas, data)
+        config = getattr(module, "config", None)
+        if isinstance(config, TransformerConfig):
+            check_trained_experts(config, options.layout)
     if trainer is not None:
         _check_trained_by(options, world_size, module, trainer)
 

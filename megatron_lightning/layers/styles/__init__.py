@@ -3,6 +3,7 @@ tensor parallelism.
 """
 
 from megatron_lightning.layers.styles.context import ContextAttention
+from megatron_lightning.layers.styles.expert import ExpertLinear, ExpertParallel, ExpertRouter
 from megatron_lightning.layers.styles.parameters import (
     ParameterShards,
     Split,
@@ -37,6 +38,9 @@ __all__ = [
     "ColumnParallel",
     "ContextAttention",
     "CopyOutput",
+    "ExpertLinear",
+    "ExpertParallel",
+    "ExpertRouter",
     "GatherLogits",
     "HeadParallel",
     "KeyOrValue",

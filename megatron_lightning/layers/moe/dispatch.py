@@ -1,0 +1,241 @@
+"""Bring tokens to the ranks that hold their experts, and the outputs back.
+
+Shapes: ``t`` tokens of this rank, ``h`` hidden, ``E`` experts, ``L`` = E / ep experts of a rank,
+``n`` rows (a token that one expert computes), ``G`` ranks of the group: ep x etp of them, of which
+each ``etp`` neighbors hold parts of the same experts.
+
+An exchange has three steps, so that a layer can do other work while the numbers of rows travel:
+
+    exchange = dispatcher.begin(order)        numbers of rows are on their way
+    x, counts = exchange.dispatch(tokens)     [n, h] rows of this rank's experts, sorted; [L]
+    y = exchange.combine(experts(x, counts))  [t, h] sums over a token's experts
+
+Each dispatcher gives the same result; they differ in what they send:
+
+    LocalDispatch      nothing: all experts are here
+    AllToAllDispatch   rows to the ranks of their experts and back: twice n h in forward
+    AllGatherDispatch  all tokens to all ranks, and sums back: t h (G - 1) each way
+
+With etp above 1 a row goes to all ranks that hold a part of its expert, and the partial outputs are
+added up where they return: as many bytes as an all-to-all over ep and a gather over etp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.layers.moe.order import TokenOrder
+from megatron_lightning.layers.moe.router import Routing
+from megatron_lightning.parallel.collectives import gather_sequence, reduce_scatter
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class Exchange(Protocol):
+    """One exchange of tokens."""
+
+    def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Map tokens [t, h] to the rows of this rank's experts [n, h], and their numbers [L]."""
+        ...
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Map outputs [n, h] of this rank's experts to weighted sums of the tokens' [t, h]."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Exchanges tokens among the ranks that hold experts."""
+
+    def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
+        """Begin an exchange; ``num_choices``: experts of every token, None if they differ."""
+        ...
+
+
+def _weighted(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Multiply in fp32 at least, and no wider than needed."""
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(wide) * weights.to(wide)
+
+
+class LocalDispatch:
+    """Dispatch where all experts are on this rank."""
+
+    def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
+        """See :class:`Dispatcher`."""
+        return _LocalExchange(TokenOrder.of(routing.chosen, num_choices), routing.probs)
+
+
+class _LocalExchange:
+    def __init__(self, order: TokenOrder, probs: Tensor) -> None:
+        self._order = order
+        self._probs = probs
+
+    def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._order.rows(tokens), self._order.counts
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        rows = _weighted(outputs, self._order.weights(self._probs))
+        return self._order.sums(rows).to(outputs.dtype)
+
+
+# --------------------------------------------------------------------------------------- all-to-all
+
+
+class AllToAllDispatch:
+    """Dispatch that sends every row to the ranks of its expert.
+
+    Args:
+        group: The ranks over etp and ep, etp fastest.
+        num_parts: Ranks that share an expert (etp).
+    """
+
+    def __init__(self, group: AxisGroup, num_parts: int = 1) -> None:
+        self.group = group
+        self.num_parts = num_parts
+
+    def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
+        """See :class:`Dispatcher`; a collective."""
+        order = TokenOrder.of(routing.chosen, num_choices)
+        return _AllToAllExchange(order, routing.probs, self.group, self.num_parts)
+
+
+class _AllToAllExchange:
+    def __init__(self, order: TokenOrder, probs: Tensor, group: AxisGroup, num_parts: int) -> None:
+        self._order = order
+        self._probs = probs
+        self._group = group
+        self._parts = num_parts
+        # [G, L]: how many rows this rank sends to every other, and gets from it, for each expert.
+        owners = order.counts.view(group.size // num_parts, 1, -1)
+        self._sent = owners.expand(-1, num_parts, -1).reshape(group.size, -1).contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, group=group.process_group, async_op=True
+        )
+
+    def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        self._work.wait()
+        both = torch.stack([self._sent.sum(1), self._received.sum(1)]).tolist()  # waits, once
+        self._sizes: list[int] = both[0]
+        self._incoming: list[int] = both[1]
+        rows = self._order.rows(tokens)
+        if self._parts > 1:
+            rows = torch.cat([part for part in self._blocks(rows) for _ in range(self._parts)])
+        arrived = _exchange(rows, self._sizes, self._incoming, self._group)
+        # Rows come by rank and, from each, by expert.
+        local = torch.arange(self._received.shape[1], device=tokens.device)
+        experts = local.repeat(self._group.size).repeat_interleave(
+            self._received.flatten(), output_size=len(arrived)
+        )
+        self._by_expert = experts.argsort(stable=True)
+        return _permuted(arrived, self._by_expert), self._received.sum(0)
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        inverse = torch.empty_like(self._by_expert)
+        inverse[self._by_expert] = torch.arange(len(inverse), device=inverse.device)
+        arrived = _permuted(outputs, inverse)
+        rows = _exchange(arrived, self._incoming, self._sizes, self._group)
+        if self._parts > 1:
+            blocks = torch.split(rows, self._sizes)
+            sums = (
+                torch.stack(blocks[first : first + self._parts]).sum(0)
+                for first in range(0, len(blocks), self._parts)
+            )
+            rows = torch.cat(list(sums))
+        weighted = _weighted(rows, self._order.weights(self._probs))
+        return self._order.sums(weighted).to(outputs.dtype)
+
+    def _blocks(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the rows for the ranks of each place on the ep axis."""
+        return torch.split(rows, self._sizes[:: self._parts])
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: AxisGroup) -> Tensor:
+    result: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _permuted(rows: Tensor, order: Tensor) -> Tensor:
+    result: Tensor = _Permute.apply(rows, order)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: AxisGroup
+    ) -> Tensor:
+        ctx.arguments = received, sent, group
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group.process_group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _exchange(grad, *ctx.arguments), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """``rows[order]`` of a permutation; its backward writes every row once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy(0, order, grad), None
+
+
+# --------------------------------------------------------------------------------------- all-gather
+
+
+class AllGatherDispatch:
+    """Dispatch that gives all tokens to all ranks; each computes those of its experts.
+
+    Args:
+        group: The ranks over etp and ep, etp fastest.
+        num_parts: Ranks that share an expert (etp).
+    """
+
+    def __init__(self, group: AxisGroup, num_parts: int = 1) -> None:
+        self.group = group
+        self.num_parts = num_parts
+
+    def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
+        """See :class:`Dispatcher`; a collective. All ranks have the same number of tokens."""
+        places = self.group.size // self.num_parts
+        experts = slice(*_range(routing.chosen.shape[1], places, self.group.rank // self.num_parts))
+        chosen = gather_sequence(routing.chosen.to(torch.uint8), self.group).bool()[:, experts]
+        probs = gather_sequence(routing.probs, self.group)[:, experts]
+        return _AllGatherExchange(TokenOrder.of(chosen, None), probs, self.group)
+
+
+def _range(size: int, num_parts: int, part: int) -> tuple[int, int]:
+    share = size // num_parts
+    return part * share, (part + 1) * share
+
+
+class _AllGatherExchange:
+    def __init__(self, order: TokenOrder, probs: Tensor, group: AxisGroup) -> None:
+        self._local = _LocalExchange(order, probs)
+        self._group = group
+
+    def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._local.dispatch(gather_sequence(tokens, self._group))
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        return reduce_scatter(self._local.combine(outputs), self._group)
+
+
+DISPATCHERS: Mapping[str, type[AllToAllDispatch | AllGatherDispatch]] = {
+    "alltoall": AllToAllDispatch,
+    "allgather": AllGatherDispatch,
+}
+"""Dispatchers over ranks, by Megatron-Core's names."""

@@ -1,0 +1,79 @@
+"""The experts of a layer: feed-forward networks whose weights are stacked, [E, out, in].
+
+Shapes: ``n`` rows (a token that one expert computes), sorted by expert; ``E`` experts, ``h``
+hidden, ``f`` width of an expert. Products of all experts are one grouped product (MegaBlocks,
+https://arxiv.org/abs/2211.15841, without its padding).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.mlp import build_activation
+from megatron_lightning.layers.split_backward import Splittable, linear
+
+
+class GroupedLinear(Splittable, nn.Module):
+    """A linear layer for each expert.
+
+    Args:
+        num_experts: Number of layers (E).
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: Whether each has a bias.
+    """
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows [n, in] to [n, out]; ``counts`` [E]: how many each expert has."""
+        out = linear(rows, self, None, counts=counts)
+        if self.bias is None:
+            return out
+        return out + self.bias.to(out.dtype).repeat_interleave(counts, 0, output_size=len(out))
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``print``."""
+        num_experts, out_features, in_features = self.weight.shape
+        return (
+            f"num_experts={num_experts}, in_features={in_features}, out_features={out_features}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class Experts(nn.Module):
+    """Two grouped layers around an activation; with a gate, ``linear_fc1`` is [E, 2f, h], the
+    gate's rows first.
+
+    Args:
+        config: Sizes.
+        num_experts: Number of experts (E).
+    """
+
+    def __init__(self, config: TransformerConfig, num_experts: int) -> None:
+        super().__init__()
+        h, f = config.hidden_size, config.expert_ffn_size
+        bias = config.add_bias_linear
+        self.gated = config.gated
+        self.activation = build_activation(config)
+        self.linear_fc1 = GroupedLinear(num_experts, h, 2 * f if self.gated else f, bias=bias)
+        self.linear_fc2 = GroupedLinear(num_experts, f, h, bias=bias)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows [n, h] to [n, h]; ``counts`` [E]: how many each expert has."""
+        inner = self.linear_fc1(rows, counts)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        out: Tensor = self.linear_fc2(inner, counts)
+        return out

@@ -1,0 +1,83 @@
+"""Bring tokens into the order of their experts, and outputs back into that of the tokens.
+
+Shapes: ``t`` tokens, ``h`` hidden, ``E`` experts, ``n`` rows: one for each token and expert that
+computes it. Rows are sorted by expert, and within one by token.
+
+Both directions copy rows to or from *slots*: [t, w] places, of which a token has one for each of
+its rows. Sums over a token's rows are sums over its slots, always in the same order, so that
+results are bit-equal from run to run; adding rows into tokens would be atomic on GPUs, in any
+order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """The rows that experts compute."""
+
+    tokens: Tensor
+    """[n] token of every row."""
+    experts: Tensor
+    """[n] its expert."""
+    slots: Tensor
+    """[n] its place in the [t, w] slots."""
+    counts: Tensor
+    """[E] rows of every expert."""
+    num_tokens: int
+    """t."""
+    width: int
+    """w."""
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_choices: int | None) -> TokenOrder:
+        """Return the rows of ``chosen`` [t, E].
+
+        Args:
+            chosen: Which experts compute a token.
+            num_choices: How many these are for every token; None: it differs.
+        """
+        num_tokens, counts = len(chosen), chosen.sum(0)
+        if num_choices is None:
+            experts, tokens = chosen.t().nonzero(as_tuple=True)
+            width = int(chosen.sum(1).max()) if num_tokens else 0
+            slots = tokens * width + (chosen.cumsum(1) - 1)[tokens, experts]
+            return cls(tokens, experts, slots, counts, num_tokens, width)
+        # The number of rows is known, and nothing has to wait for the device.
+        chosen_experts = chosen.to(torch.uint8).topk(num_choices, dim=1).indices.flatten()
+        experts, slots = chosen_experts.sort(stable=True)
+        tokens = slots // num_choices
+        return cls(tokens, experts, slots, counts, num_tokens, num_choices)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Map tokens [t, h] to rows [n, h]."""
+        rows: Tensor = _Rows.apply(x, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Map rows [n, h] to the sum of every token's [t, h]."""
+        slots = rows.new_zeros(self.num_tokens * self.width, rows.shape[1])
+        slots = slots.index_copy(0, self.slots, rows)
+        return slots.view(self.num_tokens, self.width, rows.shape[1]).sum(1)
+
+    def weights(self, probs: Tensor) -> Tensor:
+        """Map weights [t, E] to those of the rows [n, 1]."""
+        return probs[self.tokens, self.experts][:, None]
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: TokenOrder) -> Tensor:
+        ctx.order = order
+        return x.index_select(0, order.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        order: TokenOrder = ctx.order
+        return order.sums(grad), None

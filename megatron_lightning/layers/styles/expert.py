@@ -1,0 +1,109 @@
+"""Styles of layers of experts: experts are divided over the ranks of ``ep``, and the width of each
+over those of ``etp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.moe.dispatch import DISPATCHERS
+from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.parallel.context import ALONE, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
+from megatron_lightning.parallel.spec import ShardSpec
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """A :class:`MoELayer` whose tokens are sent to the ranks of their experts.
+
+    Weights: those of its children, by styles of their own. Input and output: sequence shards, or
+    without sequence parallelism replicated tokens, of which each rank dispatches a part.
+    """
+
+    shards_sequence: bool = True
+    """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Give the layer its ranks, in place."""
+        if not isinstance(module, MoELayer):
+            raise ShardingError(
+                f"style ExpertParallel takes a MoELayer, and the plan points it at a "
+                f"{type(module).__name__}. Correct the pattern."
+            )
+        group, moe = context.axis("etp-ep"), module.router.moe
+        if group.size > 1:
+            dispatcher = DISPATCHERS[moe.token_dispatcher_type]
+            module.dispatcher = dispatcher(group, context.etp.size)
+        module.replicas = ALONE if context.sp else context.tp
+        module.sharing = (context.tp if context.sp else ALONE, context.cp)
+        return module
+
+
+@dataclass(frozen=True)
+class ExpertRouter:
+    """A :class:`Router` of tokens that are divided over tensor-parallel ranks.
+
+    Weight: replicated; its gradient is a partial sum, of this rank's tokens.
+    """
+
+    shards_sequence: bool = True
+    """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Give the router its ranks, in place."""
+        if not isinstance(module, Router):
+            raise ShardingError(
+                f"style ExpertRouter takes a Router, and the plan points it at a "
+                f"{type(module).__name__}. Correct the pattern."
+            )
+        spec = ShardSpec.replicated(module.weight.shape, partial_over=("tp",))
+        module.shard_specs = {"weight": spec}  # type: ignore[assignment]
+        module.streams = context.rng
+        group = context.axis("tp-cp" if context.sp else "cp")
+        if group.size > 1:
+            module.sum_counts = partial(all_reduce, group=group)
+        return module
+
+
+@dataclass(frozen=True)
+class ExpertLinear:
+    """A :class:`GroupedLinear` of some of the experts, of each of which it holds a part.
+
+    Weight: [E, out, in], experts over ``ep``, and one dim over ``etp``.
+    """
+
+    dim: int
+    """Dim that ``etp`` divides: 1, the output's features, or 2, the input's."""
+    num_blocks: int = 1
+    """Equal blocks stacked in it that are each split (2 for gate and up)."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Take this rank's shards, in place."""
+        if not isinstance(module, GroupedLinear):
+            raise ShardingError(
+                f"style ExpertLinear takes a GroupedLinear, and the plan points it at a "
+                f"{type(module).__name__}. Correct the pattern."
+            )
+        if module.bias is not None and context.etp.size > 1:
+            raise ShardingError(
+                f"experts have biases, and expert_tensor_parallel_size is {context.etp.size}, so "
+                "that each rank would add them. Set it to 1, or add_bias_linear to False."
+            )
+        ep: dict[str, Any] = {"size": context.ep.size, "rank": context.ep.rank, "axis": "ep"}
+        etp: dict[str, Any] = {"size": context.etp.size, "rank": context.etp.rank, "axis": "etp"}
+        shape = tuple(module.weight.shape)
+        part = ShardSpec.split(shape, dim=self.dim, blocks=self.num_blocks, **etp)
+        specs = {"weight": ShardSpec.split(shape, dim=0, **ep).crossed(part)}
+        if module.bias is not None:
+            specs["bias"] = ShardSpec.split(tuple(module.bias.shape), dim=0, **ep)
+        take_shards(module, module, specs)
+        return module

@@ -1,0 +1,145 @@
+"""Training of layers of experts equals training on one process, however experts are divided."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+STEPS, BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 30
+TP, PP, VPP, CP, EP, ETP, MICRO = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "micro_batch_size",
+)
+DATA = "data_parallel"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "ep2": (2, {EP: 2}),
+    "ep2-ddp": (2, {EP: 2, DATA: "ddp"}),
+    "tp2-etp1-ep2": (2, {TP: 2, ETP: 1, EP: 2}),
+    "tp2": (2, {TP: 2}),
+    "cp2-ep2": (2, {CP: 2, EP: 2}),
+    "pp2": (2, {PP: 2, MICRO: 2}),
+    "ep4": (4, {EP: 4}),
+    "ep2-dp2": (4, {EP: 2}),
+    "ep2-dp2-ddp": (4, {EP: 2, DATA: "ddp"}),
+    "ep2-tp2": (4, {EP: 2, TP: 2}),
+    "ep2-etp2": (4, {EP: 2, ETP: 2}),
+    "ep2-pp2": (4, {EP: 2, PP: 2, MICRO: 2}),
+    "ep2-pp2-vpp2": (4, {EP: 2, PP: 2, VPP: 2, MICRO: 2}),
+    "ep2-pp2-zb-h1": (4, {EP: 2, PP: 2, MICRO: 2, "pipeline_schedule": "zb-h1"}),
+    "ep2-cp2": (4, {EP: 2, CP: 2}),
+    "ep4-cp2-tp2": (4, {EP: 4, CP: 2, TP: 2, ETP: 1}),
+    "ep2-recompute": (2, {EP: 2, "recompute": RECOMPUTE["uniform"]}),
+    "ep2-tp2-pp2": (8, {EP: 2, TP: 2, PP: 2, MICRO: 2}),
+    "ep2-tp2-cp2-dp2": (8, {EP: 2, TP: 2, CP: 2}),
+    "ep4-etp2": (8, {EP: 4, ETP: 2, TP: 2}),
+}
+LOSSES = {"aux_loss_coeff": 0.02, "z_loss_coeff": 0.01}
+MODELS: dict[str, dict[str, Any]] = {
+    "softmax": LOSSES,
+    "sequence": {
+        **LOSSES,
+        "router_load_balancing_type": "seq_aux_loss",
+        "router_score_function": "sigmoid",
+        "router_topk_scaling_factor": 2.5,
+        "shared_expert_intermediate_size": 24,
+        "shared_expert_gate": True,
+        "layer_freq": (0, 1, 0, 1),
+    },
+    "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
+}
+SPREAD = {
+    "softmax": ["ep2", "tp2-etp1-ep2", "cp2-ep2", "ep2-dp2", "ep2-tp2", "ep2-pp2", "ep2-recompute"],
+    "sequence": ["ep2", "ep2-etp2"],
+    "gather": ["ep2"],
+}
+
+
+def _config(model: str) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE, init_method_std=0.1, ffn_hidden_size=48,
+        moe=MoEConfig(num_experts=4, router_topk=2, **MODELS[model]),
+    )  # fmt: skip
+
+
+def _rows(replicas: int) -> Any:
+    """Return rows in an order in which the sampler gives each replica consecutive rows of a batch,
+    as micro-batches of one process have them.
+    """
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, VOCABULARY, (STEPS, BATCH, SEQUENCE + 1), generator=generator)
+    text = text.unflatten(1, (replicas, -1)).transpose(1, 2).flatten(0, 2)
+    return [{"tokens": t[:-1], "labels": t[1:]} for t in text]
+
+
+def _train(model: str, options: dict[str, Any] | None, replicas: int) -> Any:
+    record = Losses()
+    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
+    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
+    loader = DataLoader(_rows(replicas), batch_size=BATCH // replicas)
+    # AdamW amplifies the last bits of small gradients in the first steps.
+    fit.fit(GPTLightningModule(_config(model), learning_rate=1e-3), loader, loader)
+    logged = {name: float(value) for name, value in fit.callback_metrics.items()}
+    return record.losses, record.norms, logged
+
+
+def _train_all(model: str, cases: list[Any]) -> list[Any]:
+    return [_train(model, *case) for case in cases]
+
+
+@cache
+def _one(model: str, microbatches: int = 1) -> Any:
+    options = None if microbatches == 1 else {MICRO: BATCH // microbatches}
+    return run_ranks(1, _train, model, options, 1)[0]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        *(pytest.param(model, names, id=model) for model, names in SPREAD.items()),
+        *(
+            pytest.param(model, list(LAYOUTS), id=f"{model}-all", marks=pytest.mark.slow)
+            for model in MODELS
+        ),
+    ],
+)
+def test_training_equals_one_process(model: str, names: list[str]) -> None:
+    """Losses, gradient norms and logged means; fp32, sums in another order: 1e-5."""
+    for world in (1, 2, 4, 8):
+        chosen = [name for name in names if LAYOUTS[name][0] == world]
+        cases = []
+        for name in chosen:
+            options = LAYOUTS[name][1]
+            size = options.get(TP, 1) * options.get(PP, 1) * options.get(CP, 1)
+            cases.append((options, world // size))
+        ranks = run_ranks(world, _train_all, model, cases, timeout_s=380) if cases else []
+        for index, name in enumerate(chosen):
+            # The balancing loss of a micro-batch is that of its own tokens.
+            replicas = cases[index][1]
+            pieces = replicas * (BATCH // replicas // cases[index][0].get(MICRO, BATCH // replicas))
+            losses, norms, logged = _one(model, pieces)
+            for rank in ranks:
+                found = rank[index]
+                assert found[1] == pytest.approx(norms, rel=1e-5), name
+                if replicas == 1:
+                    assert found[0] == pytest.approx(losses, rel=1e-5), name
+                    assert found[2] == pytest.approx(logged, rel=1e-5), name
