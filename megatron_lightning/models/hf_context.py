@@ -19,7 +19,14 @@ from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.models.hf_rows import as_patterns
 from megatron_lightning.parallel.sharding import ShardingPlan
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = frozenset(
+    "afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm diffllama dots1 ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe gpt2 "
+    "gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense "
+    "hunyuan_v1_moe jais2 jetmoe llama mellum minimax_m2 ministral ministral3 mistral mixtral "
+    "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt phi phi3 qwen2 qwen2_moe "
+    "qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2".split()
+)
 """``model_type`` of the configurations."""
 
 _DOCUMENTS = "documents"
@@ -38,7 +45,8 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         raise ConfigError(
             f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
             "elsewhere than in attention that ours can replace. Set context_parallel_size to 1, or "
-            f"use a causal language model of one of these families: {', '.join(FAMILIES)}."
+            "use a causal language model of one of these families: "
+            f"{', '.join(sorted(FAMILIES))}."
         )
     paths = dict(model.named_modules())
     rows = {

@@ -260,7 +260,7 @@ CASES: dict[str, tuple[type[Module], Callable[[], nn.Module], str]] = {
     "labels": (ShiftsInside, _llama, "LlamaForCausalLM was given labels, which it shifts within"),
     "cache": (Packed, _caches, "position_ids of LlamaForCausalLM start again .* use_cache is on"),
     "mask": (Hides, _llama, "attention_mask hides positions"),
-    "family": (Module, _gemma, r"Gemma2ForCausalLM is not known .* llama, qwen2, qwen3"),
+    "family": (Module, _gemma, r"Gemma2ForCausalLM is not known .* llama, mellum"),
     "task": (Module, _classifier, "LlamaForSequenceClassification is not known"),
     "dropout": (Module, _drops, r"attention_dropout=0.1 cannot be combined"),
 }
