@@ -13,10 +13,10 @@ same micro-batch has. That is read in backward (:class:`LossScale`), when it is 
 stage: items, accumulation and the scale of fp16 are in it.
 
 What a rank passes in holds for its own tokens on data- and context-parallel ranks, and is equal on
-tensor-parallel ones, where the layer sums parts itself (all-reduce in forward, identity in
-backward). If a loss is of tokens that several context-parallel ranks hold, every one of these ranks
-passes in the full loss, summed by an all-reduce in forward and in backward: each has a weight w of
-its own, and the gradient of a part is that of all their losses.
+tensor-parallel ones. Where a loss is of tokens that several ranks hold, each passes in the full
+loss, summed from parts: over tensor-parallel ranks by ``reduce_from_axis`` (backward: identity),
+over context-parallel ones by ``copy_to_axis(reduce_from_axis(part, cp), cp)`` (backward:
+all-reduce, since each of them weighs the loss by itself).
 
 A recomputation runs a forward again inside of backward: it attaches and does not record.
 """

@@ -15,7 +15,7 @@ and all exchange names before they repeat it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,7 +38,11 @@ from megatron_lightning.layers.report import (
 from megatron_lightning.strategies.step.items import has_count
 from megatron_lightning.strategies.step.scope import Scope
 
-_PREFIXES = {"training_step": "", "validation_step": "val_", "test_step": "test_"}
+_PREFIXES: Mapping[str, str] = {
+    "training_step": "",
+    "validation_step": "val_",
+    "test_step": "test_",
+}
 
 
 class StepReports:

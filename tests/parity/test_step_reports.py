@@ -383,3 +383,14 @@ def test_a_dict_with_items_is_too_late_for_losses_of_earlier_stages() -> None:
 @pytest.mark.parametrize("case", ["micro-batches", "native-dp2-zero1"])
 def test_a_dict_with_items_on_one_stage(case: str) -> None:
     _compare(case, "dict", ragged=True)
+
+
+def _outside() -> None:
+    module = Module()
+    module.report = StepReport()
+    _fit(module, MegatronStrategy(**PP2), False, 1, 1, "32-true")
+
+
+def test_reports_outside_of_the_units_of_a_pipeline_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"report is outside of the pipeline's units 'embed'"):
+        run_ranks(2, _outside)

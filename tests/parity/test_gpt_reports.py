@@ -1,0 +1,102 @@
+"""Losses that the layers of GPTModel report, where ranks share a sequence or its activations: equal
+to one process under plain Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_lightning.layers import StepReport
+from megatron_lightning.models.transformer import TransformerLayer
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.language_model import SEQUENCE, VOCABULARY, small_gpt
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+BATCH, STEPS = 4, 3
+# name: strategy, over which ranks activations of a sequence are divided
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "native": ({}, ""),
+    "pp2": ({"pipeline_model_parallel_size": 2, "micro_batch_size": 1}, ""),
+    "tp2": ({"tensor_model_parallel_size": 2, "sequence_parallel": False}, ""),
+    "tp2-sp": ({"tensor_model_parallel_size": 2}, "tp"),
+    "cp2": ({"context_parallel_size": 2, "micro_batch_size": 2}, "cp"),
+}
+
+
+class _Layer(TransformerLayer):
+    """Reports a loss that does not add up over tokens, of each sample."""
+
+    report: StepReport
+    divided_over: str
+
+    def forward(self, hidden: Tensor, *args: Any) -> Tensor:
+        hidden = super().forward(hidden, *args)
+        sizes = hidden.square().sum(dim=(0, 2)) / (SEQUENCE * hidden.shape[2])
+        if self.divided_over:
+            axis = AxisGroup(self.divided_over, (0, 1), dist.get_rank(), dist.group.WORLD)
+            sizes = reduce_from_axis(sizes, axis)
+            if self.divided_over == "cp":
+                sizes = copy_to_axis(sizes, axis)
+        return self.report.loss("aux_loss", 0.1 * sizes.square().mean(), hidden)
+
+
+class _Module(GPTLightningModule):
+    def __init__(self, divided_over: str) -> None:
+        super().__init__(small_gpt(4), learning_rate=1e-2)
+        self.divided_over = divided_over
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        for layer in self.model.decoder.layers.values():
+            layer.__class__ = _Layer
+            layer.report = StepReport()
+            layer.divided_over = self.divided_over
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _train(layout: str | None, masked: bool) -> dict[str, Any]:
+    options, divided = LAYOUTS[layout] if layout else (None, "")
+    text = torch.randint(
+        0, VOCABULARY, (STEPS * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)
+    )
+    rows: Any = [{"tokens": t[:-1], "labels": t[1:].clone()} for t in text]
+    for row in rows if masked else ():  # the first half of every sequence: ranks differ
+        row["labels"][1:3] = -100
+    record = Losses()
+    fit = trainer(
+        "auto" if options is None else MegatronStrategy(**options),
+        max_steps=STEPS,
+        callbacks=[record],
+        log_every_n_steps=1,
+    )
+    loader = DataLoader(rows, batch_size=BATCH)
+    fit.fit(_Module(divided), loader, loader)
+    logged = {name: float(value) for name, value in fit.callback_metrics.items()}
+    return {"losses": record.losses, "norms": record.norms, "logged": logged}
+
+
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["cp2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n != "cp2")]
+)
+def test_losses_of_what_several_ranks_hold(layout: str, masked: bool) -> None:
+    expected = run_ranks(1, _train, None, masked)[0]
+    assert {"train_loss", "val_loss", "aux_loss", "val_aux_loss"} == expected["logged"].keys()
+    ranks = 1 if layout == "native" else 2
+    for rank in run_ranks(ranks, _train, layout, masked):
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert rank["logged"] == pytest.approx(expected["logged"], rel=1e-5)
