@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.sharding import named_shard_specs
 
@@ -33,7 +33,18 @@ def runs() -> list[dict[str, Any]]:
 
 
 def config_of(args: dict[str, Any]) -> TransformerConfig:
-    """Return the configuration of a recorded dense run."""
+    """Return the configuration of a recorded run; ``moe`` there is the number of experts."""
+    experts = (
+        MoEConfig(
+            num_experts=args["moe"],
+            router_topk=args["topk"],
+            aux_loss_coeff=args["aux"],
+            z_loss_coeff=args["z"] or None,
+            token_dispatcher_type=args["disp"],
+        )
+        if args["moe"]
+        else None
+    )
     return TransformerConfig(
         num_layers=args["layers"],
         hidden_size=args["hidden"],
@@ -43,6 +54,7 @@ def config_of(args: dict[str, Any]) -> TransformerConfig:
         vocab_size=args["vocab"],
         max_sequence_length=args["seq"],
         share_embeddings_and_output_weights=args["tie"],
+        moe=experts,
     )
 
 
@@ -51,6 +63,17 @@ def fill(name: str, shape: tuple[int, ...]) -> Tensor:
     formula."""
     if "layernorm" in name:
         return torch.ones(shape)
+    if ".experts." in name:  # stacked here, recorded one by one
+        return torch.stack([_draw(expert_name(name, e), shape[1:]) for e in range(shape[0])])
+    return _draw(name, shape)
+
+
+def expert_name(name: str, expert: int, parent: str = "experts") -> str:
+    """Return the recorded name of one expert's part of a stacked parameter."""
+    return name.replace(".mlp.experts.", f".mlp.experts.{parent}.{expert}.")
+
+
+def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
     h = int(hashlib.md5(name.encode()).hexdigest()[:8], 16) % 10007
     k = np.arange(int(np.prod(shape)), dtype=np.float64)
     values = 0.05 * np.sin(k * 0.7391 + h) * np.cos(k * 0.0137 + 0.1 * h)
