@@ -155,7 +155,7 @@ class StepReports:
             if num_items is not None:
                 options["batch_size"] = int(weight)
         for key, pair in totals.items():
-            value = reduced(key, pair, weight)
+            value = torch.as_tensor(reduced(key, pair, weight), dtype=torch.float32)
             reduction: dict[str, Any] = {"reduce_fx": "sum"} if key.kind == "sum" else {}
             self._scope.module.log(f"{_PREFIXES[hook]}{key.name}", value, **options, **reduction)
 
