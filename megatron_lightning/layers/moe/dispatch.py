@@ -27,11 +27,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.layers.moe.order import TokenOrder
 from megatron_lightning.layers.moe.router import Routing
-from megatron_lightning.parallel.collectives import gather_sequence, reduce_scatter
+from megatron_lightning.parallel.collectives import all_reduce, gather_sequence, reduce_scatter
 from megatron_lightning.parallel.context import AxisGroup
 
 
@@ -209,12 +210,20 @@ class AllGatherDispatch:
         self.num_parts = num_parts
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
-        """See :class:`Dispatcher`; a collective. All ranks have the same number of tokens."""
+        """See :class:`Dispatcher`; a collective."""
         places = self.group.size // self.num_parts
         experts = slice(*_range(routing.chosen.shape[1], places, self.group.rank // self.num_parts))
-        chosen = gather_sequence(routing.chosen.to(torch.uint8), self.group).bool()[:, experts]
-        probs = gather_sequence(routing.probs, self.group)[:, experts]
+        # Ranks with fewer tokens send further ones, which choose no expert.
+        num_tokens = torch.tensor(len(routing.chosen), device=routing.chosen.device)
+        padded = int(all_reduce(num_tokens, self.group, "max"))
+        chosen = _padded(routing.chosen.to(torch.uint8), padded)
+        chosen = gather_sequence(chosen, self.group).bool()[:, experts]
+        probs = gather_sequence(_padded(routing.probs, padded), self.group)[:, experts]
         return _AllGatherExchange(TokenOrder.of(chosen, None), probs, self.group)
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    return x if len(x) == length else F.pad(x, (0, 0, 0, length - len(x)))
 
 
 def _range(size: int, num_parts: int, part: int) -> tuple[int, int]:
@@ -225,13 +234,17 @@ def _range(size: int, num_parts: int, part: int) -> tuple[int, int]:
 class _AllGatherExchange:
     def __init__(self, order: TokenOrder, probs: Tensor, group: AxisGroup) -> None:
         self._local = _LocalExchange(order, probs)
+        self._order = order
         self._group = group
 
     def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._local.dispatch(gather_sequence(tokens, self._group))
+        self._num_tokens = len(tokens)
+        padded = self._order.num_tokens // self._group.size
+        return self._local.dispatch(gather_sequence(_padded(tokens, padded), self._group))
 
     def combine(self, outputs: Tensor) -> Tensor:
-        return reduce_scatter(self._local.combine(outputs), self._group)
+        sums = reduce_scatter(self._local.combine(outputs), self._group)
+        return sums[: self._num_tokens]
 
 
 DISPATCHERS: Mapping[str, type[AllToAllDispatch | AllGatherDispatch]] = {

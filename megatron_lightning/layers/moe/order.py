@@ -49,9 +49,10 @@ class TokenOrder:
             width = int(chosen.sum(1).max()) if num_tokens else 0
             slots = tokens * width + (chosen.cumsum(1) - 1)[tokens, experts]
             return cls(tokens, experts, slots, counts, num_tokens, width)
-        # The number of rows is known, and nothing has to wait for the device.
-        chosen_experts = chosen.to(torch.uint8).topk(num_choices, dim=1).indices.flatten()
-        experts, slots = chosen_experts.sort(stable=True)
+        # The number of rows is known, and nothing has to wait for the device. topk returns
+        # equal values in any order.
+        choices = chosen.to(torch.uint8).topk(num_choices, dim=1).indices.sort(dim=1).values
+        experts, slots = choices.flatten().sort(stable=True)
         tokens = slots // num_choices
         return cls(tokens, experts, slots, counts, num_tokens, num_choices)
 
