@@ -2,6 +2,7 @@
 torch here.
 """
 
+from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.moe import LayerKind, MoEConfig
 from megatron_lightning.config.parallel import (
     ContextExchange,
@@ -35,6 +36,7 @@ __all__ = [
     "ContextOptions",
     "DataParallel",
     "DataParallelOptions",
+    "LatentAttentionConfig",
     "LayerKind",
     "LossScaleOptions",
     "MoEConfig",

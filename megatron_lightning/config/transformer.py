@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
 from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.moe import LayerKind, MoEConfig
 from megatron_lightning.errors import ConfigError
 
@@ -66,7 +67,8 @@ class RopeScaling:
     """yarn: cosines and sines are multiplied by (0.1 x mscale x ln(factor) + 1) / (0.1 x
     mscale_all_dim x ln(factor) + 1)."""
     mscale_all_dim: float = 0.0
-    """yarn: see mscale."""
+    """yarn: see mscale; with latent attention, scores are multiplied by (0.1 x mscale_all_dim x
+    ln(factor) + 1)^2 as well."""
     correction_range_round_to_int: bool = True
     """yarn: widen the interpolated range to whole channels."""
 
@@ -142,7 +144,8 @@ class TransformerConfig:
     add_qkv_bias: bool = False
     """Whether linear_qkv has a bias even where the other linear layers have none (Qwen2)."""
     qk_layernorm: bool = False
-    """Normalize every query and key head before the rotation (Qwen3)."""
+    """Normalize every query and key head before the rotation (Qwen3); with mla, the latents of
+    queries and of keys and values (DeepSeek)."""
     share_embeddings_and_output_weights: bool = False
     """Whether the output layer uses the word embedding's weight (tied)."""
     hidden_dropout: float = 0.0
@@ -160,6 +163,8 @@ class TransformerConfig:
     softmax in fp32."""
     logits_in_fp32: bool = False
     """Return logits in fp32; the losses are computed in fp32 in any case."""
+    mla: LatentAttentionConfig | None = None
+    """Latent attention in every layer (DeepSeek-V2); None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
     """Experts in the place of some or all feed-forward layers; None: there are none."""
     init_method_std: float = 0.02
@@ -189,6 +194,8 @@ class TransformerConfig:
                     f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more "
                     "and below 1."
                 )
+        self._restore("mla", LatentAttentionConfig)
+        self._check_latent_attention()
         self._check_heads()
         self._check_window()
         self._restore("rope_scaling", RopeScaling)
@@ -207,6 +214,38 @@ class TransformerConfig:
                 f"{name} is {given!r}, which describes no {kind.__name__}. Set it to one, or leave "
                 "it out."
             )
+
+    def _check_latent_attention(self) -> None:
+        if self.mla is None:
+            return
+        heads = self.num_attention_heads
+        if self.num_query_groups not in (None, heads):
+            raise ConfigError(
+                f"num_query_groups={self.num_query_groups} with mla: each of the "
+                f"num_attention_heads={heads} has a key and a value of its own, from the latent. "
+                "Leave num_query_groups out."
+            )
+        if self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"position_embedding_type={self.position_embedding_type} with mla: its "
+                f"qk_pos_emb_head_dim={self.mla.qk_pos_emb_head_dim} channels are for rotary "
+                "positions. Set position_embedding_type to rope."
+            )
+        unused = {
+            "kv_channels": (None, "mla has sizes for heads, qk_head_dim and v_head_dim"),
+            "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
+            "add_qkv_bias": (False, "there is no linear_qkv"),
+            "add_bias_linear": (
+                False,
+                "Megatron-Core's projections to latents and heads have no bias, and DeepSeek's "
+                "may have one",
+            ),
+        }
+        for name, (expected, reason) in unused.items():
+            if getattr(self, name) != expected:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with mla: {reason}. Leave {name} out."
+                )
 
     def _check_rope_scaling(self) -> None:
         if self.rope_scaling is None:
@@ -240,7 +279,7 @@ class TransformerConfig:
 
     def _check_heads(self) -> None:
         heads, groups = self.num_attention_heads, self.query_groups
-        if self.kv_channels is None and self.hidden_size % heads:
+        if self.mla is None and self.kv_channels is None and self.hidden_size % heads:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}, "
                 "so a head has no size. Set kv_channels, or a hidden_size that is a multiple of "
@@ -271,7 +310,9 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of one head (d)."""
+        """Size of one query or key head (d)."""
+        if self.mla is not None:
+            return self.mla.q_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -301,6 +342,8 @@ class TransformerConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
+        if self.mla is not None:
+            return self.mla.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property
@@ -319,11 +362,14 @@ class TransformerConfig:
     def num_parameters(self) -> int:
         """Number of parameters of the model."""
         h, norms = self.hidden_size, 2 if self.normalization == "LayerNorm" else 1
-        attention = h * (self.qkv_rows + self.num_attention_heads * self.head_dim) + 2 * h * norms
-        attention += self.qkv_rows * (self.add_bias_linear or self.add_qkv_bias)
-        attention += h * self.add_bias_linear + 2 * self.head_dim * norms * self.qk_layernorm
+        if self.mla is None:
+            attention = self._attention_parameters(norms)
+        else:
+            attention = self.mla.num_parameters(
+                h, self.num_attention_heads, norms=norms * self.qk_layernorm
+            )
         kinds = self.layer_kinds
-        layers = self.num_layers * attention
+        layers = self.num_layers * (attention + 2 * h * norms)
         layers += kinds.count("dense") * self._mlp_parameters(self.ffn_size)
         if self.moe is not None:
             layers += kinds.count("expert") * self._expert_parameters(self.moe)
@@ -332,6 +378,12 @@ class TransformerConfig:
             self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
         )
         return layers + embeddings + positions + h * norms
+
+    def _attention_parameters(self, norms: int) -> int:
+        h, rows = self.hidden_size, self.qkv_rows
+        matrices = h * (rows + self.num_attention_heads * self.head_dim)
+        biases = rows * (self.add_bias_linear or self.add_qkv_bias) + h * self.add_bias_linear
+        return matrices + biases + 2 * self.head_dim * norms * self.qk_layernorm
 
     def _mlp_parameters(self, f: int) -> int:
         fc1, bias = (2 if self.gated else 1) * f, int(self.add_bias_linear)

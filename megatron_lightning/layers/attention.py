@@ -45,8 +45,11 @@ class CoreAttention(nn.Module):
         sequence: SequenceInfo | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, d] to contexts [s, b,
-        n*d].
+        """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, e] to contexts [s, b,
+        n*e].
+
+        Where d and e differ, the smaller ones are padded with zeros: kernels that keep the
+        log-sum-exp of the scores, or do not store the scores, take heads of one size.
 
         Args:
             q: Queries.
@@ -58,15 +61,19 @@ class CoreAttention(nn.Module):
         """
         sequence = sequence or SequenceInfo()
         scale = q.shape[3] ** -0.5 if scale is None else scale
+        size = v.shape[3]
+        q, k, v = _with_equal_heads(q, k, v)
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
-                out = self._attend(q.float(), k.float(), v.float(), sequence, scale)
-                return out.to(v.dtype)
-        return self._attend(q, k, v, sequence, scale)
+                out = self._attend(q.float(), k.float(), v.float(), sequence, scale).to(v.dtype)
+        else:
+            out = self._attend(q, k, v, sequence, scale)
+        return (out if out.shape[3] == size else out[..., :size]).flatten(2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
     ) -> Tensor:
+        """Return contexts [s, b, n, d] of queries, keys and values with equal heads."""
         grouped = q.shape[2] != k.shape[2]
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if self.exchange is not None or not sequence.is_plain:
@@ -76,7 +83,7 @@ class CoreAttention(nn.Module):
             self._check_exchange(sequence)
             exchange = self.exchange or LocalAttention()
             out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, scale)
-            return out.permute(2, 0, 1, 3).flatten(2)
+            return out.permute(2, 0, 1, 3)
         with self.dropout.stream():
             out = F.scaled_dot_product_attention(
                 q_bnsd,
@@ -87,7 +94,19 @@ class CoreAttention(nn.Module):
                 scale=scale,
                 enable_gqa=grouped,
             )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3)
+
+    def check_positions(self, sequence: SequenceInfo | None) -> None:
+        """Check that a rank knows which positions it holds.
+
+        Raises:
+            ConfigError: If ranks share the sequence, and its positions are not given.
+        """
+        if self.exchange is not None and (sequence is None or sequence.position_ids is None):
+            raise ConfigError(
+                "each rank holds a part of every sequence, and the model was not given its "
+                "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
+            )
 
     def _check_exchange(self, sequence: SequenceInfo) -> None:
         if self.dropout.active_p:
@@ -99,6 +118,12 @@ class CoreAttention(nn.Module):
             raise ConfigError(
                 "cached keys cannot be combined with context_parallel_size above 1. Set it to 1."
             )
+
+
+def _with_equal_heads(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors [..., d] padded with zeros to the largest d."""
+    size = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
 class SelfAttention(nn.Module):
@@ -139,12 +164,8 @@ class SelfAttention(nn.Module):
         Raises:
             ConfigError: If ranks share the sequence, and its positions are not given.
         """
+        self.core_attention.check_positions(sequence)
         positions = None if sequence is None else sequence.position_ids
-        if self.core_attention.exchange is not None and positions is None:
-            raise ConfigError(
-                "each rank holds a part of every sequence, and the model was not given its "
-                "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
-            )
         mixed = self.linear_qkv(hidden)
         mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
         q, k, v = mixed.split([self.heads_per_group, 1, 1], dim=3)

@@ -1,5 +1,5 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), the form that rotates the two
-halves of a head, with frequencies scaled for longer sequences as in Llama 3
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), of the two halves of a head or of
+neighboring channels, with frequencies scaled for longer sequences as in Llama 3
 (https://arxiv.org/abs/2407.21783) or by YaRN (https://arxiv.org/abs/2309.00071, section 3).
 
 Shapes: ``s`` sequence, ``b`` batch, ``r`` rotated channels of a head (``rotary_dim``).
@@ -69,6 +69,15 @@ def concentration_factor(scaling: RopeScaling | None) -> float:
     return (scaling.mscale * log + 1.0) / (scaling.mscale_all_dim * log + 1.0)
 
 
+def score_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor of the scores of latent attention by which YaRN sharpens all channels, not
+    only rotated ones (``yarn_get_mscale`` of DeepSeek's models, squared for query and key).
+    """
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+
+
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of the positions; without parameters and buffers, so that nothing needs
     materializing.
@@ -117,13 +126,22 @@ class RotaryEmbedding(nn.Module):
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
 
-def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, *, interleaved: bool = False) -> Tensor:
     """Return queries or keys ``x`` [s, b, ..., d] with the first r channels rotated; cosines and
     sines are [s, b or 1, r/2].
+
+    A frequency turns a pair of channels: i and i + r/2, or, ``interleaved``, 2i and 2i + 1. The
+    result has the pairs at i and i + r/2 in both cases, which changes no product of a query and a
+    key.
     """
     shape = (*cosines.shape[:2], *(1,) * (x.ndim - 3), cosines.shape[2])
     cosines, sines = cosines.view(shape), sines.view(shape)
     half = cosines.shape[-1]
-    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    num_kept = x.shape[-1] - 2 * half
+    if interleaved:
+        pairs, rest = torch.split(x, [2 * half, num_kept], dim=-1)
+        first, second = pairs.unflatten(-1, (half, 2)).unbind(-1)
+    else:
+        first, second, rest = torch.split(x, [half, half, num_kept], dim=-1)
     rotated = (first * cosines - second * sines, second * cosines + first * sines)
     return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)

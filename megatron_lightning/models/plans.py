@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
@@ -34,23 +34,13 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     """Return the plan of :class:`GPTModel`."""
     layer = "decoder.layers.*"
     learned = {"embedding.position_embeddings": SequenceParallel()}
-    head_norms = {
-        f"{layer}.self_attention.q_layernorm": HeadParallel(),
-        f"{layer}.self_attention.k_layernorm": HeadParallel(),
-    }
     return ShardingPlan(
         modules={
             "embedding.word_embeddings": VocabParallel(),
             **(learned if config.position_embedding_type == "learned_absolute" else {}),
             "embedding.dropout": StreamDropout(),
             f"{layer}.input_layernorm": SequenceParallel(),
-            f"{layer}.self_attention.linear_qkv": QueryKeyValue(
-                config.query_groups, config.heads_per_group
-            ),
-            **(head_norms if config.qk_layernorm else {}),
-            f"{layer}.self_attention.core_attention": ContextAttention(),
-            f"{layer}.self_attention.core_attention.dropout": StreamDropout(always=True),
-            f"{layer}.self_attention.linear_proj": RowParallel(),
+            **_attention_rows(config, f"{layer}.self_attention"),
             f"{layer}.pre_mlp_layernorm": SequenceParallel(),
             **_feed_forward_rows(config),
             f"{layer}.dropout": StreamDropout(),
@@ -61,12 +51,59 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
         },
         positions="position_ids",
         documents="document_ids",
-        attributes={
+        attributes={}
+        if config.mla is not None
+        else {
             f"{layer}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups
             )
         },
     )
+
+
+def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
+    """Return the rows of the attention modules with paths ``attention``."""
+    if config.mla is None:
+        head_norms = dict.fromkeys(
+            (f"{attention}.q_layernorm", f"{attention}.k_layernorm"), HeadParallel()
+        )
+        rows: dict[str, Style] = {
+            f"{attention}.linear_qkv": QueryKeyValue(config.query_groups, config.heads_per_group),
+            **(head_norms if config.qk_layernorm else {}),
+        }
+    else:
+        rows = _latent_rows(config, config.mla, attention)
+    return rows | {
+        f"{attention}.core_attention": ContextAttention(),
+        f"{attention}.core_attention.dropout": StreamDropout(always=True),
+        f"{attention}.linear_proj": RowParallel(),
+    }
+
+
+def _latent_rows(
+    config: TransformerConfig, mla: LatentAttentionConfig, attention: str
+) -> dict[str, Style]:
+    """Return the rows from the hidden states to the heads.
+
+    Ranks compute all of the latents, under sequence parallelism for their tokens only; of the heads
+    each has its share.
+    """
+    heads = ColumnParallel(num_heads=config.num_attention_heads)
+    rows: dict[str, Style] = {
+        f"{attention}.linear_kv_down_proj": SequenceParallel(),
+        f"{attention}.linear_kv_up_proj": heads,
+        f"{attention}.shared_key": ParallelInput(),
+    }
+    norms = ["kv_layernorm"]
+    if mla.q_lora_rank is None:
+        rows[f"{attention}.linear_q_proj"] = heads
+    else:
+        rows[f"{attention}.linear_q_down_proj"] = SequenceParallel()
+        rows[f"{attention}.linear_q_up_proj"] = heads
+        norms.append("q_layernorm")
+    if config.qk_layernorm:
+        rows |= {f"{attention}.{name}": SequenceParallel() for name in norms}
+    return rows
 
 
 def _feed_forward_rows(config: TransformerConfig) -> dict[str, Style]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import LayerKind, TransformerConfig
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
@@ -63,6 +64,13 @@ class LanguageModelEmbedding(nn.Module):
         return out
 
 
+def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
+    """Return the config's attention."""
+    if config.mla is not None and rotary is not None:
+        return LatentAttention(config, config.mla, rotary)
+    return SelfAttention(config, rotary)
+
+
 class TransformerLayer(nn.Module):
     """Attention and feed-forward or experts, each with a norm before and added to the residual
     stream (pre-norm).
@@ -73,7 +81,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = build_norm(config, config.hidden_size)
-        self.self_attention = SelfAttention(config, rotary)
+        self.self_attention = build_attention(config, rotary)
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
         moe = config.moe if kind == "expert" else None
         self.mlp: nn.Module = MLP(config) if moe is None else MoELayer(config, moe)

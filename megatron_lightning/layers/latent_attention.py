@@ -1,0 +1,116 @@
+"""Multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1): queries, keys and
+values are computed from latents that are narrower than all heads together.
+
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` heads, ``d`` channels of a query or key
+head without a position, ``r`` rotated ones, ``e`` size of a value head.
+
+    hidden --- linear_q_down_proj --- q_layernorm --- linear_q_up_proj ----- n (d | r)  queries
+       |
+       +------ linear_kv_down_proj -+- kv_layernorm - linear_kv_up_proj ---- n (d | e)  keys, values
+                                    +- shared_key -------------------------- r          key
+
+Rows of the weights are in the order of Megatron-Core and of DeepSeek's checkpoints: the channels of
+a head without a position come first, and of the rotated ones two neighbors are a pair. After the
+rotation the first channels of all pairs stand before the second ones, in queries and keys alike.
+
+Under tensor parallelism latents and the shared key are computed on every rank, under sequence
+parallelism for the rank's tokens only. ``linear_q_up_proj``, ``linear_kv_up_proj`` and
+``shared_key`` gather them, and sum their gradients, as each rank has some of the heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
+from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.norm import build_norm
+from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, score_factor
+from megatron_lightning.layers.sequence_info import SequenceInfo
+
+
+class LatentAttention(nn.Module):
+    """Projections to latents, from latents to heads, attention, projection back.
+
+    Args:
+        config: Sizes of the model.
+        mla: Sizes of latents and heads.
+        rotary: The model's rotary embedding.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, mla: LatentAttentionConfig, rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        h, n = config.hidden_size, config.num_attention_heads
+        self.mla = mla
+        if mla.q_lora_rank is None:
+            self.linear_q_proj = nn.Linear(h, n * mla.q_head_dim, bias=False)
+        else:
+            self.linear_q_down_proj = nn.Linear(h, mla.q_lora_rank, bias=False)
+            self.q_layernorm = _build_norm(config, mla.q_lora_rank)
+            self.linear_q_up_proj = nn.Linear(mla.q_lora_rank, n * mla.q_head_dim, bias=False)
+        self.linear_kv_down_proj = nn.Linear(
+            h, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, bias=False
+        )
+        self.kv_layernorm = _build_norm(config, mla.kv_lora_rank)
+        self.linear_kv_up_proj = nn.Linear(
+            mla.kv_lora_rank, n * (mla.qk_head_dim + mla.v_head_dim), bias=False
+        )
+        self.shared_key = nn.Identity()
+        """Where the key that all heads share enters the heads of a rank."""
+        self.rotary = rotary
+        self.scale = mla.q_head_dim**-0.5 * score_factor(config.rope_scaling)
+        self.core_attention = CoreAttention(
+            config.attention_dropout, in_fp32=config.attention_softmax_in_fp32
+        )
+        self.linear_proj = nn.Linear(n * mla.v_head_dim, h, bias=False)
+
+    def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
+        """Map [s, b, h] to [s, b, h]; ``sequence`` None: causal, at positions 0 to s-1.
+
+        The input may be a sequence shard: the full length is known only after the projections have
+        gathered it.
+
+        Raises:
+            ConfigError: If ranks share the sequence, and its positions are not given.
+        """
+        mla = self.mla
+        self.core_attention.check_positions(sequence)
+        positions = None if sequence is None else sequence.position_ids
+        q_sbnd, q_sbnr = torch.split(
+            self._queries(hidden), [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1
+        )
+        latent, key_sbr = torch.split(
+            self.linear_kv_down_proj(hidden), [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1
+        )
+        heads = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        heads = heads.unflatten(-1, (-1, mla.qk_head_dim + mla.v_head_dim))
+        k_sbnd, v_sbne = torch.split(heads, [mla.qk_head_dim, mla.v_head_dim], -1)
+        cosines, sines = self.rotary(q_sbnd.shape[0], q_sbnd, positions)
+        q_sbnr = apply_rotary(q_sbnr, cosines, sines, interleaved=True)
+        key_sbr = apply_rotary(self.shared_key(key_sbr), cosines, sines, interleaved=True)
+        k_sbnr = key_sbr.unsqueeze(2).expand_as(q_sbnr)
+        context = self.core_attention(
+            torch.cat((q_sbnd, q_sbnr), -1),
+            torch.cat((k_sbnd, k_sbnr), -1),
+            v_sbne,
+            sequence,
+            self.scale,
+        )
+        out: Tensor = self.linear_proj(context)
+        return out
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        """Map [s, b, h] to [s, b, n, d + r]."""
+        q: Tensor
+        if self.mla.q_lora_rank is None:
+            q = self.linear_q_proj(hidden)
+        else:
+            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        return q.view(*q.shape[:-1], -1, self.mla.q_head_dim)
+
+
+def _build_norm(config: TransformerConfig, size: int) -> nn.Module:
+    return build_norm(config, size) if config.qk_layernorm else nn.Identity()
