@@ -52,6 +52,8 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     virtual_pipeline_model_parallel_size: int = 1,
     pipeline_schedule: str | list[str] = "auto",
     device: str = "auto",
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
 ) -> list[str]:
     """Continue prompts with a model that ``GPTLightningModule`` trained.
 
@@ -74,6 +76,10 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         virtual_pipeline_model_parallel_size: Stages on each of those ranks.
         pipeline_schedule: As for training; determines the stages of each rank.
         device: cpu, cuda, or auto: cuda where there is one.
+        expert_model_parallel_size: Ranks over which experts are divided. They are the tensor
+            parallel ones: set expert_tensor_parallel_size to 1, or as many times less.
+        expert_tensor_parallel_size: Ranks over which each expert's matrices are split; leave it out
+            for the same as tensor.
 
     Returns:
         Each prompt with its continuation; on ranks other than the first of torchrun, nothing.
@@ -87,6 +93,8 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
         sequence_parallel=False,  # a text grows by one token at a time and cannot be split evenly
     )
     # Raises before processes start.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import TensorShards, save_sharded
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference.generate import generate
@@ -47,6 +47,12 @@ GPT2 = TransformerConfig(
     add_bias_linear=True,
     share_embeddings_and_output_weights=True,
 )
+MOE = TransformerConfig(
+    **SIZES,
+    vocab_size=VOCABULARY,
+    max_sequence_length=24,
+    moe=MoEConfig(num_experts=4, shared_expert_intermediate_size=24, layer_freq=(1, 0, 1)),
+)
 PROMPTS = [[1, 2, 3], [7], [5, 4, 3, 2, 1, 0, 9]]
 
 
@@ -74,11 +80,14 @@ def texts_on(
     sampling: Sampling,
     chunks: int = 1,
     schedule: str = "auto",
+    experts: int = 1,
 ) -> list[list[int]]:
     layout = ParallelLayout(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=chunks,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=tensor // experts,
         sequence_parallel=False,
     )
     model = LanguageModel(checkpoint, ParallelContext(layout), schedule)
@@ -111,6 +120,20 @@ def test_every_layout_gives_the_same_text(size: tuple[int, int], tmp_path: Path)
         expected = reference(config, sampling)
         for texts in run_ranks(size[0] * size[1], texts_on, checkpoint, *size, sampling):
             assert texts == expected
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "experts"), [(2, 1, 1), (2, 1, 2), (2, 2, 2)])
+def test_experts_give_the_same_text(
+    tensor: int, pipeline: int, experts: int, tmp_path: Path
+) -> None:
+    """Tensor-parallel ranks have the same tokens, an odd number at times: each dispatches a part of
+    them.
+    """
+    sampling = Sampling(max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.9)
+    checkpoint, expected = save_directory(tmp_path / "moe", MOE), reference(MOE, sampling)
+    arguments = checkpoint, tensor, pipeline, sampling, 1, "auto", experts
+    for texts in run_ranks(tensor * pipeline, texts_on, *arguments):
+        assert texts == expected
 
 
 def _trained_in_v(path: str) -> None:
