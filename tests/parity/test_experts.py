@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, MoEConfig, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
@@ -27,18 +27,28 @@ TP, PP, VPP, CP, EP, ETP, MICRO = (
     "micro_batch_size",
 )
 DATA = "data_parallel"
+FSDP = {DATA: "fsdp"}
+HYBRID = {"data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
     "ep2": (2, {EP: 2}),
     "ep2-ddp": (2, {EP: 2, DATA: "ddp"}),
     "tp2-etp1-ep2": (2, {TP: 2, ETP: 1, EP: 2}),
+    "ep2-fsdp": (2, {EP: 2, **FSDP}),
     "tp2": (2, {TP: 2}),
     "cp2-ep2": (2, {CP: 2, EP: 2}),
     "pp2": (2, {PP: 2, MICRO: 2}),
     "ep4": (4, {EP: 4}),
     "ep2-dp2": (4, {EP: 2}),
     "ep2-dp2-ddp": (4, {EP: 2, DATA: "ddp"}),
+    "ep2-dp2-fsdp": (4, {EP: 2, **FSDP}),
+    "ep2-dp2-hybrid": (4, {EP: 2, **HYBRID}),
+    "ep2-dp2-fsdp-hybrid": (4, {EP: 2, **FSDP, **HYBRID}),
+    "ep2-tp2-fsdp": (4, {EP: 2, TP: 2, **FSDP}),
+    "ep2-etp2-fsdp": (4, {EP: 2, ETP: 2, **FSDP}),
+    "etp2-dp2-fsdp": (4, {ETP: 2, **FSDP}),
+    "ep2-pp2-fsdp": (4, {EP: 2, PP: 2, MICRO: 2, **FSDP}),
     "ep2-tp2": (4, {EP: 2, TP: 2}),
     "ep2-etp2": (4, {EP: 2, ETP: 2}),
     "ep2-pp2": (4, {EP: 2, PP: 2, MICRO: 2}),
@@ -66,10 +76,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
 }
 SPREAD = {
-    "softmax": ["ep2", "tp2-etp1-ep2", "cp2-ep2", "ep2-dp2", "ep2-tp2", "ep2-pp2", "ep2-recompute"],
+    "softmax": [
+        "ep2", "tp2-etp1-ep2", "cp2-ep2", "ep2-recompute",
+        "ep2-dp2", "ep2-tp2", "ep2-pp2", "ep2-dp2-hybrid", "ep2-etp2-fsdp",
+    ],
     "sequence": ["ep2", "ep2-etp2"],
     "gather": ["ep2"],
-}
+}  # fmt: skip
 
 
 def _config(model: str) -> TransformerConfig:
