@@ -146,6 +146,9 @@ class TransformerConfig:
     qk_layernorm: bool = False
     """Normalize every query and key head before the rotation (Qwen3); with mla, the latents of
     queries and of keys and values (DeepSeek)."""
+    qk_layernorm_per_head: bool = True
+    """False: with qk_layernorm, one norm over all heads of the queries and one over those of the
+    keys (OLMoE)."""
     share_embeddings_and_output_weights: bool = False
     """Whether the output layer uses the word embedding's weight (tied)."""
     hidden_dropout: float = 0.0
@@ -197,6 +200,7 @@ class TransformerConfig:
         self._restore("mla", LatentAttentionConfig)
         self._check_latent_attention()
         self._check_heads()
+        self._check_head_norms()
         self._check_window()
         self._restore("rope_scaling", RopeScaling)
         self._check_rope_scaling()
@@ -235,6 +239,7 @@ class TransformerConfig:
             "kv_channels": (None, "mla has sizes for heads, qk_head_dim and v_head_dim"),
             "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
             "add_qkv_bias": (False, "there is no linear_qkv"),
+            "qk_layernorm_per_head": (True, "latents are not divided into heads"),
             "add_bias_linear": (
                 False,
                 "Megatron-Core's projections to latents and heads have no bias, and DeepSeek's "
@@ -275,6 +280,17 @@ class TransformerConfig:
             raise ConfigError(
                 f"window_size={window} and attention_dropout={self.attention_dropout} cannot be "
                 "combined. Set attention_dropout to 0."
+            )
+
+    def _check_head_norms(self) -> None:
+        if self.qk_layernorm_per_head:
+            return
+        if not self.qk_layernorm or self.normalization != "RMSNorm":
+            raise ConfigError(
+                f"qk_layernorm_per_head=False with qk_layernorm={self.qk_layernorm} and "
+                f"normalization={self.normalization}: norms over all heads are RMSNorms of queries "
+                "and keys. Set qk_layernorm to True and normalization to RMSNorm, or leave "
+                "qk_layernorm_per_head out."
             )
 
     def _check_heads(self) -> None:
@@ -319,6 +335,13 @@ class TransformerConfig:
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_attention_heads // self.query_groups
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Widths of the norms of queries and of keys; 0: there are none."""
+        heads = (self.num_attention_heads, self.query_groups)
+        q, k = (1, 1) if self.qk_layernorm_per_head else heads
+        return (q * self.head_dim, k * self.head_dim) if self.qk_layernorm else (0, 0)
 
     @property
     def ffn_size(self) -> int:
@@ -383,7 +406,7 @@ class TransformerConfig:
         h, rows = self.hidden_size, self.qkv_rows
         matrices = h * (rows + self.num_attention_heads * self.head_dim)
         biases = rows * (self.add_bias_linear or self.add_qkv_bias) + h * self.add_bias_linear
-        return matrices + biases + 2 * self.head_dim * norms * self.qk_layernorm
+        return matrices + biases + norms * sum(self.qk_norm_sizes)
 
     def _mlp_parameters(self, f: int) -> int:
         fc1, bias = (2 if self.gated else 1) * f, int(self.add_bias_linear)

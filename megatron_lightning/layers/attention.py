@@ -146,8 +146,10 @@ class SelfAttention(nn.Module):
         )
         rows = (config.heads_per_group * config.head_dim, config.head_dim, config.head_dim)
         self.linear_qkv.fused_rows = rows  # type: ignore[assignment]
-        self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
-        self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
+        q_size, k_size = config.qk_norm_sizes
+        self.q_layernorm = build_norm(config, q_size) if q_size else None
+        self.k_layernorm = build_norm(config, k_size) if k_size else None
+        self.norms_heads_alone = config.qk_layernorm_per_head
         self.rotary = rotary
         self.core_attention = CoreAttention(
             config.attention_dropout, in_fp32=config.attention_softmax_in_fp32
@@ -170,10 +172,15 @@ class SelfAttention(nn.Module):
         mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
         q, k, v = mixed.split([self.heads_per_group, 1, 1], dim=3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            q, k = self._normalized(q, self.q_layernorm), self._normalized(k, self.k_layernorm)
         if self.rotary is not None:
             cosines, sines = self.rotary(q.shape[0], q, positions)
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
         context = self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), sequence)
         out: Tensor = self.linear_proj(context)
+        return out
+
+    def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Normalize queries or keys [s, b, g, n/g, d]: each head, or all of a token together."""
+        out: Tensor = norm(x) if self.norms_heads_alone else norm(x.flatten(2)).view(x.shape)
         return out

@@ -16,6 +16,7 @@ from megatron_lightning.layers.styles import (
     ExpertRouter,
     GatherLogits,
     HeadParallel,
+    HeadsNorm,
     KeyOrValue,
     ParallelInput,
     QueryKeyValue,
@@ -64,9 +65,8 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
 def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
     """Return the rows of the attention modules with paths ``attention``."""
     if config.mla is None:
-        head_norms = dict.fromkeys(
-            (f"{attention}.q_layernorm", f"{attention}.k_layernorm"), HeadParallel()
-        )
+        norm: Style = HeadParallel() if config.qk_layernorm_per_head else HeadsNorm()
+        head_norms = dict.fromkeys((f"{attention}.q_layernorm", f"{attention}.k_layernorm"), norm)
         rows: dict[str, Style] = {
             f"{attention}.linear_qkv": QueryKeyValue(config.query_groups, config.heads_per_group),
             **(head_norms if config.qk_layernorm else {}),

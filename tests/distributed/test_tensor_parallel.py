@@ -137,13 +137,13 @@ def test_steps_equal_one_process_on_four_ranks() -> None:
     run_ranks(4, several_steps, VARIANTS["qwen-uneven-vocabulary"], True)
 
 
+@pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_ranks_share_query_groups(groups: int) -> None:
+def test_ranks_share_query_groups(groups: int, per_head: bool) -> None:
+    """Norms of each head, and of all heads together."""
+    norms = {"qk_layernorm": True, "qk_layernorm_per_head": per_head}
     run_ranks(
-        4,
-        several_steps,
-        {"num_query_groups": groups, "qk_layernorm": True, "add_qkv_bias": True},
-        groups == 1,
+        4, several_steps, {"num_query_groups": groups, "add_qkv_bias": True} | norms, groups == 1
     )
 
 

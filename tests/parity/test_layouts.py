@@ -170,6 +170,11 @@ BIAS = {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": T
             2,
             id="mqa-on-two-ranks",
         ),
+        pytest.param(
+            {"num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_per_head": False},
+            1,
+            id="gqa-norm-of-all-heads",
+        ),
     ],
 )
 def test_model_variants_equal_one_device(config: dict[str, Any], data: int) -> None:

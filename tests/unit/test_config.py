@@ -18,6 +18,7 @@ SMALL = TransformerConfig(
 )
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192)
 YARN = RopeScaling(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096)
+ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_per_head": False}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,14 @@ YARN = RopeScaling(rope_type="yarn", factor=40.0, original_max_position_embeddin
         ),
         ({"num_query_groups": 3}, "num_attention_heads=8 is not divisible by num_query_groups=3"),
         ({"kv_channels": 7}, "kv_channels=7 rotates 7 channels"),
+        (
+            {"qk_layernorm_per_head": False},
+            "qk_layernorm_per_head=False with qk_layernorm=False.*Set qk_layernorm to True",
+        ),
+        (
+            {**ALL_HEADS, "normalization": "LayerNorm"},
+            "qk_layernorm=True and normalization=LayerNorm.*normalization to RMSNorm",
+        ),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
         ({"rope_scaling": 8.0}, "rope_scaling is 8.0, which describes no RopeScaling"),
         (

@@ -55,6 +55,7 @@ def test_names_and_count() -> None:
         {"add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu"},
         {"position_embedding_type": "learned_absolute"},
         {"qk_layernorm": True, "add_qkv_bias": True, "num_query_groups": 1, "kv_channels": 6},
+        {"qk_layernorm": True, "qk_layernorm_per_head": False, "num_query_groups": 1},
         {"share_embeddings_and_output_weights": True, "ffn_hidden_size": 24},
     ],
     ids=str,

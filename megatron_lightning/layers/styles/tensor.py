@@ -30,6 +30,7 @@ from megatron_lightning.layers.linear import (
     VocabParallelLinear,
 )
 from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
+from megatron_lightning.layers.norm import HeadsRMSNorm
 from megatron_lightning.parallel.collectives import copy_to_axis, gather, gather_sequence, scatter
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, declare_gathered_input
@@ -259,6 +260,21 @@ class HeadParallel:
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Declare the gradients partial."""
         return _partial_over(module, context.tp)
+
+
+@dataclass(frozen=True)
+class HeadsNorm:
+    """An ``nn.RMSNorm`` over all heads of queries or keys -> :class:`HeadsRMSNorm`.
+
+    Weight: full; its gradient is a partial sum, of this rank's heads.
+    """
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the norm whose mean is over the heads of all ranks."""
+        if context.tp.size == 1:
+            return module
+        norm = HeadsRMSNorm(_expect(module, nn.RMSNorm, "HeadsNorm"), context.tp)
+        return _partial_over(norm, context.tp)
 
 
 def _partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
