@@ -140,7 +140,7 @@ def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, *, interleaved: bool
     num_kept = x.shape[-1] - 2 * half
     if interleaved:
         pairs, rest = torch.split(x, [2 * half, num_kept], dim=-1)
-        first, second = pairs.unflatten(-1, (half, 2)).unbind(-1)
+        first, second = pairs.view(*pairs.shape[:-1], half, 2).unbind(-1)
     else:
         first, second, rest = torch.split(x, [half, half, num_kept], dim=-1)
     rotated = (first * cosines - second * sines, second * cosines + first * sines)

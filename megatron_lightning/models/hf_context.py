@@ -20,14 +20,15 @@ from megatron_lightning.models.hf_rows import as_patterns
 from megatron_lightning.parallel.sharding import ShardingPlan
 
 FAMILIES = frozenset({
-    "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe",
-    "cwm", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode",
-    "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "jais2", "jetmoe", "llama", "mellum", "minimax_m2", "ministral",
-    "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo",
-    "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2",
+    "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe",
+    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "jetmoe",
+    "llama", "longcat_flash", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
 })  # fmt: skip
 """``model_type`` of the configurations."""
 

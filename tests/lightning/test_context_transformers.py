@@ -95,6 +95,23 @@ def _scaled() -> nn.Module:
     return _llama(rope_parameters=scaling)
 
 
+def _deepseek() -> nn.Module:
+    """Value heads are smaller than query and key heads."""
+    latents = {"q_lora_rank": 12, "kv_lora_rank": 10, "num_mtp_layers": 0}
+    heads = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **SIZES | {"num_key_value_heads": 4},
+            **latents,
+            **heads,
+            **experts,
+            moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        )
+    )
+
+
 class Module(pl.LightningModule):
     """Computes the loss from the logits."""
 
@@ -184,7 +201,13 @@ def _fit(
     return module.losses, float(fit.callback_metrics["val"])
 
 
-MODELS = {"llama": _llama, "qwen3": _qwen3, "mistral, window": _mistral, "llama 3": _scaled}
+MODELS = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "mistral, window": _mistral,
+    "llama 3": _scaled,
+    "deepseek": _deepseek,
+}
 
 
 @layouts(CP2, CP2_TP2, CP2_PP2, slow=[CP4, CP2_GATHER, CP2_A2A, CP2_DP2, CP2_FSDP, CP2_TP2_PP2])

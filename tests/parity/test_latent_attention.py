@@ -22,6 +22,7 @@ from megatron_lightning.config import (
     RopeScaling,
     TransformerConfig,
 )
+from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -174,6 +175,7 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, TransformerConfig]]] = {
     "v3-lite": lambda: deepseek("V3", None, YARN),
     "v3-sharp": lambda: deepseek("V3", 9, SHARP),
     "v2-experts": lambda: deepseek("V2", 9, SHARP, **V2_EXPERTS),
+    # The sum of one expert's score, by which ours rank groups, is theirs of the best one.
     "v2-groups": lambda: deepseek("V2", 9, SHARP, **V2_EXPERTS, **GROUPS),
     "v3-experts": lambda: deepseek("V3", 9, SHARP, **V3_EXPERTS),
 }
@@ -219,13 +221,40 @@ def test_forward_and_gradients_equal_hugging_face(family: str) -> None:
         assert error < 1e-5, f"{name}: relative error {error}"
 
 
+def choose_by_best_of_group(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Choose experts as DeepSeek-V2, which ranks groups by their best expert's score."""
+    grouped = scores.unflatten(1, (moe.router_num_groups or 1, -1))
+    allowed = grouped.amax(-1).topk(moe.router_group_topk or 1, dim=-1).indices
+    kept = F.one_hot(allowed, grouped.shape[1]).sum(1).bool()
+    ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    return ranked.topk(moe.router_topk, -1).indices
+
+
+def test_a_routers_choice_can_be_that_of_deepseek_v2() -> None:
+    """Four experts of two groups: by their sum, ours choose others."""
+    torch.manual_seed(0)
+    theirs, config = deepseek("V2", 9, **V2_EXPERTS | GROUPS | {"router_topk": 4})
+    theirs.eval()
+    perturb(theirs)
+    ours = GPTModel(config)
+    ours.load_state_dict(from_deepseek(theirs.state_dict(), config))
+    tokens = torch.randint(VOCABULARY, (3, 16))
+    expected = theirs(tokens, use_cache=False).logits
+    assert not torch.allclose(ours(tokens), expected, atol=1e-3)
+    for module in ours.modules():
+        if isinstance(module, Router):
+            module.choose = choose_by_best_of_group
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
 STEPS, BATCH, SEQUENCE = 3, 4, 16
-TP, PP, VPP, CP, EP, MICRO = (
+TP, PP, VPP, CP, EP, ETP, MICRO = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "micro_batch_size",
 )
 ZB = {"pipeline_schedule": "zb-h1"}
@@ -263,9 +292,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-cp2-dp2": (8, {TP: 2, CP: 2}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep2-tp2": (2, {EP: 2, TP: 2, "expert_tensor_parallel_size": 1}),
+    "ep2-tp2": (2, {EP: 2, TP: 2, ETP: 1}),
     "ep2-cp2": (2, {EP: 2, CP: 2}),
-    "ep2-tp2-pp2-zb": (4, {EP: 2, TP: 2, PP: 2, MICRO: 1, **ZB}),
+    "ep2-tp2-pp2-zb": (4, {EP: 2, TP: 2, PP: 2, MICRO: 1, ETP: 1, **ZB}),
     "ep2-tp2-cp2": (4, {EP: 2, TP: 2, CP: 2}),
 }
 MODELS: dict[str, dict[str, Any]] = {
