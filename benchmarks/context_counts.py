@@ -23,11 +23,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.ranks import run
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.layers.context.backends import BACKENDS
@@ -135,17 +132,12 @@ def expected_peak_bytes(case: Case) -> int:
     )
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the bytes given to the network and those of live tensors.
-
-    What a kernel or collective allocates for itself is not seen.
-    """
+class _Watch(LiveBytes):
+    """Dispatch mode that counts the bytes given to the network as well."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.sent: Counter[str] = Counter()
-        self.peak_bytes = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).rpartition(".")[0]
@@ -157,22 +149,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.sent[name.partition(".")[2]] += args[0].nbytes
         elif name.startswith("c10d.") and not name.startswith("c10d.recv"):
             raise RuntimeError(f"{name} is not counted; add it to this class")
-        result = func(*args, **(kwargs or {}))
-        self.see(*(x for x in tree_leaves(result) if isinstance(x, Tensor)))
-        return result
-
-    def see(self, *tensors: Tensor) -> None:
-        """Add tensors, leave out those that are no longer alive, and note the peak."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._storages[reference.cdata] = reference, storage.nbytes()
-        self._storages = {key: held for key, held in self._storages.items() if _is_alive(held[0])}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
-
-
-def _is_alive(reference: StorageWeakRef) -> bool:
-    return not reference.expired()  # type: ignore[no-untyped-call]
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _count_all(cases: Sequence[Case]) -> list[Counted]:

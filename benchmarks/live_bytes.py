@@ -1,0 +1,46 @@
+"""Count the bytes of live tensors by a dispatch mode, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that counts the bytes of the tensors that operators return, while they live.
+
+    What a kernel or collective allocates for itself is not seen, nor are tensors from before, until
+    :meth:`see` is told of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(*(x for x in tree_leaves(result) if isinstance(x, Tensor)))
+        return result
+
+    def see(self, *tensors: Tensor) -> None:
+        """Add tensors, leave out those that are no longer alive, and note the peak."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._storages[reference.cdata] = reference, storage.nbytes()
+        self._storages = {key: held for key, held in self._storages.items() if _is_alive(held[0])}
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the tensors that were alive at the last operator."""
+        return sum(size for _, size in self._storages.values())
+
+
+def _is_alive(reference: StorageWeakRef) -> bool:
+    return not reference.expired()  # type: ignore[no-untyped-call]

@@ -1,0 +1,118 @@
+"""Megatron-LM's own estimate of memory (``theoretical_memory_utils.py``), to compare plans with those
+of its users. No torch here.
+
+It is for bf16 weights with fp32 gradients and Adam, for the fullest rank, and simplified: the
+embedding counts for the first stage only, biases are left out, activations are those of layers with
+a feed-forward size of ``ffn_hidden_size``, and neither recomputation nor the attention backend
+matters (https://arxiv.org/abs/2205.05198, equations 2 and 5). :func:`planning.memory` has no such
+limits.
+
+Notation: ``s`` sequence, ``b`` samples of a micro-batch, ``h`` hidden, ``f`` feed-forward size,
+``v`` vocabulary, ``L`` layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.layout import ParallelLayout
+
+
+class MegatronMemory(NamedTuple):
+    """Megatron-LM's estimate for the fullest rank, in bytes."""
+
+    weight_and_optimizer_bytes: float
+    """Weights, gradients, main params and moments."""
+    activation_bytes_sp_selective: float
+    """Activations with sequence parallelism and selective recomputation."""
+    activation_bytes_no_sp: float
+    """Activations without sequence parallelism."""
+
+
+def megatron_memory(
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    *,
+    world_size: int,
+    sequence_length: int,
+    micro_batch_size: int = 1,
+    num_microbatches: int = 1,
+    distributed_optimizer: bool = True,
+) -> MegatronMemory:
+    """Return what Megatron-LM would print for this model and layout.
+
+    Args:
+        config: The model.
+        layout: Sizes of the parallel axes.
+        world_size: Number of ranks.
+        sequence_length: Tokens of a sample.
+        micro_batch_size: Samples of a micro-batch.
+        num_microbatches: Micro-batches of a step.
+        distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
+
+    Raises:
+        ConfigError: If the layout does not fit the world.
+    """
+    grid = RankGrid(layout, world_size)
+    tokens, h, v = sequence_length * micro_batch_size, config.hidden_size, config.vocab_size
+    scale = _in_flight(layout, num_microbatches)
+    selective = _all_stages(config, layout, 18 * h + 4 * config.ffn_size) * scale
+    plain = _all_stages(config, layout, h * (10 + 24 / layout.tp)) * scale
+    if layout.pp == 1:  # the output layer's input and the logits
+        selective += 4 * (h + v)
+        plain += 2 * (h + v / layout.tp)
+    return MegatronMemory(
+        _weights(config, grid, distributed_optimizer),
+        tokens * selective / layout.tp,
+        tokens * plain * 1.05,
+    )
+
+
+def _all_stages(config: TransformerConfig, layout: ParallelLayout, per_layer: float) -> float:
+    """Return the bytes a token of all layers, and of a stage's embedding for every stage."""
+    return config.num_layers * per_layer + layout.pp * (8 + config.hidden_size)
+
+
+def _in_flight(layout: ParallelLayout, num_microbatches: int) -> float:
+    """Return how much the first stage holds, in activations of one micro-batch on all stages."""
+    if layout.vpp > 1:
+        return 1 + (layout.pp - 1) / (layout.pp * layout.vpp)
+    return min(1.0, num_microbatches / layout.pp)
+
+
+def _weights(config: TransformerConfig, grid: RankGrid, distributed_optimizer: bool) -> float:
+    h, layout = config.hidden_size, grid.layout
+    gate = 3 / 2 if config.gated else 1
+    num_expert_layers = config.layer_kinds.count("expert")
+    num_dense_layers = config.num_layers - num_expert_layers
+    norms = h if config.normalization == "RMSNorm" else 2 * h
+    split = config.num_layers * _attention(config) + num_dense_layers * 2 * h * config.ffn_size * gate
+    replicated = (2 * config.num_layers + 1) * norms
+    experts = 0.0
+    if config.moe is not None:
+        shared = config.moe.shared_expert_intermediate_size or 0
+        split += num_expert_layers * 2 * h * shared * gate
+        replicated += num_expert_layers * h * config.moe.num_experts
+        experts = 2 * h * config.expert_ffn_size * gate * num_expert_layers * config.moe.num_experts
+    embedding = config.vocab_size * h
+    dense = (split / layout.pp + embedding) / layout.tp + replicated / layout.pp
+    if layout.pp == 1 and not config.share_embeddings_and_output_weights:
+        dense += embedding / layout.tp
+
+    def bytes_per_parameter(num_copies: int) -> float:
+        return 6 + 12 / num_copies if distributed_optimizer else 18
+
+    own_experts = experts / (layout.pp * layout.etp * layout.ep)
+    return dense * bytes_per_parameter(grid.size("dp")) + own_experts * bytes_per_parameter(
+        grid.size("edp")
+    )
+
+
+def _attention(config: TransformerConfig) -> int:
+    """Return the weights of one layer's attention, without those of norms of heads."""
+    h, n, mla = config.hidden_size, config.num_attention_heads, config.mla
+    if mla is None:
+        return 2 * h * config.head_dim * (n + config.query_groups)
+    return mla.num_parameters(h, n, norms=1)

@@ -1,0 +1,134 @@
+"""Bytes of activations along a forward and its backward: a tape of operations. No torch here.
+
+Autograd keeps what backward needs from an operation's forward to its backward, so the bytes that are
+alive go up along the tape and down on the way back,
+
+    forward    kept by the operations so far + the operation's own output and temporaries
+    backward   kept by this operation and those before it + its gradients and temporaries
+
+Tensors have names, since two operations may keep the same one. A *segment* of the tape may be
+recomputed: it then keeps its inputs only, and its backward starts with another forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+Kept = Mapping[str, float]
+"""Bytes of each tensor that is kept, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of a layer, on one rank and micro-batch."""
+
+    path: str
+    """Module that runs it, as a path from the model."""
+    keeps: Kept = field(default_factory=dict)
+    """Tensors kept for backward; weights are not listed."""
+    inputs: Kept = field(default_factory=dict)
+    """Tensors that it reads, as they are before a collective or cast."""
+    makes: tuple[str, ...] = ()
+    """Names of its outputs, which later operations may keep."""
+    forward_bytes: float = 0.0
+    """Output and temporaries while its forward runs, beyond what it keeps."""
+    backward_bytes: float = 0.0
+    """Gradients and temporaries while its backward runs."""
+    weight_gradient_bytes: float = 0.0
+    """Gradient of its weight, before it is added to those of other micro-batches."""
+    deferred: Kept = field(default_factory=dict)
+    """Tensors kept from its backward on, for a weight gradient that is computed later."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operations that are kept or recomputed together."""
+
+    operations: tuple[Operation, ...]
+    recomputed: bool = False
+
+    def kept(self) -> Kept:
+        """Return the tensors kept from forward to backward."""
+        if not self.recomputed:
+            return _union(operation.keeps for operation in self.operations)
+        made = {name for operation in self.operations for name in operation.makes}
+        inputs = _union(operation.inputs for operation in self.operations)
+        return {name: size for name, size in inputs.items() if name not in made}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes of one micro-batch on one stage."""
+
+    kept: float
+    """From forward to backward."""
+    forward_peak: float
+    """Most bytes during forward, with those that it keeps."""
+    backward_peak: float
+    """Most bytes during backward, with those that it still keeps; of a split backward, during its
+    first half."""
+    deferred: float = 0.0
+    """Between the two halves of a split backward."""
+
+
+def profile(segments: Sequence[Segment], *, split_backward: bool = False) -> Profile:
+    """Return the bytes along a tape.
+
+    Args:
+        segments: The tape.
+        split_backward: Whether weight gradients are deferred.
+    """
+    before: list[Kept] = []
+    kept: Kept = {}
+    forward = 0.0
+    for segment in segments:
+        before.append(kept)
+        forward = max(forward, _forward_peak(kept, segment))
+        kept = _union((kept, segment.kept()))
+    backward, deferred = 0.0, dict[str, float]()
+    for segment, earlier in zip(reversed(segments), reversed(before), strict=True):
+        held = _union((earlier, segment.kept()))
+        if segment.recomputed:
+            backward = max(backward, _forward_peak(held, replace(segment, recomputed=False)))
+        peak = _backward_peak(held, segment, deferred, split_backward)
+        backward = max(backward, peak)
+    return Profile(_size(kept), forward, backward, _size(deferred) if split_backward else 0.0)
+
+
+def _forward_peak(kept: Kept, segment: Segment) -> float:
+    peak = 0.0
+    for operation in segment.operations:
+        alive = _union((kept, operation.keeps))
+        peak = max(peak, _size(alive) + operation.forward_bytes)
+        kept = kept if segment.recomputed else alive
+    return peak
+
+
+def _backward_peak(
+    kept: Kept, segment: Segment, deferred: dict[str, float], split_backward: bool
+) -> float:
+    """Return the most bytes of a segment's backward; add to ``deferred`` what it leaves."""
+    alive = [kept]
+    for operation in segment.operations:
+        alive.append(_union((alive[-1], operation.keeps)))
+    peak = 0.0
+    for operation, held in zip(reversed(segment.operations), reversed(alive), strict=False):
+        if split_backward:
+            deferred |= operation.deferred
+            size = _size(_union((held, deferred)))
+        else:
+            size = _size(held) + operation.weight_gradient_bytes
+        peak = max(peak, size + operation.backward_bytes)
+    return peak
+
+
+def _union(kept: Iterable[Kept]) -> Kept:
+    together: dict[str, float] = {}
+    for tensors in kept:
+        together |= tensors
+    return together
+
+
+def _size(kept: Kept) -> float:
+    return sum(kept.values())
