@@ -12,11 +12,12 @@ backward passes its gradient on, and gives the reported loss the gradient that t
 same micro-batch has. That is read in backward (:class:`LossScale`), when it is known on every
 stage: items, accumulation and the scale of fp16 are in it.
 
-What a rank passes in holds for its own tokens on data- and context-parallel ranks, and is equal on
-tensor-parallel ones. Where a loss is of tokens that several ranks hold, each passes in the full
-loss, summed from parts: over tensor-parallel ranks by ``reduce_from_axis`` (backward: identity),
-over context-parallel ones by ``copy_to_axis(reduce_from_axis(part, cp), cp)`` (backward:
-all-reduce, since each of them weighs the loss by itself).
+What a rank passes in holds for its own tokens on data- and context-parallel ranks. Over
+tensor-parallel ranks the mean is logged, and losses are equal. Where a loss is of tokens that
+several ranks hold, each passes in the full loss, summed from parts: over tensor-parallel ranks by
+``reduce_from_axis`` (backward: identity), over context-parallel ones by
+``copy_to_axis(reduce_from_axis(part, cp), cp)`` (backward: all-reduce, since each of them weighs
+the loss by itself).
 
 A recomputation runs a forward again inside of backward: it attaches and does not record.
 """
@@ -33,7 +34,7 @@ from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.absent import present_modules
 
-Kind = Literal["loss", "mean", "sum"]
+Kind = Literal["loss", "mean", "sum", "peak"]
 
 
 class Key(NamedTuple):
@@ -41,7 +42,17 @@ class Key(NamedTuple):
 
     name: str
     kind: Kind
-    """loss: sum over layers of the means over micro-batches; mean: over all reports; sum."""
+    """loss: sum over layers of the means over micro-batches; mean: over all reports; sum; peak:
+    largest element of a layer's sum over their mean, and the largest of the layers' peaks."""
+    layer: str = ""
+    """Path of the one layer that is meant; empty: all."""
+    size: int = 1
+    """Elements of a report."""
+
+    @property
+    def label(self) -> str:
+        """The name in the log."""
+        return f"{self.name}/{self.layer}" if self.layer else self.name
 
 
 class LossScale:
@@ -150,16 +161,23 @@ class StepReport(nn.Module):
         return attach(activation, value, self.microbatch.scale_of_reports())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def value(self, name: str, value: Tensor, reduce: Literal["mean", "sum"] = "mean") -> None:
+    def value(
+        self, name: str, value: Tensor, reduce: Literal["mean", "sum", "peak"] = "mean"
+    ) -> None:
         """Log a number, averaged or summed over micro-batches, layers, and data- and
         context-parallel ranks; means are weighted as losses are.
+
+        With ``peak``, ``value`` is a vector of numbers that are not negative, such as the tokens of
+        each expert. Over micro-batches and ranks, tensor-parallel ones as well, it is summed; what
+        is logged is the largest element over the mean of all, of each layer and, under the name
+        alone, of the layer where it is largest.
         """
         self._record(Key(name, reduce), value)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def count(self, name: str, value: Tensor) -> None:
         """Add a tensor to :attr:`counts` in training; it is neither logged nor exchanged."""
-        if self.training and self._is_recorded():
+        if self.training and self.is_recorded:
             counts, value = self.counts, value.detach()
             counts[name] = counts[name] + value if name in counts else value.clone()
 
@@ -168,23 +186,27 @@ class StepReport(nn.Module):
         """Sums over micro-batches and batches, on this rank, until someone clears them."""
         return self._recorded.counts
 
-    def _is_recorded(self) -> bool:
+    @property
+    def is_recorded(self) -> bool:
+        """Whether what is reported now counts: not in a recomputation."""
         return self.microbatch.records and not compat.is_in_backward()
 
     def _record(self, key: Key, value: Tensor) -> None:
-        if value.numel() != 1:
+        if key.kind == "peak":
+            key = key._replace(size=value.numel())
+        elif value.numel() != 1:
             raise ConfigError(
                 f"a layer reports {key.name!r} with the shape {list(value.shape)}, which cannot be "
                 "logged. Report one number, such as its mean(), or count() it."
             )
-        if not self._is_recorded():
+        if not self.is_recorded:
             return
         recorded, index = self._recorded, self.microbatch.index
         if recorded.training != self.training:  # the other mode's were not read: a summary's, say
             recorded.sums.clear()
             recorded.training = self.training
         of_key = recorded.sums.setdefault(key, {})
-        value = value.detach().reshape(()).double()
+        value = value.detach().reshape(key.size).double()
         before, number = of_key.get(index, (None, 0))
         of_key[index] = (value if before is None else before + value, number + 1)
 
@@ -204,8 +226,8 @@ def find_reports(module: nn.Module) -> dict[str, StepReport]:
 def add_up(
     reports: Mapping[str, StepReport], weights: Sequence[float | Tensor]
 ) -> dict[Key, Tensor]:
-    """Return for every key [2] numbers: the sum of the reports, weighted unless it is a sum, and
-    the sum of their weights. The reports are forgotten.
+    """Return for every key [size + 1] numbers: the sum of the reports, weighted where it is for a
+    mean, and the sum of their weights. The reports are forgotten.
 
     Args:
         reports: Reports by path.
@@ -214,33 +236,47 @@ def add_up(
     totals: dict[Key, Tensor] = {}
     for path, report in reports.items():
         for key, of_key in report.take().items():
-            pairs = [
-                torch.stack([value, torch.full_like(value, number)])
-                * (1.0 if key.kind == "sum" else weights[index])
+            sums = [
+                torch.cat([value, value.new_full((1,), number)])
+                * (weights[index] if key.kind in ("loss", "mean") else 1.0)
                 for index, (value, number) in of_key.items()
             ]
             for named in _keys(key, path, report):
-                totals[named] = sum(pairs, totals.get(named, torch.zeros_like(pairs[0])))
+                totals[named] = sum(sums, totals.get(named, torch.zeros_like(sums[0])))
     return totals
 
 
 def _keys(key: Key, path: str, report: StepReport) -> Iterator[Key]:
-    yield key
-    if report.per_layer:
-        yield Key(f"{key.name}/{path.rpartition('.')[0]}", key.kind)
+    if key.kind != "peak":
+        yield key
+    if report.per_layer or key.kind == "peak":
+        yield key._replace(layer=path.rpartition(".")[0])
 
 
-def reduced(key: Key, pair: Any, weight: Any) -> Any:
-    """Return the number to log.
+def reduced(totals: Mapping[Key, Tensor], weight: Any) -> dict[Key, Tensor]:
+    """Return the numbers to log.
 
     Args:
-        key: What is reported.
-        pair: As in :func:`add_up`, over all ranks.
+        totals: As in :func:`add_up`, over all ranks.
         weight: Sum of the weights of all micro-batches; 0 where nothing counts.
     """
-    divisor: Any = {"loss": weight, "mean": pair[1], "sum": 1.0}[key.kind]
-    nonzero = torch.where(divisor != 0, divisor, 1) if isinstance(divisor, Tensor) else divisor or 1
-    return pair[0] / nonzero
+    numbers: dict[Key, Tensor] = {}
+    peaks: dict[str, list[Tensor]] = {}
+    for key, total in totals.items():
+        if key.kind == "peak":
+            numbers[key] = _ratio(total[:-1].max(), total[:-1].mean())
+            peaks.setdefault(key.name, []).append(numbers[key])
+        else:
+            divisor = {"loss": weight, "mean": total[1], "sum": 1.0}[key.kind]
+            numbers[key] = _ratio(total[0], divisor)
+    largest = {Key(name, "peak"): torch.stack(of_all).max() for name, of_all in peaks.items()}
+    return largest | numbers
+
+
+def _ratio(value: Tensor, divisor: Any) -> Tensor:
+    if isinstance(divisor, Tensor):
+        return value / torch.where(divisor != 0, divisor, 1)
+    return value / (divisor or 1.0)
 
 
 # ------------------------------------------------------------------------------- in plain Lightning
@@ -265,6 +301,12 @@ def bind(module: nn.Module, microbatch: CurrentMicrobatch) -> Callable[[], None]
     return release
 
 
+def is_bound(module: nn.Module) -> bool:
+    """Return whether a strategy reads the reports in the LightningModule ``module``."""
+    mark: CurrentMicrobatch | None = vars(module).get(_MARK)
+    return mark is not None and mark.is_bound
+
+
 def log_reports(
     module: nn.Module, loss: Tensor | None = None, *, prefix: str = "", **options: Any
 ) -> None:
@@ -281,14 +323,13 @@ def log_reports(
         prefix: Put before the names, such as ``"val_"``.
         options: Further arguments of ``self.log``.
     """
-    mark: CurrentMicrobatch | None = vars(module).get(_MARK)
-    if mark is not None and mark.is_bound:
+    if is_bound(module):
         return
     reports = find_reports(module)
     if loss is not None:
         for report in reports.values():
             report.microbatch.loss_scale.follow(loss)
     log = cast("Callable[..., None]", module.log)
-    for key, pair in add_up(reports, [1.0]).items():
+    for key, number in reduced(add_up(reports, [1.0]), 1.0).items():
         added = {"reduce_fx": "sum"} if key.kind == "sum" else {}
-        log(f"{prefix}{key.name}", reduced(key, pair, 1.0).float(), **(options | added))
+        log(f"{prefix}{key.label}", number.float(), **(options | added))

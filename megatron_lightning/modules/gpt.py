@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.report import log_reports
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
@@ -170,6 +171,13 @@ class GPTLightningModule(LightningModule):
         """Return the most likely next token at every position, [b, s]."""
         logits: Tensor = self(batch["tokens"], **_optional_inputs(batch))
         return logits.argmax(dim=-1)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """Step the optimizer, and the experts' biases after it."""
+        with balance_experts(self, optimizer):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW, and the learning rate schedule if one is configured."""

@@ -7,10 +7,11 @@ A run of a step goes through
       set_scale(m, x)    as soon as it is known, at the latest before the backward of the layers
     log(hook, ...)       add up over micro-batches, exchange, self.log
 
-The exchange adds up one tensor, over the pipeline and then over the data- and context-parallel
-ranks (in an evaluation over the context-parallel ones alone: others may have fewer batches). Its
-rows are the names that any rank has reported. A rank with a new name marks that in the first row,
-and all exchange names before they repeat it.
+The exchange adds up one tensor, over the pipeline and then over the other ranks (in an evaluation
+not over data-parallel ones, which may have fewer batches). It has a section for each name that any
+rank has reported. A rank with a new name marks that in the first section, and all exchange names
+before they repeat it. Tensor-parallel ranks have the same micro-batch: the sums over them are
+divided by their number.
 """
 
 from __future__ import annotations
@@ -153,11 +154,11 @@ class StepReports:
         else:
             options["sync_dist"] = self._scope.context.dp.size > 1
             if num_items is not None:
-                options["batch_size"] = int(weight)
-        for key, pair in totals.items():
-            value = torch.as_tensor(reduced(key, pair, weight), dtype=torch.float32)
+                options["batch_size"] = round(float(weight))
+        for key, number in reduced(totals, weight).items():
+            value = number.float()
             reduction: dict[str, Any] = {"reduce_fx": "sum"} if key.kind == "sum" else {}
-            self._scope.module.log(f"{_PREFIXES[hook]}{key.name}", value, **options, **reduction)
+            self._scope.module.log(f"{_PREFIXES[hook]}{key.label}", value, **options, **reduction)
 
     def _check_items(self, keys: Iterable[Key], num_items: Tensor | None) -> None:
         module, partition = self._scope.module, self._scope.part.partition
@@ -172,28 +173,30 @@ class StepReports:
 
     def _exchange(
         self, hook: str, totals: dict[Key, Tensor], weight: Any
-    ) -> tuple[dict[Key, Any], Any]:
+    ) -> tuple[dict[Key, Tensor], Any]:
         """Return the totals and the weight over all ranks, without what none has reported."""
         context = self._scope.context
-        others = context.dp_cp if hook == "training_step" else context.cp
+        others = context.axis("tp-dp-cp" if hook == "training_step" else "tp-cp")
         groups = [group for group in (context.pp, others) if group.size > 1]
         if not groups:
-            return dict(totals), weight
+            return totals, weight
         number = partial(torch.as_tensor, dtype=torch.float64, device=context.device)
         if context.pp.rank > 0:  # the stages of a replica have one weight together
             weight = 0.0
         while True:
             keys = self._keys.get(hook, [])
             is_new = float(any(key not in keys for key in totals))
-            rows = [torch.stack([number(weight), number(is_new)])]
-            rows += [totals.get(key, torch.zeros_like(rows[0])) for key in keys]
-            table = torch.stack(rows)
+            sections = [torch.stack([number(weight), number(is_new)])]
+            sections += [totals.get(key, sections[0].new_zeros(key.size + 1)) for key in keys]
+            table = torch.cat(sections)
             for group in groups:
                 dist.all_reduce(table, group=group.process_group)
-            (summed, has_new), *sums = table.tolist()
+            table /= context.tp.size
+            summed, *sums = torch.split(table, [len(section) for section in sections])
+            has_new, *are_reported = torch.stack([row[-1] for row in (summed, *sums)]).tolist()
             if not has_new:
-                found = dict(zip(keys, sums, strict=True))
-                return {key: pair for key, pair in found.items() if pair[1]}, summed
+                found = zip(keys, sums, are_reported, strict=True)
+                return {key: total for key, total, is_reported in found if is_reported}, summed[0]
             names = {*keys, *totals}
             for group in groups:
                 names = set[Key]().union(*group.all_gather_object(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -13,11 +14,13 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.assembly.plans import find_plans
+from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
+from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
@@ -91,6 +94,7 @@ class Training:
         """Looks for infinities and NaN; None with ``non_finite="ignore"``."""
         self._found = False  # something that is not finite, since the last optimizer step
         self._judged = False  # by an optimizer step, since it was found
+        self._experts = ExpertBalance(module, partial(all_reduce, group=context.axis("tp-dp-cp")))
         plans = find_plans(module, options.sharding_plan)
         self.plan_watch = PlanWatch(module, part, plans, context)
         """Detects what a sharding plan got wrong, in the first step."""
@@ -194,6 +198,7 @@ class Training:
         self._judged = True
         if self._scope.module.automatic_optimization:
             self._found = False
+        self._experts.end_step(stepped=not self.step_skipped)
         if self.step_skipped:
             self._scope.progress.skipped_steps += 1
             for scheduler in self._scheduled:

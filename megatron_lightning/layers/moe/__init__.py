@@ -1,5 +1,6 @@
-"""Mixture of experts: which experts a token is sent to."""
+"""Mixture of experts: which experts a token is sent to, and how they are kept balanced."""
 
+from megatron_lightning.layers.moe.balance import balance_experts
 from megatron_lightning.layers.moe.router import (
     Router,
     RouterLoss,
@@ -17,6 +18,7 @@ __all__ = [
     "RouterLoss",
     "Routing",
     "auxiliary_loss",
+    "balance_experts",
     "choose_experts",
     "expert_capacity",
     "route",

@@ -2,18 +2,27 @@
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``t`` = s b tokens, ``n`` rows (a token that one
 expert computes).
+
+Logged, for each layer (``name/path of the layer``) and under the name alone:
+
+    aux_loss, seq_aux_loss, global_aux_loss, z_loss   times their coefficients; alone: summed
+    expert_load   tokens of the busiest expert over the mean of all, 1 if balanced, with those that
+                  are dropped, over a batch and all ranks; alone: the largest of the layers
+    drop_rate     share of the choices that were dropped, where experts have a capacity; alone: mean
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.mlp import MLP
+from megatron_lightning.layers.moe.counts import GlobalCounts
 from megatron_lightning.layers.moe.dispatch import Dispatcher, LocalDispatch
 from megatron_lightning.layers.moe.experts import Experts
-from megatron_lightning.layers.moe.router import Router, RouterLoss
+from megatron_lightning.layers.moe.router import Router, RouterLoss, Routing
 from megatron_lightning.layers.report import StepReport
 from megatron_lightning.parallel.collectives import (
     copy_to_axis,
@@ -66,6 +75,7 @@ class MoELayer(nn.Module):
             SharedExperts(config, shared, gated_output=moe.shared_expert_gate) if shared else None
         )
         self.report = StepReport(per_layer=True)
+        self.global_counts = self.router.global_counts = GlobalCounts(self.report)
         self.dispatcher: Dispatcher = LocalDispatch()
         self.replicas: AxisGroup = ALONE
         """Ranks with the same tokens, of which each dispatches a part."""
@@ -75,27 +85,42 @@ class MoELayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        own = self._own(hidden)
-        routing = self.router(own)
+        own, is_padding = self._own(hidden)
+        routing = self.router(own, is_padding)
         exchange = self.dispatcher.begin(routing, self._num_choices)
         # While the numbers of rows travel.
         shared = None if self.shared_experts is None else self.shared_experts(hidden)
         rows, counts = exchange.dispatch(own.flatten(0, 1))
         out = exchange.combine(self.experts(rows, counts))
-        for loss in routing.losses:
-            out = self.report.loss(loss.name, self._total(loss), out)
-        self.report.count(TOKENS_PER_EXPERT, routing.tokens_per_expert)
-        out = self._full(out, hidden)
+        out = self._full(self._report(routing, out), hidden)
         return out if shared is None else out + shared
 
-    def _own(self, hidden: Tensor) -> Tensor:
-        """Return this rank's tokens [s, b, h], or of replicated ones its part [t, 1, h]."""
+    def _report(self, routing: Routing, out: Tensor) -> Tensor:
+        """Report a routing; return the activation, which carries its losses."""
+        report, counts = self.report, routing.tokens_per_expert
+        for loss in routing.losses:
+            out = report.loss(loss.name, self._total(loss), out)
+        report.count(TOKENS_PER_EXPERT, counts)
+        report.value("expert_load", counts, "peak")
+        if self.router.moe.expert_capacity_factor is not None:
+            report.value("drop_rate", routing.num_dropped / counts.sum().clamp(min=1))
+        return out
+
+    def _own(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's tokens [s, b, h], or of replicated ones its part [t, 1, h]; and which
+        of them are padding, if any.
+        """
         size = self.replicas.size
         if size == 1:
-            return hidden
+            return hidden, None
         tokens = hidden.flatten(0, 1)
-        padded = F.pad(tokens, (0, 0, 0, -len(tokens) % size))
-        return scatter(padded, self.replicas)[:, None]
+        missing = -len(tokens) % size
+        own = scatter(F.pad(tokens, (0, 0, 0, missing)), self.replicas)[:, None]
+        if not missing:
+            return own, None
+        first = self.replicas.rank * len(own)
+        places = torch.arange(first, first + len(own), device=own.device)
+        return own, (places >= len(tokens))[:, None]
 
     def _full(self, out: Tensor, hidden: Tensor) -> Tensor:
         if self.replicas.size > 1:

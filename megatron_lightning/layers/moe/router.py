@@ -14,7 +14,10 @@ the mean score of e (Switch Transformer, https://arxiv.org/abs/2101.03961, secti
 in DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.3; over the global batch in
 https://arxiv.org/abs/2501.11873). f counts the best k scores, without bias, groups and capacity. A
 rank that holds some of the tokens computes its part: mean scores of its own tokens over the number
-of all tokens, with counts of all; parts add up to the loss.
+of all tokens, with counts of all; parts add up to the loss. With ``global_aux_loss``, f is of the
+data-parallel ranks and micro-batches of the optimizer step so far, and P of one micro-batch: like
+the main loss, this one is averaged over them. (Megatron-Core divides P by the tokens of all
+data-parallel ranks and averages as well, so that its coefficient shrinks with their number.)
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def choose_experts(scores: Tensor, moe: MoEConfig) -> Tensor:
     """
     k, groups, group_topk = moe.router_topk, moe.router_num_groups, moe.router_group_topk
     if groups is not None and group_topk is not None:
-        grouped = scores.unflatten(1, (groups, -1))
+        grouped = scores.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
         group_scores = grouped.topk(k // group_topk, dim=-1).values.sum(dim=-1)
         allowed = _mask(group_scores, group_scores.topk(group_topk, dim=-1).indices)
         scores = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
@@ -157,13 +160,20 @@ def auxiliary_loss(
     return coefficient * _imbalance(scores, tokens_per_expert, moe)
 
 
-def _imbalance(scores: Tensor, tokens_per_expert: Tensor, moe: MoEConfig) -> Tensor:
-    """Return the balancing loss without coefficient; 1 if all experts are used equally."""
-    counts = tokens_per_expert.to(scores.dtype)
-    num_tokens = (counts.sum(dim=-1, keepdim=True) / moe.router_topk).clamp(min=1.0)
-    fractions = counts / (num_tokens * moe.router_topk)
-    losses = (scores.sum(dim=0) / num_tokens * fractions).sum(dim=-1) * moe.num_experts
-    return losses.mean()
+def _imbalance(
+    scores: Tensor, tokens_per_expert: Tensor, moe: MoEConfig, over: Tensor | None = None
+) -> Tensor:
+    """Return the balancing loss without coefficient; 1 if all experts are used equally.
+
+    ``over``: counts of more tokens than those of ``scores``, for the fractions.
+    """
+
+    def num_choices(counts: Tensor) -> Tensor:
+        return counts.sum(dim=-1, keepdim=True).to(scores.dtype).clamp(min=moe.router_topk)
+
+    over = tokens_per_expert if over is None else over
+    means = scores.sum(dim=0) / (num_choices(tokens_per_expert) / moe.router_topk)
+    return (means * (over / num_choices(over))).sum(dim=-1).mean() * moe.num_experts
 
 
 def z_loss(logits: Tensor, moe: MoEConfig) -> Tensor:
@@ -249,8 +259,7 @@ class Router(nn.Module):
     """A product with ``weight`` [E, h], and the routing by its outputs.
 
     The module is plain. For ranks that share tokens, a plan sets ``streams``, ``sum_counts`` and
-    ``global_counts``. Each call returns what it counted; it stores nothing, so that recomputation
-    counts nothing twice.
+    ``global_counts``. Each call returns what it counted, and stores nothing.
 
     Args:
         hidden_size: Width of the tokens (h).
@@ -284,7 +293,7 @@ class Router(nn.Module):
         """Sum of counts [b, E] over the ranks that hold other tokens of the same sequences; returns
         a new tensor."""
         self.global_counts: Callable[[Tensor], Tensor] = _same
-        """Counts [E] of the global batch, from those of a micro-batch."""
+        """Counts [E] of the optimizer step so far, over all ranks, from those of a micro-batch."""
 
     def forward(self, hidden: Tensor, is_padding: Tensor | None = None) -> Routing:
         """Route the tokens of ``hidden`` [s, b, h]; those with ``is_padding`` [s, b] count neither
@@ -346,8 +355,8 @@ class Router(nn.Module):
             if kind == "seq_aux_loss":
                 values[kind] = _imbalance(scores_sbE, counts_bE, moe)
             else:
-                over = self.global_counts(counts) if kind == "global_aux_loss" else counts
-                values[kind] = _imbalance(scores_sbE.flatten(0, 1), over, moe)
+                over = self.global_counts(counts) if kind == "global_aux_loss" else None
+                values[kind] = _imbalance(scores_sbE.flatten(0, 1), counts, moe, over)
         losses = [RouterLoss(name, values[name], coefficients[name]) for name in coefficients]
         if moe.z_loss_coeff:
             num_tokens = (counts.sum() / moe.router_topk).clamp(min=1.0)
@@ -357,7 +366,7 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # The bias moves with the module and stays fp32: steps of 1e-3 vanish in bf16.
         before = self.expert_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.expert_bias
         if before is None or after is None:
             return self

@@ -45,6 +45,7 @@ class ExpertParallel:
             module.dispatcher = dispatcher(group, context.etp.size)
         module.replicas = ALONE if context.sp else context.tp
         module.sharing = (context.tp if context.sp else ALONE, context.cp)
+        module.global_counts.replicas = context.dp
         return module
 
 

@@ -1,0 +1,100 @@
+"""Balance of the experts from one optimizer step to the next.
+
+The bias of an expert (``router_enable_expert_bias``) follows the tokens that chose it in all
+forwards of a step, on all ranks and in all micro-batches and accumulated batches; a recomputation
+does not count. The counts of ``global_aux_loss`` begin anew with each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.moe.layer import TOKENS_PER_EXPERT, MoELayer
+from megatron_lightning.layers.moe.router import updated_expert_bias
+from megatron_lightning.layers.report import is_bound
+from megatron_lightning.parallel.absent import present_modules
+
+
+class ExpertBalance:
+    """What ends an optimizer step in all layers of experts that this rank holds.
+
+    Args:
+        module: The model.
+        sum_counts: Returns the sum of a tensor over the ranks that hold the same layers and other
+            tokens, the same on each.
+    """
+
+    def __init__(self, module: nn.Module, sum_counts: Callable[[Tensor], Tensor]) -> None:
+        self._layers = [m for _, m in present_modules(module) if isinstance(m, MoELayer)]
+        self._sum_counts = sum_counts
+        for layer in self._layers:
+            layer.global_counts.reset()
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether losses of this rank depend on the tokens of others."""
+        return any("global_aux_loss" in m.router.moe.auxiliary_losses for m in self._layers)
+
+    @torch.no_grad()
+    def end_step(self, *, stepped: bool) -> None:
+        """Move the biases by the tokens since the last call, and forget these; a collective if
+        layers have biases.
+
+        Args:
+            stepped: Whether the optimizer has changed the parameters; if not, biases stay.
+        """
+        biased = []
+        for layer in self._layers:
+            layer.global_counts.reset()
+            counts = layer.report.counts.pop(TOKENS_PER_EXPERT, None)
+            bias = layer.router.expert_bias
+            if bias is not None:
+                none = torch.zeros_like(bias, dtype=torch.int64)
+                biased.append((bias, none if counts is None else counts, layer.router.moe))
+        if not (biased and stepped):
+            return
+        summed = self._sum_counts(torch.cat([counts for _, counts, _ in biased]))
+        of_layers = torch.split(summed, [len(bias) for bias, _, _ in biased])
+        for (bias, _, moe), of_layer in zip(biased, of_layers, strict=True):
+            bias.copy_(updated_expert_bias(bias, of_layer, moe))
+
+
+@contextmanager
+def balance_experts(module: Any, optimizer: Any) -> Iterator[None]:
+    """Around an optimizer's step: afterwards the experts' biases follow, under any of Lightning's
+    strategies, unless a gradient scaler has skipped the step. Under MegatronStrategy, which does it
+    itself, it does nothing.
+
+    Args:
+        module: A LightningModule with layers of experts.
+        optimizer: What steps.
+
+    Raises:
+        ConfigError: If a loss needs the tokens of other ranks.
+    """
+    if is_bound(module):
+        yield
+        return
+    steps: list[bool] = []
+    inner = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+    hook = inner.register_step_post_hook(lambda *_: steps.append(True))
+    try:
+        yield
+    finally:
+        hook.remove()
+    trainer = module.trainer
+    balance = ExpertBalance(module, partial(trainer.strategy.reduce, reduce_op="sum"))
+    if trainer.world_size > 1 and balance.needs_all_ranks:
+        raise ConfigError(
+            f"moe.router_load_balancing_type=global_aux_loss with {trainer.world_size} ranks under "
+            f"{type(trainer.strategy).__name__}: the layers do not see the tokens of other ranks. "
+            "Use MegatronStrategy, or set the type to aux_loss."
+        )
+    balance.end_step(stepped=bool(steps))
