@@ -26,6 +26,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "core_attn": ("**.core_attention",),
     "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
 }
+MESSAGES_PER_CHANNEL = 2
+"""Buffers into which messages are received ahead of the action that takes them."""
 _MODEL = "model."  # where GPTLightningModule holds its model
 
 
@@ -61,21 +63,22 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
         ends += layers.output_and_loss(sizes, "final normed")
     segments += _selective(ends, sizes, recompute)
     offloaded = [_offloaded(segment, recompute) for segment in segments]
-    result = profile(offloaded, split_backward=sizes.split_backward)
-    if OUTPUT in units:
-        return result
-    return replace(  # the output that is sent, the gradient that was received
-        result,
-        forward_peak=result.forward_peak + sizes.stream_bytes,
-        backward_peak=result.backward_peak + sizes.stream_bytes,
-    )
+    return profile(offloaded, split_backward=sizes.split_backward)
 
 
-def rank_peak(schedule: Schedule, pp_rank: int, profiles: Sequence[Profile]) -> float:
-    """Return the most bytes of activations that a pipeline rank holds in a run of ``schedule``;
-    ``profiles``: one for each stage.
+def rank_peak(
+    schedule: Schedule, pp_rank: int, profiles: Sequence[Profile], message_bytes: float
+) -> float:
+    """Return the most bytes of activations that a pipeline rank holds in a run of a schedule.
+
+    Args:
+        schedule: The table.
+        pp_rank: The pipeline rank.
+        profiles: Bytes of one micro-batch on each stage.
+        message_bytes: Bytes of a message between stages.
     """
-    held = peak = 0.0
+    peak = 0.0
+    held = _num_channels(schedule, pp_rank) * MESSAGES_PER_CHANNEL * message_bytes
     for stage, kind, _ in schedule.actions[pp_rank]:
         one = profiles[stage]
         if kind is Kind.FORWARD:
@@ -88,6 +91,18 @@ def rank_peak(schedule: Schedule, pp_rank: int, profiles: Sequence[Profile]) -> 
             held -= one.kept
             held += one.deferred if kind is Kind.INPUT_GRADIENT else 0.0
     return peak
+
+
+def _num_channels(schedule: Schedule, pp_rank: int) -> int:
+    """Return from how many (direction, other pipeline rank) messages come."""
+    holders = schedule.placement.pp_ranks
+    neighbors = [
+        (step, holders[stage + step])
+        for stage in schedule.placement.stages_of(pp_rank)
+        for step in (-1, 1)
+        if 0 <= stage + step < len(holders)
+    ]
+    return len({neighbor for neighbor in neighbors if neighbor[1] != pp_rank})
 
 
 def in_flight(schedule: Schedule, pp_rank: int) -> int:
@@ -158,7 +173,9 @@ def _selective(
     for operation, module in zip(operations, found, strict=True):
         left = {name: size for name, size in operation.keeps.items() if name not in dropped}
         again = sum(operation.keeps.values()) - sum(left.values())
-        one = replace(operation, keeps=left, backward_bytes=operation.backward_bytes + again)
+        inputs = {name: size for name, size in operation.inputs.items() if name not in dropped}
+        needed = operation.backward_bytes + again
+        one = replace(operation, keeps=left, inputs=inputs, backward_bytes=needed)
         kept.append(one)
         # Under autocast the next layer keeps a cast copy of what a norm returns.
         if module is not None and _is_cheap(module) and not (sizes.precision.autocast and _is_norm(module)):

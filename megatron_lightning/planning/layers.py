@@ -190,7 +190,8 @@ def _core(
     """Return the attention itself; ``head``: sizes of a key and a value."""
     config, tokens, e = sizes.config, sizes.tokens, sizes.element
     padded = max(head) * heads * tokens * e  # kernels take heads of one size
-    keeps = dict(kept) | {context: float(padded), f"{path} log sum": 4.0 * tokens * heads}
+    output = context if head[1] == max(head) else f"{path} padded context"
+    keeps = dict(kept) | {output: float(padded), f"{path} log sum": 4.0 * tokens * heads}
     probabilities = 0.0
     if config.attention_dropout and sizes.device == "cpu":
         length = sizes.sequence_length // sizes.layout.cp
@@ -407,7 +408,8 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
     up = 2 * f if config.gated else f
     inner = _feed_forward(sizes, f"{path}.experts", dispatched, (h, up, f), layer, rows)
     operations += inner
-    outputs = {f"{path} outputs": wide}  # in fp32, multiplied with the probabilities
+    # In fp32: rows, multiplied with the probabilities, and these in the slots of their tokens.
+    outputs = {f"{path} outputs": 2 * wide}
     return [
         *operations,
         Operation(

@@ -88,8 +88,9 @@ def profile(segments: Sequence[Segment], *, split_backward: bool = False) -> Pro
         kept = _union((kept, segment.kept()))
     backward, deferred = 0.0, dict[str, float]()
     for segment, earlier in zip(reversed(segments), reversed(before), strict=True):
-        held = _union((earlier, segment.kept()))
+        held = earlier
         if segment.recomputed:
+            held = _union((earlier, segment.kept()))
             backward = max(backward, _forward_peak(held, replace(segment, recomputed=False)))
         peak = _backward_peak(held, segment, deferred, split_backward)
         backward = max(backward, peak)
