@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import nn
 
@@ -24,6 +24,7 @@ from megatron_lightning.parallel.spec import ShardSpec
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import ParallelContext
 
+_Value = TypeVar("_Value")
 _RECORDED_TIES = "_megatron_ties"
 _GATHERED_INPUT = "_megatron_gathered_input"
 _LISTED = 6  # patterns in a message
@@ -162,6 +163,31 @@ class ShardingPlan:
         for pattern, rewrite in self.attributes.items():
             _check_rewrite(pattern, rewrite)
 
+    def __or__(self, other: ShardingPlan) -> ShardingPlan:
+        """Return this plan with the rows and attributes of ``other`` before its own. A row of
+        ``other`` replaces that of the same pattern; fields that it sets replace this plan's.
+
+        Raises:
+            ConfigError: If they have different sequence dims.
+        """
+        if not isinstance(other, ShardingPlan):
+            return NotImplemented
+        if self.sequence_dim != other.sequence_dim:
+            raise ConfigError(
+                f"plans with sequence_dim={self.sequence_dim} and "
+                f"sequence_dim={other.sequence_dim} are combined by |: activations have one "
+                "layout. Set both to the model's."
+            )
+        return ShardingPlan(
+            modules=_first(other.modules, self.modules),
+            sequence_dim=self.sequence_dim,
+            attributes=_first(other.attributes, self.attributes),
+            positions=self.positions if other.positions is None else other.positions,
+            documents=self.documents if other.documents is None else other.documents,
+            packed_positions=self.packed_positions or other.packed_positions,
+            shards_output=self.shards_output or other.shards_output,
+        )
+
     def style_of(self, path: str) -> Style | None:
         """Return the style of the module at ``path``; None: it stays as it is."""
         return next((style for pattern, style in self._styles if pattern.fullmatch(path)), None)
@@ -176,6 +202,11 @@ class ShardingPlan:
     @cached_property
     def _styles(self) -> list[tuple[re.Pattern[str], Style]]:
         return [(compile_pattern(pattern), style) for pattern, style in self.modules.items()]
+
+
+def _first(rows: Mapping[str, _Value], others: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return ``rows``, then those of ``others`` for further patterns."""
+    return {**rows, **{pattern: row for pattern, row in others.items() if pattern not in rows}}
 
 
 def _example_of(style: object) -> str:

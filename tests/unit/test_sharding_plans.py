@@ -141,6 +141,27 @@ def test_what_is_no_style_and_no_function_of_an_attribute(
         ShardingPlan(**options)
 
 
+def test_rows_of_the_second_of_two_plans_go_first() -> None:
+    plan = ShardingPlan(
+        modules={"layers.*.up": ColumnParallel(), "layers.*.down": RowParallel()},
+        positions="positions",
+        attributes={"heads": lambda value, context: value // context.tp.size},
+    )
+    gathered = ColumnParallel(gather_output=True)
+    first = ShardingPlan(modules={"layers.0.down": gathered}, documents="documents")
+    same = ShardingPlan(modules={"layers.*.up": gathered}, positions="")
+    both = plan | first | same
+    assert list(both.modules) == ["layers.*.up", "layers.0.down", "layers.*.down"]
+    assert both.style_of("layers.0.up") == both.style_of("layers.0.down") == gathered
+    assert both.style_of("layers.1.down") == RowParallel()
+    assert both.attributes == plan.attributes
+    assert (both.positions, both.documents) == ("", "documents")
+    with pytest.raises(ConfigError, match=r"sequence_dim=0 and sequence_dim=1 .* Set both to"):
+        plan | ShardingPlan(modules={}, sequence_dim=1)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        plan | {"layers.0.down": gathered}
+
+
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("qk_layernorm", [False, True])
 def test_every_row_of_our_own_plan_matches(learned: bool, qk_layernorm: bool) -> None:
