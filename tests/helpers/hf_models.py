@@ -100,6 +100,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "phi3": lambda: _decoder("Phi3", resid_pdrop=0.0, embd_pdrop=0.0),
     "gpt-neox": lambda: _decoder("GPTNeoX"),
     "mixtral": lambda: _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": lambda: _decoder(
+        "Qwen3Moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        decoder_sparse_step=2,
+    ),
+    "olmoe": lambda: _decoder("Olmoe", num_experts=4, num_experts_per_tok=2),
     "apertus": lambda: _decoder("Apertus"),
     "gpt2": _gpt2,
     "bloom": lambda: transformers.BloomForCausalLM(

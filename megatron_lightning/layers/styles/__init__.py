@@ -14,6 +14,7 @@ from megatron_lightning.layers.styles.regions import (
     ReduceOutput,
     ShareInput,
 )
+from megatron_lightning.layers.styles.stacked_experts import DispatchedExperts
 from megatron_lightning.layers.styles.tensor import (
     ColumnParallel,
     GatherLogits,
@@ -39,6 +40,7 @@ __all__ = [
     "ColumnParallel",
     "ContextAttention",
     "CopyOutput",
+    "DispatchedExperts",
     "ExpertLinear",
     "ExpertParallel",
     "ExpertRouter",

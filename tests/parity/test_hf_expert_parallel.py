@@ -1,0 +1,154 @@
+"""Untouched ``transformers`` models whose experts are divided over ranks by a table train as on one
+process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", "5")
+
+import transformers
+
+from megatron_lightning.checkpoint import consolidate
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.styles import DispatchedExperts
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
+from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers import hf_models
+from tests.helpers.hf_models import Untouched
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+EP, PP = "expert_model_parallel_size", "pipeline_model_parallel_size"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {EP: 2}),
+    "ep2-ddp": (2, {EP: 2, "data_parallel": "ddp"}),
+    "ep2-dp2": (4, {EP: 2}),
+    "ep2-pp2": (4, {EP: 2, PP: 2, "micro_batch_size": 1}),
+}
+TABLE = {"model.model.layers.*.mlp.experts": DispatchedExperts()}
+CASES = [*(("mixtral", layout) for layout in LAYOUTS), ("qwen3-moe", "ep2"), ("olmoe", "ep2")]
+
+
+def _train(
+    folder: str, family: str, options: dict[str, Any] | None, replicas: int
+) -> tuple[list[float], list[float], list[int]]:
+    """Return the loss and gradient norm of every step, and the shape of the first experts."""
+    record, plan = Losses(), ShardingPlan(modules=TABLE, sequence_dim=1)
+    strategy = "auto" if options is None else MegatronStrategy(sharding_plan=plan, **options)
+    fit, module = trainer(strategy, max_epochs=1, callbacks=[record]), Untouched(family)
+    fit.fit(module, hf_models.loader(family, hf_models.BATCH // replicas))
+    fit.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
+    experts = next(p for name, p in module.named_parameters() if name.endswith("gate_up_proj"))
+    return record.losses, record.norms, list(experts.shape)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_training_equals_one_process(family: str, layout: str, tmp_path: Path) -> None:
+    """fp32, sums in another order: 1e-5; a rank's loss is of its own samples."""
+    [(losses, norms, full)] = run_ranks(1, _train, str(tmp_path), family, None, 1)
+    world, options = LAYOUTS[layout]
+    replicas = world // options.get(PP, 1)
+    ranks = run_ranks(world, _train, str(tmp_path), family, options, replicas)
+    mean = torch.tensor([rank[0] for rank in ranks], dtype=torch.float64).mean(0)
+    assert mean.tolist() == pytest.approx(losses, rel=1e-5)
+    for _, own_norms, shape in ranks:
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        assert shape == [full[0] // 2, *full[1:]]
+    consolidate(tmp_path / "parts.ckpt", tmp_path / "full.ckpt")
+    one, many = (
+        torch.load(tmp_path / f"{x}.ckpt", weights_only=True)["state_dict"] for x in ("one", "full")
+    )
+    assert one.keys() == many.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(many[key], value, rtol=1e-5, atol=1e-6)
+
+
+NUM_EXPERTS, NUM_TOKENS, HIDDEN = 4, 6, 8
+
+
+def _experts(implementation: str = "grouped_mm") -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=12, num_local_experts=NUM_EXPERTS,
+        num_attention_heads=2, num_key_value_heads=2, experts_implementation=implementation,
+    )  # fmt: skip
+    experts = transformers.models.mixtral.modeling_mixtral.MixtralExperts(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+def _call(experts: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and the gradients of tokens and weights; experts 2 and 3 get none."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, requires_grad=True)
+    weights = torch.rand(NUM_TOKENS, 2, generator=generator, requires_grad=True)
+    index = torch.stack([torch.randperm(2, generator=generator) for _ in range(NUM_TOKENS)])
+    out = experts(tokens, top_k_index=index, top_k_weights=weights)
+    out.square().sum().backward()
+    return out.detach(), tokens.grad, weights.grad
+
+
+def _one_rank_gets_no_token(implementation: str) -> None:
+    context = ParallelContext(ParallelLayout(expert_model_parallel_size=2))
+    rank, divided = context.ep.rank, nn.ModuleDict({"experts": _experts(implementation)})
+    parallelize(divided, context, ShardingPlan(modules={"experts": DispatchedExperts()}))
+    full = _experts(implementation)
+    for actual, expected in zip(_call(divided.experts, rank), _call(full, rank), strict=True):
+        torch.testing.assert_close(actual, expected)
+    _call(full, 1 - rank)  # the other rank's tokens, whose gradients add up
+    for name, spec in named_shard_specs(divided).items():
+        own = name.removeprefix("experts.")
+        torch.testing.assert_close(
+            divided.get_parameter(name).grad, spec.shard(full.get_parameter(own).grad)
+        )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_a_rank_may_get_no_token(implementation: str) -> None:
+    run_ranks(2, _one_rank_gets_no_token, implementation)
+
+
+def _apply(module: nn.Module, **layout: int) -> None:
+    model = nn.ModuleDict({"experts": module})
+    plan = ShardingPlan(modules={"experts": DispatchedExperts()})
+    parallelize(model, ParallelContext(ParallelLayout(**layout)), plan)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]),
+            r"ModuleList with num_experts=None and 0.weight \[8, 8\].*before 5.*newer transformers",
+        ),
+        (nn.Linear(8, 8), r"Linear with num_experts=None and weight \[8, 8\]"),
+        (nn.Identity(), "Identity with num_experts=None and no parameters"),
+    ],
+)
+def test_older_layouts_are_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(ShardingError, match=f"^experts: style DispatchedExperts.*{message}"):
+        _apply(module)
+
+
+def _refused(message: str, layout: dict[str, int]) -> None:
+    with pytest.raises(ShardingError, match=message):
+        _apply(_experts(), **layout)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "message"),
+    [
+        (2, {"tensor_model_parallel_size": 2}, "size is 2 and expert_tensor.* 2, and.*both to 1"),
+        (3, {EP: 3}, "4 experts are not divisible by expert_model_parallel_size=3"),
+    ],
+)
+def test_layouts_that_do_not_fit(world: int, layout: dict[str, int], message: str) -> None:
+    run_ranks(world, _refused, message, layout)
