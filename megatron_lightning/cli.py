@@ -1,5 +1,5 @@
 """The command line: ``megatron-lightning
-fit|validate|test|predict|preprocess|generate|checkpoint|schedule``.
+fit|validate|test|predict|preprocess|generate|checkpoint|schedule|plan``.
 
 Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands
 are LightningCLI's. A wrong setting ends in one line on stderr, which names the nearest valid
@@ -46,6 +46,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   generate    continue prompts with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average or prune checkpoints
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
+  plan        show grid, stages, memory, FLOPs and bubble of a configuration file
 
 megatron-lightning COMMAND --help lists the options of a command; --version prints the version.
 """
@@ -189,6 +190,13 @@ def _run(command: str, options: list[str]) -> None:
         from megatron_lightning.pipeline.report import describe_schedule
 
         print(_call(describe_schedule, command, options))
+    elif command == "plan":
+        from megatron_lightning.planning.report import plan
+
+        text, is_valid = _call(plan, command, options)
+        print(text)
+        if not is_valid:
+            raise SystemExit(2)
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.commands import COMMANDS as TOOLS
 
@@ -234,7 +242,8 @@ def _call(
     required_as_positional: bool = False,
 ) -> Any:
     parser = OneLineParser(prog=f"megatron-lightning {command}", exit_on_error=False)
-    parser.add_argument("--config", action="config", help="Path to a configuration file.")
+    if "config" not in inspect.signature(function).parameters:
+        parser.add_argument("--config", action="config", help="Path to a configuration file.")
     _add_options(parser, function, required_as_positional)
     return function(**_arguments(function, parser.parse_args(_underscored(options))))
 

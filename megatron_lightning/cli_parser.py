@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
-COMMANDS = (*TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule")
+COMMANDS = (*TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule", "plan")
 _OPTIONS_OF_A_CLASS = (
     ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "
     "strategy: {class_path: MegatronStrategy, init_args: {...}}."

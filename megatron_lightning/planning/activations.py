@@ -18,6 +18,7 @@ from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.actions import Action, Kind, Schedule
 from megatron_lightning.planning import layers
+from megatron_lightning.planning.attention import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import EMBEDDING, FINAL_NORM, OUTPUT, layer_of
 from megatron_lightning.planning.tape import Operation, Profile, Segment, profile
@@ -126,7 +127,7 @@ def _layer(sizes: Sizes, number: int, stream: str) -> list[Operation]:
     normed, middle, normed_again = f"{name} normed", f"{name} middle", f"{name} normed again"
     attention = [
         layers.norm(sizes, f"{name}.input_layernorm", stream, normed),
-        *layers.attention(sizes, f"{name}.self_attention", normed),
+        *attention_tape(sizes, f"{name}.self_attention", normed),
         *layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, f"{name} dropout"),
         Operation(path=name, makes=(middle,), forward_bytes=sizes.stream_bytes),
     ]
@@ -164,7 +165,7 @@ def _selective(
     operations: Sequence[Operation], sizes: Sizes, recompute: RecomputeOptions
 ) -> list[Segment]:
     """Divide operations into segments by the modules that are recomputed."""
-    patterns = ()
+    patterns: tuple[re.Pattern[str], ...] = ()
     if recompute.recompute_granularity == "selective":
         patterns = _compiled(recompute.recompute_modules)
     found = [_outermost(operation.path, patterns) for operation in operations]
@@ -178,7 +179,8 @@ def _selective(
         one = replace(operation, keeps=left, inputs=inputs, backward_bytes=needed)
         kept.append(one)
         # Under autocast the next layer keeps a cast copy of what a norm returns.
-        if module is not None and _is_cheap(module) and not (sizes.precision.autocast and _is_norm(module)):
+        is_cast = module is not None and sizes.precision.autocast and _is_norm(module)
+        if module is not None and _is_cheap(module) and not is_cast:
             dropped |= dict.fromkeys(operation.makes, 0.0)
     segments = []
     for module, group in groupby(zip(kept, found, strict=True), key=lambda pair: pair[1]):

@@ -54,7 +54,7 @@ def flops(
     tokens = sum(lengths)
     pairs = sum(visible_pairs(length, config.window_size) for length in lengths)
     layers = sum(layer_weights(config, kind) for kind in config.layer_kinds)
-    multiply_adds = tokens * (layers + config.hidden_size * config.vocab_size)
+    multiply_adds: float = tokens * (layers + config.hidden_size * config.vocab_size)
     multiply_adds += pairs * pair_channels(config) * config.num_layers
     return float(OPERATIONS_PER_WEIGHT * batch_size * multiply_adds)
 

@@ -1,5 +1,5 @@
-"""The tape of one micro-batch through the parts of a :class:`GPTModel`: what each operation keeps and
-allocates. No torch here.
+"""The tape of one micro-batch through the parts of a :class:`GPTModel`: what each operation
+keeps and allocates. No torch here.
 
 It follows the code of ``layers`` and torch's kernels. On a GPU norms and attention are fused: norms
 keep their input, attention keeps queries, keys, values, output and one number a query. On the CPU
@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
+from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.precision import Precision
 from megatron_lightning.planning.tape import Kept, Operation
 
 DeviceKind = Literal["cuda", "cpu"]
-_MAIN = 4  # bytes of fp32
+MAIN_BYTES = 4
+"""Bytes of an element in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Sizes:
     @property
     def residual(self) -> int:
         """Bytes of an element of the residual stream (r)."""
-        return _MAIN if self.config.fp32_residual_connection else self.precision.residual_bytes
+        return MAIN_BYTES if self.config.fp32_residual_connection else self.precision.residual_bytes
 
     @property
     def stream_bytes(self) -> float:
@@ -78,17 +79,18 @@ class Sizes:
 def norm(sizes: Sizes, path: str, x: str, output: str) -> Operation:
     """Return a norm of the residual stream ``x`` [t, h]."""
     channels = sizes.sharded_tokens * sizes.config.hidden_size
-    return _norm(sizes, path, x, output, channels, sizes.residual)
+    return norm_of(sizes, path, x, output, channels=channels, element=sizes.residual)
 
 
-def _norm(
-    sizes: Sizes, path: str, x: str, output: str, channels: float, bytes_in: int
+def norm_of(
+    sizes: Sizes, path: str, x: str, output: str, *, channels: float, element: int
 ) -> Operation:
+    """Return a norm of ``x``, which has ``channels`` elements of ``element`` bytes."""
     rows = sizes.sharded_tokens
-    out = channels * bytes_in
+    out = channels * element
     if sizes.config.normalization == "RMSNorm" and sizes.device == "cpu":
-        copy = x if bytes_in == _MAIN else f"{x} in fp32"
-        wide = float(channels * _MAIN)
+        copy = x if element == MAIN_BYTES else f"{x} in fp32"
+        wide = float(channels * MAIN_BYTES)
         keeps: Kept = {copy: wide, f"{path} scaled": wide, f"{path} scale": 4.0 * rows}
         return Operation(
             path=path, keeps=keeps, inputs={x: float(out)}, makes=(output,),
@@ -96,8 +98,8 @@ def _norm(
         )  # fmt: skip
     statistics = 4.0 * rows * (1 if sizes.config.normalization == "RMSNorm" else 2)
     return Operation(
-        path=path, keeps={x: float(out), f"{path} scale": statistics}, inputs={x: float(out)}, makes=(output,),
-        forward_bytes=out, backward_bytes=2 * out,
+        path=path, keeps={x: float(out), f"{path} scale": statistics}, inputs={x: float(out)},
+        makes=(output,), forward_bytes=out, backward_bytes=2 * out,
     )  # fmt: skip
 
 
@@ -163,153 +165,6 @@ def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:
     ]
 
 
-# -------------------------------------------------------------------------------------- attention
-
-
-def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
-    """Return the attention of a layer, from the normed stream to its output."""
-    config, mla = sizes.config, sizes.config.mla
-    heads = config.num_attention_heads // sizes.layout.tp
-    if mla is not None:
-        projections, kept, value = _latent(sizes, mla, path, normed, heads)
-        head = mla.q_head_dim
-    else:
-        projections, kept, value = _grouped(sizes, path, normed, heads)
-        head = config.head_dim
-    context = f"{path} context"
-    proj = linear(
-        sizes, f"{path}.linear_proj", context, f"{path} out",
-        features=(heads * value, config.hidden_size), style="row",
-    )  # fmt: skip
-    return [*projections, _core(sizes, path, context, kept, heads, (head, value)), proj]
-
-
-def _core(
-    sizes: Sizes, path: str, context: str, kept: Kept, heads: int, head: tuple[int, int]
-) -> Operation:
-    """Return the attention itself; ``head``: sizes of a key and a value."""
-    config, tokens, e = sizes.config, sizes.tokens, sizes.element
-    padded = max(head) * heads * tokens * e  # kernels take heads of one size
-    output = context if head[1] == max(head) else f"{path} padded context"
-    keeps = dict(kept) | {output: float(padded), f"{path} log sum": 4.0 * tokens * heads}
-    probabilities = 0.0
-    if config.attention_dropout and sizes.device == "cpu":
-        length = sizes.sequence_length // sizes.layout.cp
-        probabilities = float(tokens) * length * heads * e
-        keeps |= {f"{path} probabilities": 3 * probabilities, f"{path} scaled": 2.0 * padded}
-    wide = _MAIN / e if config.attention_softmax_in_fp32 else 1
-    return Operation(
-        path=f"{path}.core_attention",
-        keeps=keeps,
-        inputs=kept,
-        makes=(context,),
-        forward_bytes=padded * wide + probabilities,
-        # The output's gradient; those of queries, keys and values.
-        backward_bytes=padded * wide + sum(kept.values()) + 2 * probabilities,
-    )
-
-
-def _grouped(
-    sizes: Sizes, path: str, normed: str, heads: int
-) -> tuple[list[Operation], Kept, int]:
-    """Return projection and rotation of grouped heads, what attention keeps of them, and the size of
-    a value head.
-    """
-    config, e = sizes.config, sizes.element
-    groups = max(1, config.query_groups // sizes.layout.tp)
-    d, tokens = config.head_dim, sizes.tokens
-    q, k = float(tokens * heads * d * e), float(tokens * groups * d * e)
-    fused = f"{path} qkv"
-    operations = [
-        linear(
-            sizes, f"{path}.linear_qkv", normed, fused,
-            features=(config.hidden_size, (heads + 2 * groups) * d), style="column",
-        )
-    ]  # fmt: skip
-    if config.qk_layernorm:
-        channels = tokens * (heads + groups) * d
-        one = _norm(sizes, f"{path}.q_layernorm", fused, f"{path} heads", channels, e)
-        keeps = dict(one.keeps) | ({fused: q + 2 * k} if fused in one.keeps else {})
-        operations.append(
-            Operation(
-                path=one.path, keeps=keeps, inputs=one.inputs, makes=one.makes,
-                forward_bytes=one.forward_bytes, backward_bytes=one.backward_bytes,
-            )
-        )  # fmt: skip
-    rotated = config.position_embedding_type == "rope"
-    if rotated:
-        operations.append(
-            Operation(
-                path=f"{path}.rotary",
-                makes=(f"{path} q", f"{path} k"),
-                forward_bytes=2 * q + k,
-                backward_bytes=2 * q + 3 * k,
-            )
-        )
-    kept = {fused: q + 2 * k}  # the values are a view of it
-    if rotated or config.qk_layernorm:
-        kept |= {f"{path} q": q, f"{path} k": k}
-    elif heads > groups:
-        kept |= {f"{path} q": q}
-    return operations, kept, d
-
-
-def _latent(
-    sizes: Sizes, mla: LatentAttentionConfig, path: str, normed: str, heads: int
-) -> tuple[list[Operation], Kept, int]:
-    """Return the same for latent attention."""
-    config, tokens, e = sizes.config, sizes.tokens, sizes.element
-    h, q_rank, q_size = config.hidden_size, mla.q_lora_rank, heads * mla.q_head_dim
-    operations = []
-
-    def step(name: str, x: str, width_in: int, width_out: int, *, column: bool) -> str:
-        output = f"{path} {name} out"
-        operations.append(
-            linear(
-                sizes, f"{path}.{name}", x, output, features=(width_in, width_out),
-                style="column" if column else "replicated",
-            )
-        )  # fmt: skip
-        return output
-
-    def normed_latent(name: str, x: str, width: int) -> str:
-        if not config.qk_layernorm:
-            return x
-        channels = sizes.sharded_tokens * width
-        operations.append(
-            _norm(sizes, f"{path}.{name}", x, f"{path} {name} out", channels, sizes.element)
-        )
-        return f"{path} {name} out"
-
-    if q_rank is None:
-        step("linear_q_proj", normed, h, q_size, column=True)
-    else:
-        latent = step("linear_q_down_proj", normed, h, q_rank, column=False)
-        latent = normed_latent("q_layernorm", latent, q_rank)
-        step("linear_q_up_proj", latent, q_rank, q_size, column=True)
-    shared, rank = mla.qk_pos_emb_head_dim, mla.kv_lora_rank
-    latent = step("linear_kv_down_proj", normed, h, rank + shared, column=False)
-    latent = normed_latent("kv_layernorm", latent, rank)
-    expanded = heads * (mla.qk_head_dim + mla.v_head_dim)
-    heads_out = step("linear_kv_up_proj", latent, rank, expanded, column=True)
-    q, kv = float(tokens * q_size * e), float(tokens * expanded * e)
-    operations.append(
-        Operation(
-            path=f"{path}.rotary",
-            makes=(f"{path} q", f"{path} k", f"{path} v"),
-            forward_bytes=2 * q,
-            backward_bytes=2 * q + kv,
-        )
-    )
-    padded = float(tokens * heads * max(mla.q_head_dim, mla.v_head_dim) * e)
-    kept = {f"{path} q": padded, f"{path} k": padded}
-    # Values are padded copies, or a view of the heads.
-    kept |= (
-        {f"{path} v": padded} if mla.v_head_dim < mla.q_head_dim else {heads_out: kv}
-    )
-    return operations, kept, mla.v_head_dim
-
-
 # ----------------------------------------------------------------------------------- feed-forward
 
 
@@ -323,13 +178,16 @@ def mlp(sizes: Sizes, path: str, normed: str, ffn_size: int) -> list[Operation]:
             sizes, f"{path}.{name}", x, output, features=wide, style="column" if column else "row"
         )
 
-    return _feed_forward(sizes, path, normed, (h, up, f), layer, float(sizes.tokens))
+    return _feed_forward(
+        sizes, path, normed, widths=(h, up, f), layer=layer, rows=float(sizes.tokens)
+    )
 
 
 def _feed_forward(
     sizes: Sizes,
     path: str,
     x: str,
+    *,
     widths: tuple[float, float, float],
     layer: Callable[[str, str, str, tuple[float, float], bool], Operation],
     rows: float,
@@ -368,20 +226,18 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
     k = float(moe.router_topk)
     sent = tokens * k  # rows of this rank's tokens
     rows = sent * layout.etp  # of this rank's experts
-    if layout.ep * layout.etp > 1 and moe.token_dispatcher_type == "allgather":
-        rows = sent * layout.etp
-    row_bytes, wide = rows * h * e, sent * h * _MAIN
+    row_bytes, wide = rows * h * e, sent * h * MAIN_BYTES
     router_input = {normed: tokens * h * e}
-    if e < _MAIN:
-        router_input = {f"{path} router input": tokens * h * _MAIN}
-    small = tokens * (moe.num_experts * _MAIN + k * 40)
+    if e < MAIN_BYTES:
+        router_input = {f"{path} router input": tokens * h * MAIN_BYTES}
+    small = tokens * (moe.num_experts * MAIN_BYTES + k * 40)
     operations = [
         Operation(
             path=f"{path}.router",
             keeps=router_input | {f"{path} routing": small},
             inputs={normed: tokens * h * e},
-            forward_bytes=4 * tokens * moe.num_experts * _MAIN,
-            backward_bytes=tokens * h * _MAIN + 4 * tokens * moe.num_experts * _MAIN,
+            forward_bytes=4 * tokens * moe.num_experts * MAIN_BYTES,
+            backward_bytes=tokens * h * MAIN_BYTES + 4 * tokens * moe.num_experts * MAIN_BYTES,
         )
     ]
     if moe.shared_expert_intermediate_size:
@@ -406,7 +262,9 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
         )  # fmt: skip
 
     up = 2 * f if config.gated else f
-    inner = _feed_forward(sizes, f"{path}.experts", dispatched, (h, up, f), layer, rows)
+    inner = _feed_forward(
+        sizes, f"{path}.experts", dispatched, widths=(h, up, f), layer=layer, rows=rows
+    )
     operations += inner
     # In fp32: rows, multiplied with the probabilities, and these in the slots of their tokens.
     outputs = {f"{path} outputs": 2 * wide}
@@ -448,11 +306,11 @@ def output_and_loss(sizes: Sizes, normed: str) -> list[Operation]:
     """
     config, e, tokens = sizes.config, sizes.element, float(sizes.tokens)
     rows = -(-config.vocab_size // sizes.layout.tp)
-    logits, wide = tokens * rows * e, tokens * rows * _MAIN
+    logits, wide = tokens * rows * e, tokens * rows * MAIN_BYTES
     layer = linear(
         sizes, "output_layer", normed, "logits", features=(config.hidden_size, rows), style="column"
     )
-    copy = wide if e < _MAIN else 0.0
+    copy = wide if e < MAIN_BYTES else 0.0
     if sizes.layout.tp > 1:
         loss = Operation(
             path="loss",

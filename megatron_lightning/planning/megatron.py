@@ -1,5 +1,5 @@
-"""Megatron-LM's own estimate of memory (``theoretical_memory_utils.py``), to compare plans with those
-of its users. No torch here.
+"""Megatron-LM's own estimate of memory (``theoretical_memory_utils.py``), to compare plans with
+those of its users. No torch here.
 
 It is for bf16 weights with fp32 gradients and Adam, for the fullest rank, and simplified: the
 embedding counts for the first stage only, biases are left out, activations are those of layers with
@@ -88,7 +88,8 @@ def _weights(config: TransformerConfig, grid: RankGrid, distributed_optimizer: b
     num_expert_layers = config.layer_kinds.count("expert")
     num_dense_layers = config.num_layers - num_expert_layers
     norms = h if config.normalization == "RMSNorm" else 2 * h
-    split = config.num_layers * _attention(config) + num_dense_layers * 2 * h * config.ffn_size * gate
+    split: float = config.num_layers * _attention(config)
+    split += num_dense_layers * 2 * h * config.ffn_size * gate
     replicated = (2 * config.num_layers + 1) * norms
     experts = 0.0
     if config.moe is not None:

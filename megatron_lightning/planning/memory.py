@@ -135,8 +135,8 @@ def memory(
 ) -> Memory:
     """Return the bytes on the ranks of every position of the pipeline, with Adam.
 
-    What an allocator loses, process groups and libraries hold, and a step of the optimizer allocates
-    for a moment is not counted.
+    What an allocator loses, process groups and libraries hold, and a step of the optimizer
+    allocates for a moment is not counted.
 
     Args:
         config: The model.
@@ -190,7 +190,10 @@ def memory(
     rows = []
     for pp_rank in range(layout.pp):
         own = [stages[stage] for stage in choice.placement.stages_of(pp_rank)]
-        state = _State(config, grid, own, sizes.precision, data_parallel, data, num_microbatches)
+        state = _State(
+            config, grid, own, precision=sizes.precision, mode=data_parallel, options=data,
+            num_microbatches=num_microbatches,
+        )  # fmt: skip
         rows.append(
             RankMemory(
                 pp_rank=pp_rank,
@@ -198,9 +201,7 @@ def memory(
                 weights_bytes=state.weights_bytes,
                 gradients_bytes=state.gradients_bytes,
                 optimizer_bytes=state.optimizer_bytes,
-                activations_bytes=round(
-                    rank_peak(schedule, pp_rank, profiles, sizes.stream_bytes)
-                ),
+                activations_bytes=round(rank_peak(schedule, pp_rank, profiles, sizes.stream_bytes)),
                 in_flight=in_flight(schedule, pp_rank),
             )
         )
@@ -215,6 +216,7 @@ class _State:
         config: TransformerConfig,
         grid: RankGrid,
         own: Sequence[Sequence[str]],
+        *,
         precision: Precision,
         mode: DataParallel,
         options: DataParallelOptions,
@@ -240,9 +242,7 @@ class _State:
         over = shards if mode != "ddp" else (1, 1)
         stepped = left.dense / over[0] + left.experts / over[1]
         own_shard = sharded / shards[0]
-        self.optimizer_bytes = round(
-            (per_optimizer + main) * stepped + per_optimizer * own_shard
-        )
+        self.optimizer_bytes = round((per_optimizer + main) * stepped + per_optimizer * own_shard)
         if options.optimizer_cpu_offload:
             self.optimizer_bytes = 0
         reshards = options.reshard_after_forward

@@ -1,5 +1,5 @@
-"""Parameters of a :class:`GPTModel` on one rank: how many of each unit, and over which ranks they are
-replicated. No torch here.
+"""Parameters of a :class:`GPTModel` on one rank: how many of each unit, and over which ranks they
+are replicated. No torch here.
 
 Notation: ``h`` hidden, ``f`` feed-forward size, ``v`` vocabulary. A *unit* is an element of
 ``GPTModel.pipeline_units()``: the embedding, a layer, the final norm or the output layer.

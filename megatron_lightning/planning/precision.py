@@ -32,7 +32,12 @@ _PRECISIONS: Mapping[str, Precision] = {
     "bf16-mixed": Precision("bf16-mixed", 4, 2, 4, 0, autocast=True),
     "16-mixed": Precision("16-mixed", 4, 2, 4, 0, autocast=True),
 }
-_ALIASES: Mapping[str, str] = {"32": "32-true", "None": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}  # fmt: skip
+_ALIASES: Mapping[str, str] = {
+    "32": "32-true",
+    "None": "32-true",
+    "bf16": "bf16-mixed",
+    "16": "16-mixed",
+}
 
 
 def precision_of(name: str | int | None) -> Precision:

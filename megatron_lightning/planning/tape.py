@@ -1,7 +1,7 @@
 """Bytes of activations along a forward and its backward: a tape of operations. No torch here.
 
-Autograd keeps what backward needs from an operation's forward to its backward, so the bytes that are
-alive go up along the tape and down on the way back,
+Autograd keeps what backward needs from an operation's forward to its backward, so the bytes that
+are alive go up along the tape and down on the way back,
 
     forward    kept by the operations so far + the operation's own output and temporaries
     backward   kept by this operation and those before it + its gradients and temporaries

@@ -1,0 +1,154 @@
+"""The tape of one micro-batch through attention: what each operation keeps and allocates. No torch
+here.
+
+Notation as in ``layers.py``; ``n`` heads of the rank, ``g`` its query groups, ``d`` head dim.
+"""
+
+from __future__ import annotations
+
+from megatron_lightning.config import LatentAttentionConfig
+from megatron_lightning.planning.layers import MAIN_BYTES, Sizes, linear, norm_of
+from megatron_lightning.planning.tape import Kept, Operation
+
+
+def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
+    """Return the attention of a layer, from the normed stream to its output."""
+    config, mla = sizes.config, sizes.config.mla
+    heads = config.num_attention_heads // sizes.layout.tp
+    if mla is not None:
+        projections, kept, value = _latent(sizes, mla, path, normed, heads)
+        head = mla.q_head_dim
+    else:
+        projections, kept, value = _grouped(sizes, path, normed, heads)
+        head = config.head_dim
+    context = f"{path} context"
+    proj = linear(
+        sizes, f"{path}.linear_proj", context, f"{path} out",
+        features=(heads * value, config.hidden_size), style="row",
+    )  # fmt: skip
+    core = _core(sizes, path, context, kept=kept, heads=heads, head=(head, value))
+    return [*projections, core, proj]
+
+
+def _core(
+    sizes: Sizes, path: str, context: str, *, kept: Kept, heads: int, head: tuple[int, int]
+) -> Operation:
+    """Return the attention itself; ``head``: sizes of a key and a value."""
+    config, tokens, e = sizes.config, sizes.tokens, sizes.element
+    padded = max(head) * heads * tokens * e  # kernels take heads of one size
+    output = context if head[1] == max(head) else f"{path} padded context"
+    keeps = dict(kept) | {output: float(padded), f"{path} log sum": 4.0 * tokens * heads}
+    probabilities = 0.0
+    if config.attention_dropout and sizes.device == "cpu":
+        length = sizes.sequence_length // sizes.layout.cp
+        probabilities = float(tokens) * length * heads * e
+        keeps |= {f"{path} probabilities": 3 * probabilities, f"{path} scaled": 2.0 * padded}
+    wide = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1
+    return Operation(
+        path=f"{path}.core_attention",
+        keeps=keeps,
+        inputs=kept,
+        makes=(context,),
+        forward_bytes=padded * wide + probabilities,
+        # The output's gradient; those of queries, keys and values.
+        backward_bytes=padded * wide + sum(kept.values()) + 2 * probabilities,
+    )
+
+
+def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Operation], Kept, int]:
+    """Return projection and rotation of grouped heads, what attention keeps of them, and the
+    size of a value head.
+    """
+    config, e = sizes.config, sizes.element
+    groups = max(1, config.query_groups // sizes.layout.tp)
+    d, tokens = config.head_dim, sizes.tokens
+    q, k = float(tokens * heads * d * e), float(tokens * groups * d * e)
+    fused = f"{path} qkv"
+    operations = [
+        linear(
+            sizes, f"{path}.linear_qkv", normed, fused,
+            features=(config.hidden_size, (heads + 2 * groups) * d), style="column",
+        )
+    ]  # fmt: skip
+    if config.qk_layernorm:
+        channels = tokens * (heads + groups) * d
+        one = norm_of(
+            sizes, f"{path}.q_layernorm", fused, f"{path} heads", channels=channels, element=e
+        )
+        keeps = dict(one.keeps) | ({fused: q + 2 * k} if fused in one.keeps else {})
+        operations.append(
+            Operation(
+                path=one.path, keeps=keeps, inputs=one.inputs, makes=one.makes,
+                forward_bytes=one.forward_bytes, backward_bytes=one.backward_bytes,
+            )
+        )  # fmt: skip
+    rotated = config.position_embedding_type == "rope"
+    if rotated:
+        operations.append(
+            Operation(
+                path=f"{path}.rotary",
+                makes=(f"{path} q", f"{path} k"),
+                forward_bytes=2 * q + k,
+                backward_bytes=2 * q + 3 * k,
+            )
+        )
+    kept = {fused: q + 2 * k}  # the values are a view of it
+    if rotated or config.qk_layernorm:
+        kept |= {f"{path} q": q, f"{path} k": k}
+    elif heads > groups:
+        kept |= {f"{path} q": q}
+    return operations, kept, d
+
+
+def _latent(
+    sizes: Sizes, mla: LatentAttentionConfig, path: str, normed: str, heads: int
+) -> tuple[list[Operation], Kept, int]:
+    """Return the same for latent attention."""
+    config, tokens, e = sizes.config, sizes.tokens, sizes.element
+    h, q_rank, q_size = config.hidden_size, mla.q_lora_rank, heads * mla.q_head_dim
+    operations = []
+
+    def step(name: str, x: str, width_in: int, width_out: int, *, column: bool) -> str:
+        output = f"{path} {name} out"
+        operations.append(
+            linear(
+                sizes, f"{path}.{name}", x, output, features=(width_in, width_out),
+                style="column" if column else "replicated",
+            )
+        )  # fmt: skip
+        return output
+
+    def normed_latent(name: str, x: str, width: int) -> str:
+        if not config.qk_layernorm:
+            return x
+        channels = sizes.sharded_tokens * width
+        operations.append(
+            norm_of(sizes, f"{path}.{name}", x, f"{path} {name} out", channels=channels, element=e)
+        )
+        return f"{path} {name} out"
+
+    if q_rank is None:
+        step("linear_q_proj", normed, h, q_size, column=True)
+    else:
+        latent = step("linear_q_down_proj", normed, h, q_rank, column=False)
+        latent = normed_latent("q_layernorm", latent, q_rank)
+        step("linear_q_up_proj", latent, q_rank, q_size, column=True)
+    shared, rank = mla.qk_pos_emb_head_dim, mla.kv_lora_rank
+    latent = step("linear_kv_down_proj", normed, h, rank + shared, column=False)
+    latent = normed_latent("kv_layernorm", latent, rank)
+    expanded = heads * (mla.qk_head_dim + mla.v_head_dim)
+    heads_out = step("linear_kv_up_proj", latent, rank, expanded, column=True)
+    q, kv = float(tokens * q_size * e), float(tokens * expanded * e)
+    operations.append(
+        Operation(
+            path=f"{path}.rotary",
+            makes=(f"{path} q", f"{path} k", f"{path} v"),
+            forward_bytes=2 * q,
+            backward_bytes=2 * q + kv,
+        )
+    )
+    padded = float(tokens * heads * max(mla.q_head_dim, mla.v_head_dim) * e)
+    kept = {f"{path} q": padded, f"{path} k": padded}
+    # Values are padded copies, or a view of the heads.
+    kept |= {f"{path} v": padded} if mla.v_head_dim < mla.q_head_dim else {heads_out: kv}
+    return operations, kept, mla.v_head_dim

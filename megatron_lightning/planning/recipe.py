@@ -1,0 +1,272 @@
+"""Read a LightningCLI configuration file for a plan, without making its objects and without torch.
+
+All mistakes are collected, so that one run names them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from math import ceil
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from megatron_lightning.config import (
+    ContextOptions,
+    DataParallelOptions,
+    LatentAttentionConfig,
+    MoEConfig,
+    PipelineOptions,
+    RecomputeOptions,
+    RopeScaling,
+    TransformerConfig,
+)
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.planning.layers import DeviceKind
+from megatron_lightning.rules import check_options
+
+T = TypeVar("T")
+
+STRATEGY_OPTIONS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+    "micro_batch_size", "pipeline_schedule", "pipeline_options", "context_options",
+    "data_parallel", "data_parallel_options", "recompute", "non_finite", "start_method",
+    "sharding_plan", "checkpoint_options", "process_group_backend", "timeout_s",
+)  # fmt: skip
+"""Parameters of ``MegatronStrategy``, whose signature needs torch."""
+_SIZES = STRATEGY_OPTIONS[:7]
+_MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
+
+
+@dataclass
+class Errors:
+    """Messages of the mistakes found so far."""
+
+    found: list[str] = field(default_factory=list)
+
+    def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Return the function's result; None after recording its :class:`ConfigError`."""
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            self.add(str(error))
+        except (TypeError, ValueError, AttributeError) as error:
+            # A value of a kind that the check did not foresee, such as text for a number.
+            self.add(f"a value in the file has the wrong type: {error}.")
+        return None
+
+    def add(self, message: str) -> None:
+        """Record a message, once."""
+        if message not in self.found:
+            self.found.append(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a plan needs of a configuration file."""
+
+    model: TransformerConfig
+    layout: ParallelLayout
+    world_size: int
+    precision: str | int | None
+    device: DeviceKind
+    batch_size: int
+    """Samples of a pipeline run on one data-parallel rank."""
+    accumulated: int
+    """Pipeline runs of an optimizer step."""
+    sequence_length: int
+    micro_batch_size: int
+    data_parallel: Any
+    data: DataParallelOptions
+    context: ContextOptions
+    pipeline: PipelineOptions
+    recompute: RecomputeOptions
+    schedule: str | list[str]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a pipeline run."""
+        return ceil(self.batch_size / self.micro_batch_size)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 1e-3 is a number, as for LightningCLI."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_recipe(path: str, world_size: int | None, errors: Errors) -> Recipe | None:
+    """Return the recipe in a file; None: it has mistakes, which are in ``errors``.
+
+    Args:
+        path: A configuration file of ``megatron-lightning fit``.
+        world_size: Number of ranks; None: the Trainer's num_nodes x devices.
+        errors: Takes the mistakes.
+    """
+    sections = _load(path, errors)
+    if sections is None:
+        return None
+    trainer = sections.get("trainer") or {}
+    options = _strategy(trainer.get("strategy"), errors)
+    model = _model(sections.get("model") or {}, errors)
+    _, data = _object(sections.get("data") or {})
+    sizes = {name: options[name] for name in _SIZES if name in options}
+    layout = errors.attempt(ParallelLayout, **sizes)
+    given = options.get("micro_batch_size")
+    mode = options.get("data_parallel", "zero1")
+    errors.attempt(
+        check_options,
+        given,
+        mode,
+        options.get("start_method", "popen"),
+        options.get("non_finite", "ignore"),
+    )
+    groups: dict[str, Any] = {
+        name: _build(kind, options.get(name) or {}, f"strategy.{name}", errors)
+        for name, kind in _GROUPS.items()
+    }
+    ranks = world_size if world_size is not None else _world_size(trainer, errors)
+    batch_size = _count(data.get("batch_size"), "data.batch_size", errors)
+    length = data.get("sequence_length", model.max_sequence_length if model else 1)
+    sequence_length = _count(length, "data.sequence_length", errors)
+    runs = trainer.get("accumulate_grad_batches", 1)
+    accumulated = _count(runs, "trainer.accumulate_grad_batches", errors)
+    if errors.found or model is None or layout is None:
+        return None
+    return Recipe(
+        model=model,
+        layout=layout,
+        world_size=ranks,
+        precision=trainer.get("precision"),
+        device="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        batch_size=batch_size,
+        accumulated=accumulated,
+        sequence_length=sequence_length,
+        micro_batch_size=given or batch_size,
+        data_parallel=mode,
+        data=groups["data_parallel_options"],
+        context=groups["context_options"],
+        pipeline=groups["pipeline_options"],
+        recompute=groups["recompute"],
+        schedule=options.get("pipeline_schedule", "auto"),
+    )
+
+
+_GROUPS: Mapping[str, type[Any]] = {
+    "data_parallel_options": DataParallelOptions,
+    "context_options": ContextOptions,
+    "pipeline_options": PipelineOptions,
+    "recompute": RecomputeOptions,
+}
+_NESTED: Mapping[str, type[Any]] = {
+    "mla": LatentAttentionConfig,
+    "moe": MoEConfig,
+    "rope_scaling": RopeScaling,
+}
+
+
+def _load(path: str, errors: Errors) -> Mapping[str, Any] | None:
+    try:
+        sections = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        errors.add(f"--config {path} cannot be read: {' '.join(str(error).split())}.")
+        return None
+    if not isinstance(sections, dict):
+        errors.add(f"--config {path} holds no sections. Write trainer, model and data.")
+        return None
+    return sections
+
+
+def _object(given: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return class path ("" if there is none) and arguments of a section."""
+    if isinstance(given, str):
+        return given, {}
+    if "class_path" in given:
+        return given["class_path"], given.get("init_args") or {}
+    return "", given.get("init_args") or given
+
+
+def _strategy(given: Any, errors: Errors) -> Mapping[str, Any]:
+    path, options = _object(given or "auto")
+    if path.rpartition(".")[2] not in (_STRATEGY, "megatron", ""):
+        errors.add(
+            f"trainer.strategy is {path!r}, and a plan describes {_STRATEGY}. Set "
+            f"trainer.strategy.class_path to megatron_lightning.strategies.{_STRATEGY}."
+        )
+        return {}
+    for name in options:
+        _check_known(name, STRATEGY_OPTIONS, "trainer.strategy", errors)
+    return options
+
+
+def _model(given: Any, errors: Errors) -> TransformerConfig | None:
+    path, arguments = _object(given)
+    if path.rpartition(".")[2] not in (_MODEL, ""):
+        errors.add(
+            f"model.class_path is {path!r}, and the sizes of a model are known for {_MODEL}. "
+            "`megatron-lightning fit --print_layout` describes any model."
+        )
+        return None
+    config = dict(arguments.get("config") or {})
+    for name, kind in _NESTED.items():
+        if isinstance(config.get(name), dict):
+            config[name] = _build(kind, config[name], f"model.config.{name}", errors)
+    if isinstance(config.get("window_size"), list):
+        config["window_size"] = tuple(config["window_size"])
+    built: TransformerConfig | None = _build(TransformerConfig, config, "model.config", errors)
+    return built
+
+
+def _build(kind: type[T], values: Mapping[str, Any], path: str, errors: Errors) -> T | None:
+    """Return an object of a group of options."""
+    _, values = _object(values)
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        _check_known(name, known, path, errors)
+    missing = [
+        name
+        for name, one in known.items()
+        if name not in values and one.default is MISSING and one.default_factory is MISSING
+    ]
+    if missing:
+        errors.add(f"{path} lacks {', '.join(missing)}. Set {'them' if missing[1:] else 'it'}.")
+        return None
+    return errors.attempt(kind, **{name: value for name, value in values.items() if name in known})
+
+
+def _check_known(name: str, known: Collection[str], path: str, errors: Errors) -> None:
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1)
+        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        errors.add(f"{path} has no option {name!r}.{meant}")
+
+
+def _count(value: Any, name: str, errors: Errors) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    errors.add(f"{name} is {value!r}; it must be a positive integer.")
+    return 1
+
+
+def _world_size(trainer: Mapping[str, Any], errors: Errors) -> int:
+    nodes, devices = trainer.get("num_nodes", 1), trainer.get("devices", "auto")
+    count = len(devices) if isinstance(devices, list) else devices
+    if isinstance(count, str) and count.isdigit():
+        count = int(count)
+    if not isinstance(count, int) or count < 1 or not isinstance(nodes, int):
+        errors.add(
+            f"trainer.devices is {devices!r} and num_nodes {nodes!r}, which is not a number of "
+            "ranks. Set --world-size."
+        )
+        return 1
+    return nodes * count

@@ -1,0 +1,256 @@
+"""The command ``megatron-lightning plan``: grid, stages, memory, operations and bubble of a
+configuration file before it runs. No torch here.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_lightning import rules
+from megatron_lightning.config import LayerKind
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.pipeline.actions import Schedule
+from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
+from megatron_lightning.pipeline.simulate import Costs, Simulation, simulate
+from megatron_lightning.planning.flops import (
+    OPERATIONS_PER_WEIGHT,
+    flops,
+    layer_weights,
+    pair_channels,
+    visible_pairs,
+)
+from megatron_lightning.planning.memory import Memory, RankMemory, memory
+from megatron_lightning.planning.parameters import OUTPUT, count_rank, layer_of, split_stages
+from megatron_lightning.planning.recipe import Errors, Recipe, read_recipe
+
+_DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
+_SECTIONS = ("grid", "stages", "bytes", "flops", "bubble")
+_BYTES = ("weights", "gradients", "optimizer", "activations", "total")
+
+
+def plan(*, config: str, world_size: int | None = None, json: bool = False) -> tuple[str, bool]:
+    """Show what a configuration file would do: rank grid, stages, memory, operations and bubble.
+
+    Nothing is started, and no model is built.
+
+    Args:
+        config: Path to a configuration file of `megatron-lightning fit`.
+        world_size: Number of ranks; left out: the Trainer's num_nodes x devices.
+        json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors.
+
+    Returns:
+        The text, and whether the configuration has no errors.
+    """
+    errors = Errors()
+    recipe = read_recipe(config, world_size, errors)
+    found = None if recipe is None else _describe(recipe, errors)
+    sections: dict[str, Any] = dict.fromkeys(_SECTIONS) if found is None else found
+    if json:
+        text = json_format.dumps({**sections, "errors": errors.found}, indent=2)
+    elif found is None:
+        text = "\n".join(f"error: {message}" for message in errors.found)
+    else:
+        text = "\n".join(_text(found))
+    return text, found is not None
+
+
+def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
+    """Return the sections; None: the options do not fit together, as ``errors`` say."""
+    grid = errors.attempt(RankGrid, recipe.layout, recipe.world_size)
+    explicit = recipe.pipeline.pipeline_model_parallel_layout is not None
+    errors.attempt(
+        rules.check_model_layout,
+        recipe.model,
+        recipe.layout,
+        recipe.world_size,
+        sequence_length=recipe.sequence_length,
+        explicit_stages=explicit,
+    )
+    errors.attempt(rules.check_trained_experts, recipe.model, recipe.layout)
+    errors.attempt(rules.check_levels, recipe.context, recipe.layout.cp)
+    if recipe.layout.cp > 1:
+        errors.attempt(rules.check_exchanged_heads, recipe.model, recipe.layout, recipe.context)
+    if grid is not None:
+        errors.attempt(rules.check_data_parallel, grid, recipe.data_parallel, recipe.data)
+    choice = errors.attempt(
+        resolve,
+        recipe.schedule,
+        num_ranks=recipe.layout.pp,
+        num_chunks=recipe.layout.vpp,
+        microbatch_group_size=recipe.pipeline.microbatch_group_size_per_vp_stage,
+    )
+    table = None
+    if choice is not None:
+        table = errors.attempt(choice.table, recipe.num_microbatches)
+        errors.attempt(split_stages, recipe.model, choice.placement, recipe.pipeline)
+    if errors.found or grid is None or choice is None or table is None:
+        return None
+    needed = errors.attempt(
+        memory,
+        recipe.model,
+        recipe.layout,
+        world_size=recipe.world_size,
+        sequence_length=recipe.sequence_length,
+        micro_batch_size=recipe.micro_batch_size,
+        num_microbatches=recipe.num_microbatches,
+        data_parallel=recipe.data_parallel,
+        data_parallel_options=recipe.data,
+        recompute=recipe.recompute,
+        pipeline_schedule=recipe.schedule,
+        pipeline_options=recipe.pipeline,
+        precision=recipe.precision,
+        device=recipe.device,
+    )
+    if needed is None:
+        return None
+    stages = split_stages(recipe.model, choice.placement, recipe.pipeline)
+    return {
+        "grid": _grid(grid, has_experts=recipe.model.moe is not None),
+        "stages": _stages(recipe, choice, stages),
+        "bytes": _bytes(needed),
+        "flops": _flops(recipe, grid),
+        "bubble": _bubble(recipe, choice, table, stages),
+    }
+
+
+def _grid(grid: RankGrid, *, has_experts: bool) -> dict[str, Any]:
+    shown = (*_DENSE, *_EXPERT) if has_experts else _DENSE
+    axes = {axis: grid.size(axis) for axis in (*_DENSE, *_EXPERT)}
+    return {
+        "world_size": grid.world_size,
+        "order": grid.layout.order,
+        "sequence_parallel": grid.layout.sp,
+        **axes,
+        # Groups of the other ranks lie alike.
+        "ranks_of_rank_0": {axis: list(grid.group_of(0, axis)) for axis in shown if axes[axis] > 1},
+    }
+
+
+def _stages(
+    recipe: Recipe, choice: ScheduleChoice, stages: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": stage,
+            "pp_rank": choice.placement.pp_ranks[stage],
+            "layers": [number for unit in units if (number := layer_of(unit)) is not None],
+            "other_units": [unit for unit in units if layer_of(unit) is None],
+            "parameters": count_rank(recipe.model, recipe.layout, [units]).total,
+        }
+        for stage, units in enumerate(stages)
+    ]
+
+
+def _bytes(needed: Memory) -> dict[str, Any]:
+    def row(rank: RankMemory) -> dict[str, int]:
+        return {name: getattr(rank, f"{name}_bytes") for name in _BYTES}
+
+    return {
+        "fullest_rank": {"pp_rank": needed.fullest.pp_rank, **row(needed.fullest)},
+        "pp_ranks": [
+            {"pp_rank": rank.pp_rank, **row(rank), "in_flight": rank.in_flight}
+            for rank in needed.ranks
+        ],
+    }
+
+
+def _flops(recipe: Recipe, grid: RankGrid) -> dict[str, float]:
+    samples = recipe.batch_size * recipe.accumulated * grid.size("dp")
+    total = flops(recipe.model, batch_size=samples, sequence_length=recipe.sequence_length)
+    return {
+        "step": total,
+        "step_and_rank": total / grid.world_size,
+        "token": total / (samples * recipe.sequence_length),
+        "global_batch_size": samples,
+    }
+
+
+def _bubble(
+    recipe: Recipe, choice: ScheduleChoice, table: Schedule, stages: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    simulation = _simulated(recipe, table, stages)
+    return {
+        "schedule": choice.name,
+        "reason": choice.reason,
+        "num_microbatches": table.num_microbatches,
+        "share": simulation.bubble,
+        "peak_in_flight": list(simulation.peak_in_flight),
+    }
+
+
+def _simulated(recipe: Recipe, table: Schedule, stages: Sequence[Sequence[str]]) -> Simulation:
+    """Simulate a pipeline run with times in proportion to the operations of every stage."""
+    weights = tuple(sum(_operations(recipe, unit) for unit in units) for units in stages)
+    mean = sum(weights) / len(weights)
+    times = tuple(weight / mean for weight in weights)
+    return simulate(table, Costs(forward=times, input_gradient=times, weight_gradient=times))
+
+
+def _operations(recipe: Recipe, unit: str) -> float:
+    """Return the operations of a unit for one sample."""
+    model, length, number = recipe.model, recipe.sequence_length, layer_of(unit)
+    if number is not None:
+        kind: LayerKind = model.layer_kinds[number]
+        pairs = visible_pairs(length, model.window_size) * pair_channels(model)
+        return OPERATIONS_PER_WEIGHT * (length * layer_weights(model, kind) + pairs)
+    if unit == OUTPUT:
+        return float(OPERATIONS_PER_WEIGHT * length * model.hidden_size * model.vocab_size)
+    return 0.0
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def _text(found: Mapping[str, Any]) -> Iterator[str]:
+    grid, bubble, operations = found["grid"], found["bubble"], found["flops"]
+    axes = [f"{axis} {grid[axis]}" for axis in _DENSE]
+    if grid["ep"] > 1 or grid["etp"] != grid["tp"]:
+        axes += [f"({', '.join(f'{axis} {grid[axis]}' for axis in _EXPERT)})"]
+    yield (
+        f"{grid['world_size']:,} ranks: {' x '.join(axes[:4])}{' '.join(['', *axes[4:]])}, "
+        f"sequence parallel {'on' if grid['sequence_parallel'] else 'off'}"
+    )
+    for axis, ranks in grid["ranks_of_rank_0"].items():
+        yield f"  {axis:<3} group of rank 0: {_shortened(ranks)}"
+    yield ""
+    rows = [["stage", "pp rank", "layers", "parameters"]]
+    for stage in found["stages"]:
+        layers = stage["layers"]
+        text = f"{layers[0]}-{layers[-1]}" if layers else "none"
+        rows.append(
+            [
+                str(stage["stage"]),
+                str(stage["pp_rank"]),
+                ", ".join([text, *(unit.rpartition(".")[2] for unit in stage["other_units"])]),
+                f"{stage['parameters']:,}",
+            ]
+        )
+    yield from _aligned(rows)
+    yield ""
+    rows = [["GiB a rank", *_BYTES, "in flight"]]
+    for rank in found["bytes"]["pp_ranks"]:
+        numbers = [f"{rank[name] / 2**30:.2f}" for name in _BYTES]
+        rows.append([f"pp rank {rank['pp_rank']}", *numbers, str(rank["in_flight"])])
+    yield from _aligned(rows)
+    yield ""
+    yield (
+        f"{operations['step']:.4g} FLOPs a step of {operations['global_batch_size']:,} samples, "
+        f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {operations['token']:.4g} a token"
+    )
+    yield (
+        f"schedule {bubble['schedule']} ({bubble['reason']}), {bubble['num_microbatches']} "
+        f"micro-batches: bubble {bubble['share']:.1%}"
+    )
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", shown[-1]])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
