@@ -167,6 +167,14 @@ class Packed(Module):
         return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
+class Ones(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        positions = torch.arange(LENGTH // 2).expand_as(ids)
+        logits = self.model(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
 class Hides(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         mask = torch.ones_like(batch["input_ids"])
@@ -275,6 +283,22 @@ def _drops() -> nn.Module:
     return _llama(attention_dropout=0.1)
 
 
+def _dynamic() -> nn.Module:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return _llama(rope_parameters=scaling)
+
+
+def _double() -> nn.Module:
+    return transformers.GPT2DoubleHeadsModel(
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)
+    )
+
+
+def _mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True)
+    return transformers.MixtralForCausalLM(config)
+
+
 def _caches() -> nn.Module:
     return _llama(use_cache=True)
 
@@ -282,8 +306,12 @@ def _caches() -> nn.Module:
 CASES: dict[str, tuple[type[Module], Callable[[], nn.Module], str]] = {
     "labels": (ShiftsInside, _llama, "LlamaForCausalLM was given labels, which it shifts within"),
     "cache": (Packed, _caches, "position_ids of LlamaForCausalLM start again .* use_cache is on"),
+    "dynamic": (Module, _dynamic, "rope_parameters of the type 'dynamic'"),
+    "summary": (Module, _double, "GPT2DoubleHeadsModel is not known"),
+    "router": (Module, _mixtral, "was asked for router logits"),
+    "ones": (Ones, _llama, "start again within a row, and there is an attention_mask"),
     "mask": (Hides, _llama, "attention_mask hides positions"),
-    "family": (Module, _gemma, r"Gemma2ForCausalLM is not known .* llama, mellum"),
+    "family": (Module, _gemma, "Gemma2ForCausalLM is not known .* llama, "),
     "task": (Module, _classifier, "LlamaForSequenceClassification is not known"),
     "dropout": (Module, _drops, r"attention_dropout=0.1 cannot be combined"),
 }
