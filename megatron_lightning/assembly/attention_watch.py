@@ -1,8 +1,8 @@
 """Find attention that does not see the whole sequence, in the first step of its kind.
 
 Where ranks share a sequence, attention that is not bound to them mixes the tokens of one rank only:
-its loss looks like any other. So a call of ``scaled_dot_product_attention`` that is not ours, and a
-bound module that is not called, are errors.
+its loss looks like any other. So a call of torch's attention that is not ours, and a bound module
+that is not called, are errors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -17,6 +18,14 @@ from torch.overrides import TorchFunctionMode
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.parallel.absent import present_modules
+
+_FOREIGN = (
+    F.scaled_dot_product_attention,
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+"""Functions of torch that mix the tokens of a sequence."""
 
 
 def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
@@ -39,6 +48,15 @@ def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
         )
 
 
+def bound_attention(module: nn.Module) -> dict[str, CoreAttention]:
+    """Return the attention in ``module`` that is bound to ranks that share sequences, by path."""
+    return {
+        path: child
+        for path, child in present_modules(module)
+        if isinstance(child, CoreAttention) and child.exchange is not None
+    }
+
+
 class AttentionWatch(TorchFunctionMode):
     """Watches the attention of a module inside a block.
 
@@ -48,14 +66,10 @@ class AttentionWatch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._uncalled = {
-            path: child
-            for path, child in present_modules(module)
-            if isinstance(child, CoreAttention) and child.exchange is not None
-        }
+        self._uncalled: dict[str, nn.Module] = dict(bound_attention(module))
         self._undo = ExitStack()
-        self.saw_calls = False
-        """Whether a bound module was called."""
+        self.called: set[str] = set()
+        """Paths of the bound modules that were called."""
 
     def __enter__(self) -> AttentionWatch:
         for path, child in self._uncalled.items():  # they are taken out later, when called
@@ -71,9 +85,9 @@ class AttentionWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        if func is F.scaled_dot_product_attention:
+        if func in _FOREIGN:
             raise ConfigError(
-                "the model calls scaled_dot_product_attention in a module that its sharding plan "
+                f"the model calls {func.__name__} in a module that its sharding plan "
                 "does not bind to the context-parallel ranks, so that a token would see those of "
                 "one rank only. Build this attention from megatron_lightning.layers.CoreAttention "
                 "and add a row ContextAttention() for it, or set context_parallel_size to 1."
@@ -95,7 +109,7 @@ class AttentionWatch(TorchFunctionMode):
 
     def _called(self, path: str) -> Any:
         def called(*_: Any) -> None:
-            self.saw_calls = True
+            self.called.add(path)
             self._uncalled.pop(path, None)
 
         return called

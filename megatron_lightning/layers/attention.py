@@ -36,6 +36,8 @@ class CoreAttention(nn.Module):
         self.in_fp32 = in_fp32
         self.exchange: ContextBackend | None = None
         """Attention over the ranks that share a sequence; None: every rank has all of it."""
+        self.takes_parts = True
+        """Whether inputs are this rank's parts of sequences now, where ranks share them."""
 
     def forward(
         self,
@@ -113,6 +115,12 @@ class CoreAttention(nn.Module):
             raise ConfigError(
                 f"attention_dropout={self.dropout.p} cannot be combined with windows, documents "
                 "that share a row, or sequences that ranks share. Set it to 0."
+            )
+        if self.exchange is not None and not self.takes_parts:
+            raise ConfigError(
+                "a model whose attention is bound to the ranks of context_parallel_size was called "
+                "outside of a training, validation, test or predict step, on a sequence that is "
+                "not divided. Call it in a step, or load a checkpoint into a model of its own."
             )
         if self.exchange is not None and sequence.num_cached:
             raise ConfigError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.documents import Documents
 
 __all__ = ["Documents", "SequenceInfo"]
@@ -25,6 +26,13 @@ class SequenceInfo:
     """Documents of the full rows, which do not see each other; None: a row is one."""
     num_cached: int = 0
     """Keys that stand before those of the queries, from a cache; ranks do not share them."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not self.causal:
+            raise ConfigError(
+                f"a window of {self.window} positions is only for causal attention. Set causal to "
+                "True, or window to None."
+            )
 
     @property
     def is_plain(self) -> bool:

@@ -44,13 +44,14 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     """
     config: Any = model.config
     name = type(model).__name__
-    if config.model_type not in FAMILIES or not name.endswith(("ForCausalLM", "Model")):
+    if config.model_type not in FAMILIES or not _is_language_model(model):
         raise ConfigError(
             f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
             "elsewhere than in attention that ours can replace. Set context_parallel_size to 1, or "
             "use a causal language model of one of these families: "
             f"{', '.join(sorted(FAMILIES))}."
         )
+    _check_positions(config, name)
     paths = dict(model.named_modules())
     rows = {
         path: ContextAttention(also=plan.style_of(path))
@@ -64,6 +65,26 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         documents=_DOCUMENTS,
         packed_positions=True,
     )
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    """Return whether a model has the base model's outputs, or a head for each token."""
+    name, base = type(model).__name__, getattr(model, "base_model", model)
+    return base is model or name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _check_positions(config: Any, name: str) -> None:
+    """Check that rotary frequencies do not depend on the longest position, which one rank has."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {
+        own.get("rope_type") for own in rope.values() if isinstance(own, Mapping)
+    }
+    if found := kinds & {"dynamic", "longrope"}:
+        raise ConfigError(
+            f"{name} has rope_parameters of the type {found.pop()!r}, whose frequencies depend on "
+            "the longest position of a call, and ranks that share a sequence hold other positions. "
+            "Use another type (llama3, yarn, linear), or set context_parallel_size to 1."
+        )
 
 
 def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, Any]) -> None:
@@ -87,9 +108,19 @@ def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, A
         )
     config: Any = model.config
     caches = given.get("use_cache")
-    if added.get(_DOCUMENTS) is not None and (config.use_cache if caches is None else caches):
+    caches = config.use_cache if caches is None else caches
+    parted = added.get(_DOCUMENTS) is not None
+    if parted and (caches or given.get("attention_mask") is not None):
+        found = "use_cache is on" if caches else "there is an attention_mask"
         raise ConfigError(
-            f"position_ids of {name} start again within a row, and use_cache is on, with which "
+            f"position_ids of {name} start again within a row, and {found}, with which "
             "transformers lets the documents of a row see each other. Set use_cache to False in "
-            "the model's configuration, where they should not."
+            "the model's configuration and leave the mask out, where they should not."
+        )
+    router = given.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if router is None else router:
+        raise ConfigError(
+            f"{name} was asked for router logits, whose balancing loss would be that of a rank's "
+            "part of each sequence. Set output_router_logits to False, or context_parallel_size "
+            "to 1."
         )

@@ -162,6 +162,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -
     weight = torch.stack(
         [torch.as_tensor(w, dtype=stacked.dtype, device=stacked.device) for w in weights]
     )
+    stacked = stacked.masked_fill(weight == 0, 0.0)  # a mean of nothing is NaN
     return (stacked * weight).sum() / weight.sum().clamp(min=torch.finfo(stacked.dtype).tiny)
 
 

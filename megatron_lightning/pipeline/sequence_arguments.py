@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.sequence import SequencePart
@@ -62,9 +63,24 @@ class SequenceArguments:
             positions = given.get(plan.positions or "")
             if not isinstance(positions, Tensor):
                 return None
-            documents = Documents.of_positions(gather_parts(positions, self._group, 1))
+            documents = Documents.of_positions(self._full(plan.positions or "", positions))
             return None if documents.are_full_rows else documents
         ids = given.get(plan.documents or "")
         if not isinstance(ids, Tensor):
             return None
-        return Documents.of_ids(gather_parts(ids, self._group, 1))
+        return Documents.of_ids(self._full(plan.documents or "", ids))
+
+    def _full(self, name: str, part: Tensor) -> Tensor:
+        """Return the values of all ranks [b, s].
+
+        Raises:
+            ConfigError: If the argument is not a rank's part of the sequences.
+        """
+        expected = self._length // self._group.size
+        if part.shape[1] != expected:
+            raise ConfigError(
+                f"{name} of the model's call has {part.shape[1]} columns, and this rank's part of "
+                f"the sequences {expected} positions. Declare the entry of the batch that it comes "
+                "from in sequence_dims, and do not cut sequences in the step."
+            )
+        return gather_parts(part, self._group, 1)

@@ -6,6 +6,7 @@ datamodule), never guessed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,8 +44,10 @@ class SequenceSplit:
         """
         self.length(batch)
         if isinstance(batch, Mapping):
-            split = {key: self._part_of(key, value) for key, value in batch.items()}
-            return type(batch)(split)  # type: ignore[call-arg]
+            split = copy.copy(batch)
+            for key, value in batch.items():
+                split[key] = self._part_of(key, value)  # type: ignore[index]
+            return split
         values = [self._part_of(index, value) for index, value in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 

@@ -120,6 +120,11 @@ def check_context(
     sequence_dims_of(module, data)
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
+        if config.attention_dropout:
+            raise ConfigError(
+                f"attention_dropout={config.attention_dropout} cannot be combined with "
+                f"context_parallel_size={options.layout.cp}. Set it to 0."
+            )
         check_exchanged_heads(config, options.layout, options.sequence)
     if options.pipeline.explicit_steps:
         raise ConfigError(

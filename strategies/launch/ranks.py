@@ -205,8 +205,10 @@ class Ranks:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks; None before the groups exist, and for one."""
-        return None if self._context is None else self._context.dp.process_group
+        """The data- and context-parallel ranks, whose values outside of steps differ; None before
+        the groups exist, and for one.
+        """
+        return None if self._context is None else self._context.dp_cp.process_group
 
     def agree(self, decision: bool, all: bool = True) -> bool:
         """Agree over the world: control flow must be the same on every rank."""

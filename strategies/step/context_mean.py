@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
 
@@ -20,6 +22,34 @@ def gather_rows(local: Tensor, group: AxisGroup) -> Tensor:
     parts = [torch.empty_like(local) for _ in range(group.size)]
     dist.all_gather(parts, local.contiguous(), group=group.process_group)
     return torch.cat(parts)
+
+
+def check_alike(facts: Sequence[str], hook: str, group: AxisGroup, device: torch.device) -> None:
+    """Check that ranks that share sequences have done the same, before they communicate further.
+
+    Args:
+        facts: What a step on this rank has done, in words.
+        hook: The step.
+        group: The context-parallel ranks.
+        device: Of the communication.
+
+    Raises:
+        ConfigError: On all ranks, if they differ.
+    """
+    if group.size == 1:
+        return
+    digest = zlib.crc32("\n".join(facts).encode())
+    ranks = gather_rows(torch.tensor([digest], dtype=torch.int64, device=device), group)
+    if bool((ranks == ranks[0]).all()):
+        return
+    all_facts = group.all_gather_object(list(facts))
+    common = set.intersection(*map(set, all_facts))
+    differ = sorted({fact for own in all_facts for fact in own} - common)
+    raise ConfigError(
+        f"{hook} did not do the same on the {group.size} ranks that share a sequence. On some of "
+        f"them only, it {'; it '.join(differ[:5])}. Every rank runs the step on its own part: do "
+        "the same whatever the values of the batch are."
+    )
 
 
 def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
@@ -37,6 +67,7 @@ def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
     local = torch.stack([weight.float(), *(leaves[index].float() for index in places)])
     ranks = gather_rows(local[None], group)
     weights = ranks[:, :1]
+    ranks = ranks.masked_fill(weights == 0, 0.0)  # a mean of nothing is NaN
     means = (ranks * weights).sum(0) / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
     for index, mean in zip(places, means[1:], strict=True):
         leaves[index] = mean.to(leaves[index].dtype)

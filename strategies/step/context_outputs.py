@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
         ConfigError: If another tensor differs between the ranks.
     """
     leaves, spec = tree_flatten_with_path(output)
+    plain = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, Tensor)]
+    _check_equal_values(plain, group)
     usual = next(iter(dims.values()))
     joined: list[Any] = []
     for path, leaf in leaves:
@@ -47,9 +50,23 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
     return tree_unflatten(joined, spec)
 
 
+def _check_equal_values(leaves: Sequence[tuple[Any, Any]], group: AxisGroup) -> None:
+    """Check that values that are no tensors are the same on all ranks."""
+    own = [pickle.dumps(leaf) for _, leaf in leaves]
+    for other in group.all_gather_object(own) if own else ():
+        for (path, leaf), mine, theirs in zip(leaves, own, other, strict=True):
+            if mine != theirs:
+                raise ConfigError(
+                    f"predict_step returned at {''.join(map(str, path)) or 'its top'} a "
+                    f"{type(leaf).__name__} that differs between the {group.size} ranks that share "
+                    "a sequence. Return tensors of every token, which are joined, or set "
+                    "context_parallel_size to 1."
+                )
+
+
 def _check_equal(value: Tensor, name: str, group: AxisGroup) -> None:
     ranks = gather_rows(value[None], group)
-    if not torch.equal(ranks, value[None].expand_as(ranks)):
+    if not torch.allclose(ranks, value[None].expand_as(ranks), rtol=0, atol=0, equal_nan=True):
         place = f" at {name}" if name else ""
         raise ConfigError(
             f"predict_step returned{place} a tensor {list(value.shape)} that differs between the "

@@ -86,6 +86,11 @@ class LogRecorder:
             _Call(value, batch_size, self.microbatch, arguments, metric)
         )
 
+    @property
+    def names(self) -> list[str]:
+        """Keys that were logged."""
+        return list(self._calls)
+
     def entries(self, weights: Sequence[float | Tensor], sharing: AxisGroup) -> list[LogEntry]:
         """Return what was recorded, reduced over the micro-batches; a collective of ``sharing``.
 
@@ -125,6 +130,8 @@ class LogRecorder:
                 options.get("reduce_fx", "mean") if metric is None else _reduction_of(metric)
             )
             value = _REDUCTIONS[reduction](values, weight)
+            if reduction == "sum" and metric is None and options.get("sync_dist"):
+                value = value / sharing.size  # each of these ranks adds its value, and has the sum
         return LogEntry(
             name,
             value,

@@ -8,7 +8,7 @@ drains the pipeline once, as in PipeDream-Flush (https://arxiv.org/abs/2006.0950
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,8 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_structure
 
-from megatron_lightning.assembly.attention_watch import AttentionWatch
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.advice import advice_on_few_microbatches
@@ -36,9 +34,8 @@ from megatron_lightning.pipeline.microbatches import (
 )
 from megatron_lightning.pipeline.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
-from megatron_lightning.strategies.step.context_mean import mean_over_context
+from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.context_outputs import join_outputs
-from megatron_lightning.strategies.step.items import counts_items
 from megatron_lightning.strategies.step.logs import replay
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.program import UserProgram
@@ -67,7 +64,6 @@ class PipelinedSteps(Steps):
         self._lists = ListSync(scope.module, pl.LightningModule, scope.context.device)
         self._explicit: ExplicitCalls | None = None
         self._facts: dict[Hashable, CallFacts] = {}
-        self._attention_seen: set[str] = set()
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class; gradients are computed here."""
@@ -75,13 +71,15 @@ class PipelinedSteps(Steps):
             self._begin_training(batch, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
         else:
-            with self._divided(batch) as divided:
-                microbatches = self._split(divided)
+            with self._parts(batch) as part:
+                microbatches = self._split(part)
                 self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
-                output = self._run(
-                    "training_step", self._scope.module.training_step, microbatches, indices
-                )
-            self._check_items(batch, output)
+                step = self._scope.module.training_step
+                if self._sequence is not None:
+                    step = self._sequence.unskipped(step)
+                output = self._run("training_step", step, microbatches, indices)
+            if self._sequence is not None:
+                self._sequence.check_items("training_step", batch, output)
         self.buffers.synchronize(compare=self._batches_of_epoch() == 1)
         return output
 
@@ -95,25 +93,18 @@ class PipelinedSteps(Steps):
         self._check_first_batch(batch, hook, *indices[1:])
         if self._scope.options.pipeline.explicit_steps:
             return self._explicitly(hook, batch, indices)
-        with self._divided(batch) as divided:
-            return self._run(hook, getattr(self._scope.module, hook), self._split(divided), indices)
+        with self._parts(batch) as part:
+            call = getattr(self._scope.module, hook)
+            output = self._run(hook, call, self._split(part), indices)
+        if self._sequence is not None and hook != "predict_step":
+            self._sequence.check_items(hook, batch, output)
+        return output
 
-    def _check_items(self, batch: Any, output: Any) -> None:
-        """Check that ranks weigh their losses by the tokens that count.
-
-        Raises:
-            ConfigError: If some do not count, and the step does not say how many do.
+    def _parts(self, batch: Any) -> AbstractContextManager[Any]:
+        """Return the context in which steps run on what it yields: this rank's part of the
+        sequences of a batch, where ranks share them.
         """
-        if self._sequence is None or output is None or counts_items(self._scope.module, output):
-            return
-        masks = self._sequence.masks(batch)
-        if masks:
-            raise ConfigError(
-                f"the batch has {masks}, so that the {self._scope.context.cp.size} ranks that "
-                "share a sequence may average over different numbers of tokens. Return "
-                '{"loss": loss, "num_items": number of tokens in the loss} from training_step, or '
-                "give the module a method num_items(batch) that counts them."
-            )
+        return nullcontext(batch) if self._sequence is None else self._sequence.divided(batch)
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """See the base class."""
@@ -174,38 +165,19 @@ class PipelinedSteps(Steps):
         self._lists.begin()
         if trains:
             self.training.accumulation.begin_run()
-        with self._in_step(crossing, trains), self._watched(hook), self.reports.recording(hook):
+        watched = nullcontext() if self._sequence is None else self._sequence.watched(hook)
+        with self._in_step(crossing, trains), watched, self.reports.recording(hook):
             self._executor.run(schedule, program, backward=trains)
         if trains:
             self.training.end_backwards()  # before anything else is communicated
         if self._scope.part.partition is not None:
             self._rng.end_step()
-        parts = 0 if self._sequence is None else self._sequence.part_length(microbatches[0])
+        parts = 0 if self._sequence is None else self._sequence.split.part_length(microbatches[0])
         output, num_items, weights = self._reduce_and_broadcast(program, hook, parts)
         self.reports.log(hook, weights, num_items, program.num_samples)
         if trains:
             self._end_training(output, num_items)
         return output
-
-    @contextmanager
-    def _watched(self, hook: str) -> Iterator[None]:
-        """Around the first run of a hook: attention sees the whole sequence."""
-        if self._sequence is None or hook in self._attention_seen:
-            yield
-            return
-        self._attention_seen.add(hook)
-        with AttentionWatch(self._scope.module) as watch:
-            yield
-        if hook == "training_step":  # an evaluation may do without the model
-            watch.check()
-        takes_positions = any(plan.positions for plan in self._plans.values())
-        if watch.saw_calls and takes_positions and not (self._call and self._call.was_called):
-            raise ConfigError(
-                f"{hook} ran attention outside of a call of the module whose sharding_plan() names "
-                "the keyword of its positions, so that they could not be given to it. Give "
-                "sharding_plan() to the model that the step calls with tokens, not to the "
-                "LightningModule or the strategy, or set context_parallel_size to 1."
-            )
 
     @contextmanager
     def _in_step(self, crossing: StageCrossing | None, trains: bool) -> Iterator[None]:
@@ -360,9 +332,14 @@ class PipelinedSteps(Steps):
             weight = torch.stack(
                 [torch.as_tensor(w, device=self._scope.context.device) for w in weights]
             ).sum()
+            returned = (
+                f"returned {tree_structure(output)}" if output is not None else "returned None"
+            )
+            logged = [f"logged {name!r}" for name in program.recorder.names]
+            check_alike([returned, *logged], hook, sharing, self._scope.context.device)
             output = mean_over_context(output, weight, sharing)
             if predicting and self._sequence is not None:
-                output = join_outputs(output, self._sequence.dims, part_length, sharing)
+                output = join_outputs(output, self._sequence.split.dims, part_length, sharing)
             appended = self._lists.appended() if self._scope.part.partition is not None else b""
             shared = (
                 output,

@@ -138,7 +138,8 @@ class UserProgram:
         """Keep what a step returned; return the weighted loss if there is a backward."""
         self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         batch = self._microbatches[microbatch]
-        items = None if output is None else num_items_of(self._module, batch, output)
+        skipped = output is None and self._training is not None
+        items = None if skipped else num_items_of(self._module, batch, output)
         if items is not None:
             self._items[microbatch] = items
         if self._training is None or output is None:
@@ -155,7 +156,13 @@ class UserProgram:
         scale = self._scale(microbatch, items, loss_scale)
         self._reports.set_scale(microbatch, scale)
         # Fp16 holds no more than 65504.
-        return (loss if loss_scale == 1.0 else loss.float()) * scale
+        weighted = (loss if loss_scale == 1.0 else loss.float()) * scale
+        # Of nothing that counts a loss is NaN, as of a part of a sequence without labels.
+        return (
+            weighted
+            if items is None
+            else torch.where(items == 0, torch.zeros_like(weighted), weighted)
+        )
 
     @property
     def num_items(self) -> Tensor | None:

@@ -8,28 +8,23 @@ where Lightning's own step does the work, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
-from megatron_lightning.models.hf_context import check_call
-from megatron_lightning.models.hf_plans import is_transformers_model
-from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.pipeline.metrics import MetricSync
-from megatron_lightning.pipeline.parallel_call import Added, ParallelCall, find_parallel_module
-from megatron_lightning.pipeline.sequence_arguments import SequenceArguments
-from megatron_lightning.pipeline.sequence_split import SequenceSplit
-from megatron_lightning.strategies.checks.module import sequence_dims_of
+from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
 from megatron_lightning.strategies.step.dataloaders import training_samplers
 from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.training import Training
 
 
@@ -56,60 +51,13 @@ class Steps(ABC):
         self._metrics = MetricSync(scope.module, scope.context)
         scope.undo.callback(self._metrics.release)
         partition = scope.part.partition
-        parallel = self._parallel_module() if partition is None else partition.module
-        self._sequence = self._sequence_split()
+        parallel = find_parallel_module(scope.module) if partition is None else partition.module
         self._call = (
             None
             if parallel is None
             else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
         )
-
-    def _sequence_split(self) -> SequenceSplit | None:
-        """Return what divides the sequences of a batch; None: every rank has all of them."""
-        context, module = self._scope.context, self._scope.module
-        if context.cp.size == 1:
-            return None
-        dims = sequence_dims_of(module, getattr(module.trainer, "datamodule", None))
-        part = SequencePart(context.cp.rank, context.cp.size)
-        return SequenceSplit(part, dims, context.tp.size if self._scope.part.shards_sequence else 1)
-
-    @contextmanager
-    def _divided(self, batch: Any) -> Iterator[Any]:
-        """Yield this rank's part of the sequences of a batch; the parallel module is told their
-        positions.
-        """
-        if self._sequence is None:
-            yield batch
-            return
-        length = self._sequence.length(batch)
-        with nullcontext() if self._call is None else self._call.adding(self._arguments(length)):
-            yield self._sequence.split(batch)
-
-    def _arguments(self, length: int) -> Added:
-        """Return what adds to a call of the parallel module, for sequences of ``length``
-        positions.
-        """
-        context = self._scope.context
-        path, plan = next(
-            (p, plan) for p, plan in self._plans.items() if plan.positions is not None
-        )
-        added = SequenceArguments(context.cp, plan, length, context.device)
-        model = self._scope.module.get_submodule(path)
-        if not is_transformers_model(model):
-            return added
-
-        def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-            more = added(given)
-            check_call(model, given, more)
-            return more
-
-        return checked
-
-    def _parallel_module(self) -> nn.Module | None:
-        """Return the module whose call is intercepted where there is one stage."""
-        module = self._scope.module
-        model = next((module.get_submodule(path) for path in self._plans if path), None)
-        return find_parallel_module(module) or model
+        self._sequence = SequenceParts(scope, self._plans) if scope.context.cp.size > 1 else None
 
     @property
     def training(self) -> Training:

@@ -167,6 +167,70 @@ class Unbound(Net):
         return ShardingPlan(modules={})
 
 
+class Beside(Module):
+    """Mixes tokens by torch's own attention module as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(VOCABULARY, 4, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.net(batch[0])
+        logits = x + self.own(x, x, x, need_weights=False)[0]
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class Teacher(Module):
+    """Has two models, and calls one of them past its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0]) + self.teacher.forward(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class LogsSometimes(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.strategy.ranks.context.cp.rank == 0:
+            self.log("first", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class SkipsSometimes(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.trainer.strategy.ranks.context.cp.rank == 0 else None
+
+
+class CallsOutside(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+class Undeclares(Module):
+    """Declares the tokens alone, and passes documents."""
+
+    sequence_dims: ClassVar[Any] = {"tokens": 1, "labels": 1}
+
+    def __init__(self) -> None:
+        super().__init__(GPTModel(SMALL))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        names = ("tokens", "labels", "document_ids")
+        return self.net(**{name: batch[name] for name in names}).mean()
+
+
+def _documents() -> DataLoader[Any]:
+    rows = [
+        {"tokens": tokens, "labels": labels, "document_ids": torch.arange(LENGTH) // 6}
+        for tokens, labels in _loader().dataset
+    ]
+    return DataLoader(rows, batch_size=4)
+
+
 class Placeless(Net):
     def sharding_plan(self) -> ShardingPlan:
         return ShardingPlan(modules={"layers.*.core": ContextAttention()})
@@ -193,6 +257,9 @@ GPT = TransformerConfig(
     vocab_size=VOCABULARY,
     attention_dropout=0.1,
 )
+SMALL = TransformerConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=VOCABULARY
+)
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "undeclared": (
         Undeclared,
@@ -210,7 +277,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         _loader,
         r"no sharding plan of Module says .* ShardingPlan\(positions=...\)",
     ),
-    "outside": (Outside, _loader, r"ran attention outside of a call of the module whose shard"),
+    "outside": (Outside, _loader, r"ran attention of a Outside and did not call the module itself"),
     "elsewhere": (
         lambda: Module(Net(Elsewhere)),
         _loader,
@@ -221,6 +288,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         _loader,
         r"calls scaled_dot_product_attention in a module that its sharding plan does not bind",
     ),
+    "beside": (Beside, _loader, r"calls multi_head_attention_forward in a module"),
+    "second model": (Teacher, _loader, r"ran attention of a Net and did not call the module"),
+    "logs": (LogsSometimes, _loader, r"On some of them only, it logged 'first'"),
+    "skips": (SkipsSometimes, _loader, r"training_step returned None on a rank that shares"),
+    "outside of a step": (CallsOutside, _loader, r"was called outside of a training, valid"),
+    "documents": (Undeclares, _documents, r"document_ids .* has 16 columns, .* 8 positions"),
     "masked": (Module, lambda: _loader(masked=True), r'-100 in 1, so that .* "num_items"'),
     "dropout": (
         lambda: GPTLightningModule(GPT),
@@ -304,18 +377,56 @@ class Counts(Module):
         return (batch[1] != -100).sum()
 
 
-def _losses(layout: Layout, folder: str) -> list[float]:
-    module = Counts()
-    layout.trainer(folder, max_epochs=2).fit(module, _loader(masked=True))
-    return [loss for loss, _ in module.seen]
+class Prompts(Counts):
+    """Most labels are left out, so that a rank may have none; means of torch's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", Prompts.training_step(self, batch, batch_idx), sync_dist=True)
 
 
-@layouts(CP2, CP2_MICRO, slow=[CP4])
-def test_a_method_counts_the_items(layout: Layout, tmp_path: Path) -> None:
-    """Every third label is left out, which ranks have different numbers of; fp32: 1e-5."""
-    expected = run(SINGLE, _losses, tmp_path)[0]
-    for rank in run(layout, _losses, tmp_path):
-        assert rank == pytest.approx(expected, rel=1e-5)
+class CollectsForTheEpoch(Module):
+    """Logs what it has collected at the end of validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.collected = [*getattr(self, "collected", []), loss]
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", torch.stack(self.collected).mean(), sync_dist=True)
+        self.log("sum", torch.stack(self.collected).sum() * 0 + 1.0, sync_dist=True)
+        self.collected.clear()
+
+
+def _losses(
+    layout: Layout, folder: str, kind: type[Module], masked: str | bool
+) -> tuple[list[float], dict[str, float]]:
+    module = kind()
+    loader = _loader(masked=bool(masked))
+    if masked == "prompts":
+        for _, labels in loader.dataset:
+            labels[: LENGTH - 3] = -100
+    fit = layout.trainer(folder, max_epochs=2)
+    fit.fit(module, loader, loader)
+    metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
+    return [loss for loss, _ in module.seen], metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "masked"), [(Counts, True), (Prompts, "prompts"), (CollectsForTheEpoch, False)]
+)
+@layouts(CP2, slow=[CP2_MICRO, CP4])
+def test_means_are_over_the_items(
+    layout: Layout, kind: type[Module], masked: str | bool, tmp_path: Path
+) -> None:
+    """Ranks have different numbers of labels, or none; fp32: 1e-5."""
+    losses, metrics = run(SINGLE, _losses, tmp_path, kind, masked)[0]
+    for rank in run(layout, _losses, tmp_path, kind, masked):
+        assert rank[0] == pytest.approx(losses, rel=1e-5)
+        if kind is not Counts:  # which logs a validation loss of all tokens
+            assert rank[1] == pytest.approx(metrics, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def _attend(  # noqa: PLR0917 (called by transformers)
             f"{unsupported[0] if unsupported else 'a mask of its own'}, which cannot be combined "
             "with context_parallel_size above 1. Leave it out, or set context_parallel_size to 1."
         )
+    if key.shape[2] != query.shape[2]:
+        raise ConfigError(
+            f"{type(module).__name__} was called with {key.shape[2]} keys for {query.shape[2]} "
+            "queries: a cache cannot be combined with context_parallel_size above 1. Generate text "
+            "with a model of its own."
+        )
     sequence = SequenceInfo(
         causal=bool(module.is_causal if is_causal is None else is_causal),
         window=None if sliding_window is None else sliding_window - 1,

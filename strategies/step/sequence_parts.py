@@ -1,0 +1,159 @@
+"""Batches whose sequences several ranks share: each runs the step on its part.
+
+The step is the user's own. What it cannot know is added where it calls a model: positions that do
+not begin at 0, documents that begin on other ranks. Attention that would see a rank's part as if it
+were the whole is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.hf_context import check_call
+from megatron_lightning.models.hf_plans import is_transformers_model
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.pipeline.parallel_call import ParallelCall
+from megatron_lightning.pipeline.sequence_arguments import SequenceArguments
+from megatron_lightning.pipeline.sequence_split import SequenceSplit
+from megatron_lightning.strategies.checks.module import sequence_dims_of
+from megatron_lightning.strategies.step.items import counts_items
+from megatron_lightning.strategies.step.scope import Scope
+
+
+class SequenceParts:
+    """Divides the batches of one run, and watches what the step does with its part.
+
+    Attention of this module takes divided sequences only inside of :meth:`divided`, also when the
+    run is over.
+
+    Args:
+        scope: What the run works on.
+        plans: Sharding plans by the paths of their modules.
+    """
+
+    def __init__(self, scope: Scope, plans: Mapping[str, ShardingPlan]) -> None:
+        self._context, self._module = scope.context, scope.module
+        dims = sequence_dims_of(scope.module, getattr(scope.module.trainer, "datamodule", None))
+        part = SequencePart(self._context.cp.rank, self._context.cp.size)
+        tensor_ranks = self._context.tp.size if scope.part.shards_sequence else 1
+        self.split = SequenceSplit(part, dims, tensor_ranks)
+        """Splits batches."""
+        self._plans = {path: plan for path, plan in plans.items() if plan.positions is not None}
+        self._calls = {
+            path: ParallelCall.on(scope.module.get_submodule(path), 1, scope.undo)
+            for path in self._plans
+        }
+        self._attention = bound_attention(scope.module)
+        self._seen: set[str] = set()
+        self._warned: set[str] = set()
+        self._open(is_open=False)
+
+    def _open(self, *, is_open: bool) -> None:
+        for core in self._attention.values():
+            core.takes_parts = is_open
+
+    @contextmanager
+    def divided(self, batch: Any) -> Iterator[Any]:
+        """Yield this rank's part of the sequences of a batch; calls of the models are told their
+        positions.
+        """
+        length = self.split.length(batch)
+        with ExitStack() as during:
+            for path, call in self._calls.items():
+                during.enter_context(call.adding(partial(self._added, path, length)))
+            self._open(is_open=True)
+            during.callback(self._open, is_open=False)
+            yield self.split.split(batch)
+
+    def _added(self, path: str, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments that the call of a model is given, for sequences of ``length``
+        positions.
+        """
+        context, model = self._context, self._module.get_submodule(path)
+        arguments = SequenceArguments(context.cp, self._plans[path], length, context.device)
+        added = arguments(given)
+        if is_transformers_model(model):
+            check_call(model, given, added)
+        return added
+
+    @contextmanager
+    def watched(self, hook: str) -> Iterator[None]:
+        """Around the first run of a hook: attention sees the full sequence.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        if hook in self._seen:
+            yield
+            return
+        self._seen.add(hook)
+        with AttentionWatch(self._module) as watch:
+            yield
+        if hook == "training_step":  # an evaluation may do without the model
+            watch.check()
+        for path, plan in self._plans.items():
+            inside = f"{path}." if path else ""
+            ran = any(called.startswith(inside) for called in watch.called)
+            if plan.positions and ran and not self._calls[path].was_called:
+                model: nn.Module = self._module.get_submodule(path)
+                raise ConfigError(
+                    f"{hook} ran attention of a {type(model).__name__} and did not call the "
+                    "module itself, so that it could not be given the positions of this rank's "
+                    "tokens. Call it, not its parts or its forward; a sharding_plan() belongs to "
+                    "the module that the step calls with tokens. Or set context_parallel_size to "
+                    "1."
+                )
+
+    def unskipped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a training step that may not return None: ranks that wait for the backward of
+        this one would wait forever.
+        """
+
+        def checked(*args: Any) -> Any:
+            output = step(*args)
+            if output is None:
+                raise ConfigError(
+                    "training_step returned None on a rank that shares sequences with "
+                    f"{self._context.cp.size - 1} others, which a batch cannot be skipped on. "
+                    "Return a loss, which weighs nothing with num_items of 0, or set "
+                    "context_parallel_size to 1."
+                )
+            return output
+
+        return checked
+
+    def check_items(self, hook: str, batch: Any, output: Any) -> None:
+        """Check that ranks weigh their means by the tokens that count.
+
+        In evaluation a step may log with ``batch_size``, so that there is a warning, once.
+
+        Raises:
+            ConfigError: In training, if some do not count, and nothing says how many do.
+        """
+        trains = hook == "training_step"
+        if (output is None and trains) or counts_items(self._module, output):
+            return
+        masks = None if hook in self._warned else self.split.masks(batch)
+        if not masks:
+            return
+        advice = (
+            f"the batch has {masks}, so that the {self._context.cp.size} ranks that share a "
+            "sequence may average over different numbers of tokens. Give the module a method "
+            "num_items(batch) that counts them"
+        )
+        if trains:
+            raise ConfigError(
+                f"{advice}, or return {{"
+                '"loss": loss, "num_items": number of tokens in the loss} from training_step.'
+            )
+        self._warned.add(hook)
+        rank_zero_warn(f"{advice}, or log with batch_size=number of tokens, in {hook}.")
