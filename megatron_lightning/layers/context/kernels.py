@@ -53,7 +53,77 @@ class Kernel(Protocol):
 
 def kernel_for(device: torch.device) -> Kernel:
     """Return the kernels of a device."""
-    return _MemoryEfficient() if device.type == "cuda" else _CpuFlash()
+    return _Cuda() if device.type == "cuda" else _CpuFlash()
+
+
+class _Cuda:
+    """Flash attention for blocks without a mask of their own in half precision, else memory-
+    efficient attention.
+    """
+
+    name = "flash attention of CUDA"
+
+    def __init__(self) -> None:
+        self._flash = _CudaFlash()
+        self._masked = _MemoryEfficient()
+
+    def _chosen(self, inputs: Inputs, block: Block) -> Kernel:
+        flash = block.mask != "band" and inputs.q.dtype in (torch.bfloat16, torch.float16)
+        return self._flash if flash else self._masked
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        return self._chosen(inputs, block).forward(inputs, block, scale)
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        return self._chosen(inputs, block).backward(grad, inputs, output, block, scale)
+
+
+class _CudaFlash:
+    """Flash attention; heads of a group use repeated keys."""
+
+    name = "flash attention of CUDA"
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        q, k, v = _repeated(inputs)
+        out, log_sum, *_ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, block.mask == "causal", scale=scale
+        )
+        return Output(out, log_sum)
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        q, k, v = _repeated(inputs)
+        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            output.out.contiguous(),
+            output.log_sum.float().contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            block.mask == "causal",
+            none,
+            none[0],
+            scale=scale,
+        )
+        heads = inputs.q.shape[1] // inputs.k.shape[1]
+        return Inputs(grads[0], _sum_heads(grads[1], heads), _sum_heads(grads[2], heads))
+
+
+def _repeated(inputs: Inputs) -> Inputs:
+    q, k, v = inputs
+    heads = q.shape[1] // k.shape[1]
+    if heads == 1:
+        return inputs
+    return Inputs(q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
 
 
 class _CpuFlash:
@@ -84,7 +154,7 @@ class _CpuFlash:
 
 
 class _MemoryEfficient:
-    """The kernel of CUDA that takes a mask; heads of a group share keys by a repeated view."""
+    """The kernel of CUDA that takes a mask; heads of a group use repeated keys."""
 
     name = "memory-efficient attention of CUDA"
 
@@ -148,7 +218,9 @@ def _mask(block: Block, q: Tensor) -> Tensor | None:
     visible = back >= 0
     if block.window is not None:
         visible &= back <= block.window
-    mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    # Kernels of CUDA read rows that begin at multiples of 16 elements.
+    padded = num_keys + -num_keys % 16
+    mask = torch.zeros(len(visible), padded, dtype=q.dtype, device=q.device)[:, :num_keys]
     return mask.masked_fill_(~visible, -torch.inf)
 
 
