@@ -17,7 +17,12 @@ from megatron_lightning.rules import check_model_layout
 from megatron_lightning.strategies import MegatronStrategy
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NUM_PARAMETERS = {"tiny_cpu": 1_311_872, "gpt2_small": 124_439_808, "llama3_8b": 8_030_261_248}
+NUM_PARAMETERS = {
+    "tiny_cpu": 1_311_872,
+    "tiny_moe_cpu": 1_903_744,
+    "gpt2_small": 124_439_808,
+    "llama3_8b": 8_030_261_248,
+}
 
 
 @pytest.fixture(scope="module")
