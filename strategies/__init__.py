@@ -6,11 +6,13 @@ if __name__ != "megatron_lightning.strategies":
 
 # Not lazily: importing this package is what makes Trainer(strategy="megatron") known.
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.precision import MegatronHalfPrecision, MegatronMixedPrecision
 from megatron_lightning.strategies.step.explicit import run_pipeline
 
 __all__ = [
+    "MegatronFP8Precision",
     "MegatronHalfPrecision",
     "MegatronMixedPrecision",
     "MegatronStrategy",

@@ -25,6 +25,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
@@ -148,6 +149,8 @@ class Run:
         self._part = place_module(
             self.module, self.part, self._ranks.context, self._options, precision
         )
+        if isinstance(precision, MegatronFP8Precision):
+            precision.quantize_layers(self.module, self._ranks.context, self.undo)
 
     # ---------------------------------------------------------------------------------------- setup
 

@@ -18,7 +18,8 @@ Here an operand is the tensor itself. A quantizing gemm makes codes and scales o
 gather sends codes; it inherits from :class:`Gemm`, is assigned to ``layer.gemm``, and holds what a
 layer's scaling needs from step to step. Where scales lie along the contracted dim, the two
 products of one tensor need two operands (``two_sided = False``): the second is made by
-``transposed=True``, of the tensor that the first was made of.
+``transposed=True``, of the tensor that the first was made of. Then a gather may send the tensor
+itself, once, instead of two operands (``gathers_codes = False``).
 
 With ``counts`` [E] the products are *grouped*: the weight is [E, out, in], one matrix an expert,
 and the tokens, sorted by expert, are divided as ``counts`` says.
@@ -79,12 +80,22 @@ class Operand(NamedTuple):
 class Gemm:
     """The products of one layer by torch's own kernels, in the dtype of the activations."""
 
-    two_sided: ClassVar[bool] = True
+    two_sided: bool = True
     """Whether one operand of a tensor serves both products that the tensor is in."""
+    gathers_codes: bool = True
+    """Whether operands are made before they are gathered, instead of after. If not, the products
+    take operands without scales, too, and quantize them."""
     differentiable: ClassVar[bool] = True
     """Whether the gradients are those that autograd derives from ``F.linear``."""
 
-    def operand(self, tensor: Tensor, role: Role, *, transposed: bool = False) -> Operand:
+    def operand(
+        self,
+        tensor: Tensor,
+        role: Role,
+        *,
+        transposed: bool = False,
+        counts: Tensor | None = None,
+    ) -> Operand:
         """Return the operand of ``tensor``.
 
         Args:
@@ -93,8 +104,21 @@ class Gemm:
             role: Which of them.
             transposed: For the product that contracts another dim than the last: ``weight_grad`` of
                 an input or of the output's gradient, ``input_grad`` of a weight.
+            counts: Tokens of each expert [E], for grouped products.
         """
         return Operand(tensor)
+
+    def gather_first(
+        self, tensor: Tensor, axis: SequenceAxis | None
+    ) -> tuple[Tensor, SequenceAxis | None]:
+        """Gather ``tensor``, unless its operands are to be gathered.
+
+        Returns:
+            What to make operands of, and the axis along which they are still to be gathered.
+        """
+        if axis is None or self.gathers_codes:
+            return tensor, axis
+        return Operand(tensor).gather(axis).data, None
 
     def forward(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
@@ -196,10 +220,12 @@ class _Product(torch.autograd.Function):
         counts: Tensor | None,
         scatter: SequenceAxis | None,
     ) -> Tensor:
-        operand = gemm.operand(x, "input")
+        operand = gemm.operand(x, "input", counts=counts)
         kept: Operand | tuple[None, None] = (None, None)
         if owner is not None or ctx.needs_input_grad[1]:
-            kept = operand if gemm.two_sided else gemm.operand(x, "input", transposed=True)
+            kept = operand
+            if not gemm.two_sided:
+                kept = gemm.operand(x, "input", transposed=True, counts=counts)
         ctx.save_for_backward(*kept, weight, counts)
         ctx.gemm = gemm
         ctx.owner = owner
@@ -216,12 +242,14 @@ class _Product(torch.autograd.Function):
         x, gemm, owner, scatter = Operand(*kept), ctx.gemm, ctx.owner, ctx.scatter
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
-        operand = gemm.operand(grad, "output_grad").gather(scatter)
+        source, axis = gemm.gather_first(grad, scatter)
+        operand = gemm.operand(source, "output_grad", counts=counts).gather(axis)
         if need_x:
             w = gemm.operand(weight, "weight", transposed=True)
             grad_x = gemm.input_grad(operand, w, counts)
         if not gemm.two_sided and (need_weight or owner is not None):
-            operand = gemm.operand(grad, "output_grad", transposed=True).gather(scatter)
+            operand = gemm.operand(source, "output_grad", transposed=True, counts=counts)
+            operand = operand.gather(axis)
         if need_weight:
             grad_weight = gemm.weight_grad(operand, x, counts)
         elif owner is not None:

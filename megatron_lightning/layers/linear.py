@@ -54,14 +54,17 @@ class _ColumnLinear(torch.autograd.Function):
         group: AxisGroup,
         axis: SequenceAxis | None,
     ) -> Tensor:
-        operand = gemm.operand(x, "input")
-        full = operand.gather(axis)
+        source, left = gemm.gather_first(x, axis)
+        operand = gemm.operand(source, "input")
+        full = operand.gather(left)
         y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
         ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
         needed = owner is not None or ctx.needs_input_grad[1]
-        if needed and not gemm.two_sided:
-            operand = gemm.operand(x, "input", transposed=True)
-            full = operand if ctx.gathers else operand.gather(axis)
+        if needed and ctx.gathers and not gemm.gathers_codes:
+            operand = Operand(x)  # quantized when it has been gathered again
+        elif needed and not gemm.two_sided:
+            operand = gemm.operand(source, "input", transposed=True)
+            full = operand if ctx.gathers else operand.gather(left)
         kept = operand if ctx.gathers else full
         ctx.save_for_backward(*(kept if needed else (None, None)), weight)
         ctx.gemm = gemm

@@ -42,16 +42,19 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """
     process_group = _group(group)
     gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    result = gathered
+    if x.element_size() == 1:  # gloo does not know torch's 8-bit floats
+        x, gathered = x.view(torch.uint8), gathered.view(torch.uint8)
     if not _is_direct(x):
         compat.all_gather(gathered, x, process_group)
-        return gathered
+        return result
     own, chunks = dist.get_rank(process_group), gathered.chunk(size)
     messages = Messages(
         process_group, {rank: (x, chunks[rank]) for rank in range(size) if rank != own}
     )
     chunks[own].copy_(x)
     messages.wait()
-    return gathered
+    return result
 
 
 @torch.library.custom_op(

@@ -6,6 +6,7 @@ The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
+``quantization-rng`` (seed + 100 pp + 8191 + tp) is ours: the bits of stochastic rounding.
 Ranks that hold other parts of a sequence draw from seeds of their own, except for experts, which
 see the tokens of many ranks. Two more streams are ours, equal on all ranks and on the CPU; they
 give the seeds of forwards, so that an evaluation does not change what training draws:
@@ -26,6 +27,8 @@ import torch
 
 EXPERTS = "expert-parallel-rng"
 """Stream of the experts, equal on the ranks that hold the same ones."""
+QUANTIZATION = "quantization-rng"
+"""Stream of stochastic rounding."""
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -96,6 +99,7 @@ class RngStreams:
             "model-parallel-rng": self._seeded(base + 2718 + tp_rank),
             EXPERTS: self._seeded(stage + 1024 + 100 * ep_rank + etp_rank),
             "data-parallel-rng": self._seeded(base),
+            QUANTIZATION: self._seeded(base + 8191 + tp_rank),
             "training-seeds": torch.Generator().manual_seed(seed).get_state(),
             "evaluation-seeds": torch.Generator().manual_seed(seed + 1).get_state(),
         }

@@ -21,6 +21,12 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
         ConfigError: If it is not known to be right for the parts of a model on several ranks.
     """
     precision = getattr(plugin, "precision", "32-true")
+    if world_size > 1 and str(precision).startswith("transformer-engine"):
+        raise ConfigError(
+            f"precision={precision!r} is Lightning's, which replaces layers by Transformer "
+            f"Engine's for one device, and here are {world_size} ranks, whose layers are parallel "
+            "ones. Set plugins=[MegatronFP8Precision(recipe=FP8Recipe(...))] instead of it."
+        )
     if world_size > 1 and precision not in SUPPORTED_PRECISION:
         raise ConfigError(
             f"precision={precision!r} of {type(plugin).__name__} is not supported on {world_size} "

@@ -50,9 +50,16 @@ class _Coded(Gemm):
     differentiable = False
 
     def __init__(self, two_sided: bool) -> None:
-        self.two_sided = two_sided  # type: ignore[misc]
+        self.two_sided = two_sided
 
-    def operand(self, tensor: Tensor, role: Role, *, transposed: bool = False) -> Operand:
+    def operand(
+        self,
+        tensor: Tensor,
+        role: Role,
+        *,
+        transposed: bool = False,
+        counts: Tensor | None = None,
+    ) -> Operand:
         scale = -0.5 if transposed and not self.two_sided else 2.0
         codes = (tensor / scale).half()
         shape = (*tensor.shape[:-1], 1) if role == "input" else ()

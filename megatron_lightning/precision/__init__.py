@@ -1,0 +1,22 @@
+"""Layers whose products take numbers of 8 or 4 bits: recipes, formats, and a backend for any
+device.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron_lightning._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megatron_lightning.precision.quantization import dequantize, quantize
+    from megatron_lightning.precision.recipes import FP8Recipe
+
+__all__ = ["FP8Recipe", "dequantize", "quantize"]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "FP8Recipe": "megatron_lightning.precision.recipes",
+        "dequantize": "megatron_lightning.precision.quantization",
+        "quantize": "megatron_lightning.precision.quantization",
+    },
+)

@@ -1,0 +1,206 @@
+"""Give the layers of a module the products that a recipe names.
+
+Linear layers (plain and parallel ones) and experts can be quantized. By default all are, but for
+output layers and routers, whose errors go straight into the loss and into the choice of experts.
+Only ``layer.gemm`` is set, and the class of a plain ``nn.Linear``, which otherwise multiplies by
+itself: names, parameters and checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.linear import VocabParallelLinear
+from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.layers.split_backward import SplitLinear, Splittable
+from megatron_lightning.layers.transposed import (
+    TransposedColumnParallelLinear,
+    TransposedRowParallelLinear,
+)
+from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
+from megatron_lightning.precision.emulation import EmulatedGemm
+from megatron_lightning.precision.recipes import FP8Recipe
+
+if TYPE_CHECKING:
+    from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+
+_IN_BF16 = ("**output_layer", "**lm_head", "**score", "**classifier", "**router", "**gate")
+"""Paths of output layers and routers, as models name them."""
+
+
+class QuantizedLinear(SplitLinear):
+    """An ``nn.Linear`` that multiplies by its ``gemm``; a layer becomes one, and plain again, by a
+    change of class.
+    """
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which layers of a rank's part are quantized."""
+
+    quantized: dict[str, EmulatedGemm]
+    """Path of a layer -> its products."""
+    in_bf16: list[str]
+    """Paths of the linear layers that are not, by the recipe."""
+    others: list[str]
+    """Paths of modules that multiply by matrices of their own, and cannot be quantized."""
+
+    def describe(self) -> str:
+        """Return a sentence for the log."""
+        kinds: dict[str, int] = {}
+        for gemm in self.quantized.values():
+            kinds[gemm.recipe.scaling] = kinds.get(gemm.recipe.scaling, 0) + 1
+        counts = ", ".join(f"{count} by {scaling}" for scaling, count in kinds.items()) or "none"
+        return (
+            f"quantized layers on this rank: {counts}. In bf16: {_listed(self.in_bf16)}."
+            f"{f' Cannot be quantized: {_listed(self.others)}.' if self.others else ''}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return (", ".join(names[:4]) + (f" and {len(names) - 4} more" * (len(names) > 4))) or "none"
+
+
+def apply_recipe(
+    module: nn.Module,
+    recipe: FP8Recipe,
+    context: ParallelContext | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Assignment:
+    """Quantize the layers of ``module`` that ``recipe`` names; :func:`remove_recipe` undoes it.
+
+    Args:
+        module: The full module, or this rank's part of it.
+        recipe: The recipe.
+        context: Groups of this rank; None: the module is full.
+        dtype: Dtype of the results of products.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, or no layer is quantized.
+    """
+    paths = [path for path, _ in module.named_modules() if path]
+    unused = describe_unused(list(recipe.modules), paths)
+    if unused:
+        raise ConfigError(
+            f"modules of the recipe has patterns that match no module of "
+            f"{type(module).__name__}: {'; '.join(unused)}. Correct or remove them."
+        )
+    kept = _kept_layers(module, recipe)
+    layers = _linears(module)
+    found = {path: _recipe_of(path, layer, recipe, kept) for path, layer in layers.items()}
+    if not any(found.values()):
+        raise ConfigError(
+            f"the recipe quantizes no layer of {type(module).__name__}, which has "
+            f"{len(found)} linear layers. Remove the plugin, or the rows that exclude them."
+        )
+    present = dict(present_modules(module))
+    quantized = {
+        path: _quantize(present[path], own, context, dtype)
+        for path, own in found.items()
+        if own is not None and path in present
+    }
+    in_bf16 = [path for path in found if path in present and path not in quantized]
+    others = [
+        path
+        for path, child in present.items()
+        if path not in found
+        and not isinstance(child, nn.Embedding)
+        and not hasattr(child, "gemm")
+        and any(p.ndim > 1 for p in child.parameters(recurse=False))
+    ]
+    return Assignment(quantized, in_bf16, others)
+
+
+def remove_recipe(module: nn.Module) -> None:
+    """Undo :func:`apply_recipe`."""
+    for child in module.modules():
+        if isinstance(vars(child).get("gemm"), EmulatedGemm):
+            del child.gemm
+        if type(child) is QuantizedLinear:
+            child.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that can be quantized, also those that other pipeline ranks hold."""
+    kinds = (Splittable, TransposedColumnParallelLinear, TransposedRowParallelLinear)
+    modules: Iterator[tuple[str, nn.Module]] = module.named_modules()
+    return {
+        path: child
+        for path, child in modules
+        if type(child) is nn.Linear or issubclass(type(child), kinds)
+    }
+
+
+def _recipe_of(
+    path: str, layer: nn.Module, recipe: FP8Recipe, kept: tuple[str, ...]
+) -> FP8Recipe | None:
+    """Return the recipe of a layer; None: bf16."""
+    for pattern, row in recipe.rows.items():
+        if compile_pattern(pattern).fullmatch(path):
+            return row
+    if isinstance(layer, VocabParallelLinear):
+        return None
+    if any(compile_pattern(pattern).fullmatch(path) for pattern in _IN_BF16):
+        return None
+    return None if path.startswith(kept) else recipe
+
+
+def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
+    """Return the prefixes of the paths in the first and last layers that stay in bf16.
+
+    Layers are the entries of the longest list of modules, which are keyed by numbers; on a pipeline
+    rank it keeps the entries of all ranks.
+    """
+    first, last = recipe.num_layers_at_start_in_bf16, recipe.num_layers_at_end_in_bf16
+    if not first + last:
+        return ()
+    kinds = nn.ModuleList | nn.ModuleDict
+    lists = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, kinds) and all(name.isdecimal() for name in child._modules)
+    }
+    if not lists:
+        raise ConfigError(
+            f"num_layers_at_start_in_bf16={first} and num_layers_at_end_in_bf16={last}, and "
+            f"{type(module).__name__} has no list of layers. Name them in modules of the recipe: "
+            '{"path.of.layer.**": "bf16"}.'
+        )
+    path, layers = max(lists.items(), key=lambda item: len(item[1]))
+    names = list(layers._modules)
+    chosen = [*names[:first], *names[len(names) - last :]]
+    return tuple(f"{path}.{name}." for name in chosen)
+
+
+def _quantize(
+    layer: nn.Module, recipe: FP8Recipe, context: ParallelContext | None, dtype: torch.dtype
+) -> EmulatedGemm:
+    if type(layer) is nn.Linear:
+        layer.__class__ = QuantizedLinear
+    group = _sharing(layer, context)
+    streams = None if context is None else context.rng
+    gemm = EmulatedGemm(recipe, dtype=dtype, group=group, streams=streams)
+    layer.gemm = gemm  # type: ignore[assignment]
+    return gemm
+
+
+def _sharing(layer: nn.Module, context: ParallelContext | None) -> AxisGroup | None:
+    """Return the ranks that hold parts of the layer's tensors; None: this one alone."""
+    if context is None:
+        return None
+    group: AxisGroup | None = None
+    if isinstance(layer, GroupedLinear):
+        group = context.etp
+    elif isinstance(getattr(layer, "group", None), type(context.tp)):
+        group = layer.group  # type: ignore[assignment]
+    elif any("tp" in spec.partial_over for spec in getattr(layer, "shard_specs", {}).values()):
+        group = context.tp  # of sequence shards
+    return group if group is not None and group.size > 1 else None

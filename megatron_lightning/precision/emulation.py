@@ -1,0 +1,252 @@
+"""Products of quantized operands on any device: the recipe's codes and scales, multiplied in fp32.
+
+    y = cast(sum_k  (code_x * scale_x) * (code_w * scale_w))        in fp32 until the cast
+
+Codes times scales are exact in fp32 for powers of two and for e4m3 scales, and rounded to 24 bits
+else; GPUs differ from this in the order of the sum, and Hopper's also in its accumulator of fewer
+bits. The gradients are those of the straight-through estimator: of the product of the quantized
+operands, with the quantized gradient; rounding has the derivative 1.
+
+Per-tensor scales make one operand for both products of a tensor (``two_sided``), which is gathered
+as codes. Blocks lie along the contracted dim, so inputs and gradients need a second operand with
+blocks of tokens. Two gathers of codes would send as much as one of 16-bit values, so those are
+gathered, and each rank quantizes what a single one would (``gathers_codes = False``).
+
+Grouped products scale every expert for itself. Tokens of an expert are padded with zeros to whole
+blocks, where blocks lie along the tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.compat import is_in_backward
+from megatron_lightning.layers.gemm import Gemm, Operand, Role, rows
+from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.rng import QUANTIZATION, RngStreams
+from megatron_lightning.precision.formats import cast
+from megatron_lightning.precision.groups import (
+    amax_of_experts,
+    expert_of_rows,
+    pad_experts,
+    padded_counts,
+)
+from megatron_lightning.precision.hadamard import rotate
+from megatron_lightning.precision.history import make_histories
+from megatron_lightning.precision.quantization import TwoLevelScales, block_of, encode
+from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.precision.scaling import Block, values_of
+
+
+class EmulatedGemm(Gemm):
+    """Products of a layer by a recipe.
+
+    Args:
+        recipe: The recipe.
+        dtype: Dtype of the results.
+        group: Ranks that hold parts of the layer's tensors, and agree on the largest values of
+            tensors; None: one rank has all.
+        streams: Random streams, for stochastic rounding; None: torch's default generator.
+    """
+
+    differentiable = False
+
+    def __init__(
+        self,
+        recipe: FP8Recipe,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        group: AxisGroup | None = None,
+        streams: RngStreams | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.dtype = dtype
+        self.group = group
+        self.streams = streams
+        self.two_sided = recipe.is_per_tensor
+        self.gathers_codes = recipe.is_per_tensor
+        self.histories = make_histories(recipe)
+        self.notes = True
+        """Whether largest values enter the history; not in evaluation."""
+
+    def __repr__(self) -> str:
+        return f"EmulatedGemm({self.recipe.scaling}, {self.recipe.format})"
+
+    # ------------------------------------------------------------------------------------- operands
+
+    def operand(
+        self,
+        tensor: Tensor,
+        role: Role,
+        *,
+        transposed: bool = False,
+        counts: Tensor | None = None,
+    ) -> Operand:
+        """Return codes and scales; see the base class. The second operand of an input or gradient
+        is a matrix of tokens [t, n], which may be padded.
+        """
+        if role == "weight":
+            # As autocast does, unless the weight's gradient is deferred.
+            tensor = tensor.to(self.dtype)
+        with torch.no_grad(), _exact(tensor):
+            if self.recipe.scaling == "delayed":
+                return self._by_history(tensor, role, first=not transposed)
+            second = transposed and self._has_second(role)
+            x = tensor if role == "weight" else rows(tensor)
+            experts = None
+            if role != "weight":
+                if counts is not None:
+                    x, experts = self._by_expert(x, counts, second)
+                if second and self._rotates:
+                    x = rotate(x)
+            codes, scales = self._encode(x, role, second, experts)
+            if role == "weight" or second:
+                return Operand(codes, scales)
+            if scales.ndim:
+                scales = scales.reshape(*tensor.shape[:-1], scales.shape[-1])
+            return Operand(codes.reshape(tensor.shape), scales)
+
+    def _has_second(self, role: Role) -> bool:
+        """Whether the second product of a tensor takes another operand."""
+        return not self.recipe.is_per_tensor and not self.recipe.is_square(role)
+
+    @property
+    def _rotates(self) -> bool:
+        return self.recipe.scaling == "nvfp4" and self.recipe.random_hadamard_transform
+
+    def _block(self, role: Role, second: bool, grouped: bool) -> Block:
+        """Return what shares a scale; that of an expert is the same in each of its rows."""
+        block = block_of(self.recipe, role, transposed=second)
+        return Block(1, block.columns) if grouped and block.rows is None else block
+
+    def _by_expert(
+        self, x: Tensor, counts: Tensor, second: bool
+    ) -> tuple[Tensor, tuple[Tensor, int]]:
+        """Return rows in whole blocks of one expert each, the expert of each row, and how many
+        experts there are.
+        """
+        size = self._token_block if second else None
+        if size is not None:
+            x = pad_experts(x, counts, size)
+            counts = padded_counts(counts, size, len(x))
+        return x, (expert_of_rows(counts, len(x)), len(counts))
+
+    @property
+    def _token_block(self) -> int | None:
+        """Tokens that share a scale in second operands; None: all of an expert."""
+        return block_of(self.recipe, "input", transposed=True).rows
+
+    def _encode(
+        self, x: Tensor, role: Role, second: bool, experts: tuple[Tensor, int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of the matrices [..., R, C]."""
+        block = self._block(role, second, experts is not None)
+        amax = self._shared_amax(x, role, block, experts)
+        random = self._random(x) if role == "output_grad" else None
+        codes, scales = encode(x, self.recipe, role, block, shared_amax=amax, random=random)
+        if isinstance(scales, TwoLevelScales):
+            scales = scales.blocks.float() * scales.tensor
+        if self.recipe.is_per_tensor and x.ndim == 2 and experts is None:
+            scales = scales.reshape(())
+        return codes, scales
+
+    def _shared_amax(
+        self, x: Tensor, role: Role, block: Block, experts: tuple[Tensor, int] | None
+    ) -> Tensor | None:
+        """Return the largest values of what no block of this rank holds alone: of the tensor, or of
+        an expert's rows; in a shape that extends to the scales'. None: there is nothing such.
+        """
+        scaling = self.recipe.scaling
+        of_tensor = self.recipe.is_per_tensor or scaling == "nvfp4"
+        if experts is None:
+            dims = (-2, -1) if x.ndim == 3 else None
+            return self._over_ranks(_amax(x, dims)) if of_tensor else None
+        if not of_tensor and not (scaling == "rowwise" and block.columns == 1):
+            return None
+        amax = x.abs().float()
+        amax = amax.amax(dim=1, keepdim=True) if of_tensor else amax
+        index, num_experts = experts
+        return self._over_ranks(amax_of_experts(amax, index, num_experts))[index[:: block.rows]]
+
+    def _over_ranks(self, amax: Tensor) -> Tensor:
+        return amax if self.group is None else all_reduce(amax, self.group, "max")
+
+    def _random(self, x: Tensor) -> Tensor | None:
+        """Return uniform numbers for stochastic rounding; None: round to the nearest."""
+        if self.recipe.scaling != "nvfp4" or not self.recipe.stochastic_rounding:
+            return None
+        with nullcontext() if self.streams is None else self.streams.fork(QUANTIZATION):
+            return torch.rand(x.shape, device=x.device)
+
+    def _by_history(self, tensor: Tensor, role: Role, *, first: bool) -> Operand:
+        """Return the operand with the scale of the history, and note the largest value."""
+        history, name = self.histories[role], self.recipe.code_format(role)
+        amax = _amax(tensor).reshape(())
+        # A recomputed forward runs in backward, as the second operand of a weight is made there.
+        if self.notes and first and (role == "output_grad" or not is_in_backward()):
+            history.note(amax)
+        factor = history.factor.to(tensor.device)
+        scale = factor.reciprocal().where(amax.isfinite(), torch.nan)
+        return Operand(cast(tensor.float() * factor, name), scale)
+
+    # ------------------------------------------------------------------------------------- products
+
+    def _values(
+        self, operand: Operand, role: Role, counts: Tensor | None, *, second: bool = False
+    ) -> Tensor:
+        """Return the fp32 values of an operand; one without scales is quantized first."""
+        if operand.scales is None:
+            operand = self.operand(operand.data, role, transposed=second, counts=counts)
+        codes, scales = operand.data, operand.scales
+        if scales is None or scales.ndim == 0:
+            return codes.float() * (1.0 if scales is None else scales)
+        grouped = counts is not None and role != "weight"
+        block = self._block(role, second and self._has_second(role), grouped)
+        if role == "weight" or codes.ndim == 2:
+            return values_of(codes, scales, block)
+        return values_of(rows(codes), rows(scales), block).reshape(codes.shape)
+
+    def forward(
+        self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """See the base class."""
+        with _exact(x.data):
+            inputs = Operand(self._values(x, "input", counts))
+            values = Operand(self._values(weight, "weight", counts))
+            y = super().forward(inputs, values, bias, counts)
+        return y.to(self.dtype)
+
+    def input_grad(self, grad: Operand, weight: Operand, counts: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        with _exact(grad.data):
+            values = self._values(weight, "weight", counts, second=True)
+            gradient = Operand(self._values(grad, "output_grad", counts))
+            dx = super().input_grad(gradient, Operand(values), counts)
+        return dx.to(self.dtype)
+
+    def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        with _exact(grad.data):
+            left = self._values(grad, "output_grad", counts, second=True)
+            right = self._values(x, "input", counts, second=True)
+            size = self._token_block
+            if counts is not None and size is not None:
+                counts = padded_counts(counts, size, len(left))
+            dw = super().weight_grad(Operand(left), Operand(right), counts)
+        return dw.to(self.dtype)
+
+
+def _exact(tensor: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which products keep fp32."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _amax(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """Return the largest absolute value [.., 1, 1], over all dims or some; 0 of none."""
+    if not x.numel():
+        return x.new_zeros((1, 1), dtype=torch.float32)
+    return x.abs().amax(dim=dims or tuple(range(x.ndim)), keepdim=True).float()

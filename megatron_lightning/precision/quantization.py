@@ -1,0 +1,160 @@
+"""Quantize a tensor by a recipe: data, and the scales that belong to it.
+
+Shapes: x [..., n].
+
+    scaling           data                      scales
+    delayed, current  e4m3 or e5m2 [..., n]     fp32 []
+    rowwise           e4m3 [..., n]             fp32 [..., 1]
+    blockwise         e4m3 [..., n]             fp32 [..., ceil(n / 128)]
+    mxfp8             e4m3 [..., n]             e8m0 [..., ceil(n / 32)]
+    nvfp4             uint8 [..., ceil(n / 2)]  e4m3 [..., ceil(n / 16)], and fp32 []
+
+of an input or a gradient; the blocks of a weight [out, in] are 128 x 128 (blockwise) and 16 x 16
+(nvfp4), with scales [ceil(out / 128), ceil(in / 128)] and so on. Two codes of nvfp4 share a byte,
+the first in the low bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision.formats import pack_e2m1, unpack_e2m1
+from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe, Role
+from megatron_lightning.precision.scaling import (
+    Block,
+    amax_of,
+    apply_factors,
+    from_blocks,
+    mx_scales,
+    scales_of,
+    to_blocks,
+    two_level_scales,
+    values_of,
+)
+
+
+class TwoLevelScales(NamedTuple):
+    """Scales of 4-bit codes: a value is code x block scale x tensor scale."""
+
+    blocks: Tensor
+    """e4m3, one a block."""
+    tensor: Tensor
+    """fp32, one a tensor."""
+
+
+def block_of(recipe: FP8Recipe, role: Role, *, transposed: bool = False) -> Block:
+    """Return the block of a matrix that shares a scale.
+
+    Args:
+        recipe: The recipe.
+        role: Role of the tensor.
+        transposed: Whether products contract its rows instead of its columns.
+    """
+    if recipe.is_per_tensor:
+        return Block(None, None)
+    size = BLOCK_SIZES.get(recipe.scaling)
+    if recipe.is_square(role):
+        return Block(size, size)
+    return Block(size, 1) if transposed else Block(1, size)
+
+
+def encode(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    block: Block,
+    *,
+    shared_amax: Tensor | None = None,
+    random: Tensor | None = None,
+) -> tuple[Tensor, Tensor | TwoLevelScales]:
+    """Return codes of the matrices [..., R, C], and their scales [..., nR, nC].
+
+    Args:
+        x: The matrices.
+        recipe: The recipe.
+        role: Role of the tensor.
+        block: What shares a scale.
+        shared_amax: Largest absolute values of what a scale covers beyond its block here, in a
+            shape that extends to [..., nR, nC]: of the tensor with nvfp4, else in place of the
+            blocks' own.
+        random: See :func:`~megatron_lightning.precision.formats.cast`.
+    """
+    blocks, name = to_blocks(x, block), recipe.code_format(role)
+    amax = amax_of(blocks)
+    scales: Tensor | TwoLevelScales
+    if recipe.scaling == "nvfp4":
+        shared_amax = amax.amax() if shared_amax is None else shared_amax
+        factor, inner, outer = two_level_scales(amax, shared_amax)
+        scales = TwoLevelScales(inner, outer)
+    elif recipe.scaling == "mxfp8":
+        factor, scales = mx_scales(amax, name)
+    else:
+        amax = amax if shared_amax is None else shared_amax.expand(amax.shape)
+        factor, scales = scales_of(amax, name, power_of_two=recipe.rounds_scales)
+    if random is not None:
+        random = to_blocks(random, block)
+    return from_blocks(apply_factors(blocks, factor, name, random), *x.shape[-2:]), scales
+
+
+def quantize(
+    x: Tensor, recipe: FP8Recipe, role: Role = "input"
+) -> tuple[Tensor, Tensor | TwoLevelScales]:
+    """Return ``(data, scales)`` of ``x`` [..., n], rounded to the nearest, as the table above says.
+
+    Delayed scaling has no history here: the tensor is its own. Of the recipe's margin, layers and
+    patterns only the margin applies.
+
+    Args:
+        x: Floating tensor with at least one dim; a weight has two or more.
+        recipe: The recipe.
+        role: Whether ``x`` is an input, a weight or an output's gradient.
+    """
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ConfigError(
+            f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype} is to be quantized; it must "
+            "be a floating tensor with at least one dim."
+        )
+    matrix = x if role == "weight" and x.ndim > 1 else x.reshape(-1, x.shape[-1])
+    block = block_of(recipe, role)
+    amax = None
+    if recipe.margin:
+        amax = matrix.float().abs().amax() * 2.0**recipe.margin
+    codes, scales = encode(matrix, recipe, role, block, shared_amax=amax)
+    codes = codes.reshape(x.shape)
+    if isinstance(scales, TwoLevelScales):
+        inner = scales.blocks
+        inner = inner if matrix is x else inner.reshape(*x.shape[:-1], -1)
+        return pack_e2m1(codes), TwoLevelScales(inner, scales.tensor)
+    if recipe.is_per_tensor:
+        return codes, scales.flatten()[0]
+    return codes, scales if matrix is x else scales.reshape(*x.shape[:-1], -1)
+
+
+def dequantize(
+    data: Tensor,
+    scales: Tensor | TwoLevelScales,
+    recipe: FP8Recipe,
+    role: Role = "input",
+    *,
+    size: int | None = None,
+) -> Tensor:
+    """Return the fp32 values of what :func:`quantize` made.
+
+    Args:
+        data: Codes.
+        scales: Their scales.
+        recipe: The recipe.
+        role: As for :func:`quantize`.
+        size: Extent of the last dim (nvfp4, where it is odd).
+    """
+    if isinstance(scales, TwoLevelScales):
+        data = unpack_e2m1(data, 2 * data.shape[-1] if size is None else size)
+        scales = scales.blocks.float() * scales.tensor
+    if scales.ndim == 0:
+        return data.float() * scales
+    matrix = data if role == "weight" and data.ndim > 1 else data.reshape(-1, data.shape[-1])
+    flat = scales if matrix is data else scales.reshape(-1, scales.shape[-1])
+    return values_of(matrix, flat, block_of(recipe, role)).reshape(data.shape)

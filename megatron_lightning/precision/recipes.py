@@ -1,0 +1,197 @@
+"""Recipes: which layers are quantized, in which format, and what shares a scale. No torch here.
+
+A code times its *scale* is a value. Recipes differ in how many values share one, along the dim
+that the product contracts:
+
+    delayed     the tensor; the scale comes from earlier micro-batches
+    current     the tensor
+    rowwise     a row
+    blockwise   128 values; of weights 128 x 128        (DeepSeek-V3, arXiv:2412.19437)
+    mxfp8       32 values, a power of two               (OCP Microscaling Formats 1.0)
+    nvfp4       16 values; of weights 16 x 16           (arXiv:2509.25149)
+
+The arithmetic is Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.errors import ConfigError
+
+Format = Literal["e4m3", "hybrid"]
+Scaling = Literal["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+AmaxAlgorithm = Literal["max", "most_recent"]
+Role = Literal["input", "weight", "output_grad"]
+
+BLOCK_SIZES: Mapping[str, int] = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+"""Values that share a scale, for recipes with blocks."""
+_PER_TENSOR = ("delayed", "current")
+_KITCHEN = (
+    "Kitchen, NVIDIA's library of experimental recipes, is not public and not part of this package."
+)
+_LEFT_OUT: Mapping[tuple[str, str], str] = {
+    ("scaling", "kitchen"): f"{_KITCHEN} Set it to nvfp4 or mxfp8.",
+    ("scaling", "tensorwise"): "That is Megatron's name of current scaling. Set it to current.",
+    ("scaling", "custom"): "Recipes of your own are not supported. Set it to one of "
+    f"{', '.join(get_args(Scaling))}.",
+    ("format", "e5m2"): "Activations and weights would keep two bits. Set it to hybrid, which "
+    "takes e5m2 for gradients.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Recipe:
+    """How linear layers and experts are quantized.
+
+    Output layers and routers stay in bf16 unless ``modules`` names them.
+
+    Raises:
+        ConfigError: If values are unknown or contradict each other.
+    """
+
+    format: Format = "e4m3"
+    """Codes of 8 bits: ``hybrid`` takes e5m2 for gradients and e4m3 for the rest (delayed and
+    current scaling only). ``nvfp4`` has codes of its own."""
+    scaling: Scaling = "blockwise"
+    """What shares a scale; see the table above."""
+    power_of_two_scales: bool | None = None
+    """Whether scales are powers of two, rounded up; None: for blocks of 8-bit codes. Those of
+    ``mxfp8`` always are, those of ``nvfp4`` never."""
+    margin: int = 0
+    """Binary places left free above the largest value that is expected (delayed scaling)."""
+    amax_history_len: int = 1024
+    """Micro-batches whose largest values are kept (delayed scaling)."""
+    amax_compute_algo: AmaxAlgorithm = "max"
+    """Which of them gives the scale: the largest or the latest (delayed scaling)."""
+    num_layers_at_start_in_bf16: int = 0
+    """Layers at the start of the model that stay in bf16 (not with delayed scaling)."""
+    num_layers_at_end_in_bf16: int = 0
+    """Layers at its end that do."""
+    weight_2d_scaling: bool = True
+    """Whether a scale of weights covers 16 x 16 values instead of 16 (nvfp4)."""
+    random_hadamard_transform: bool = True
+    """Whether both operands of weight gradients are rotated, which spreads outliers over 16 tokens
+    (nvfp4)."""
+    stochastic_rounding: bool = True
+    """Whether gradients are rounded at random, without bias; the bits come from a stream that
+    checkpoints save (nvfp4)."""
+    modules: Mapping[str, Any] = field(default_factory=dict)
+    """Pattern of module paths -> another recipe, or "bf16"; the first that matches wins. ``*``
+    matches one path segment, ``**`` any number."""
+    fp8_param: bool = False
+    """Keep parameters quantized; not supported."""
+    fp8_param_gather: bool = False
+    """Gather parameters quantized; not supported."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("scaling", Scaling), ("format", Format)):
+            value = getattr(self, name)
+            if (name, value) in _LEFT_OUT:
+                raise ConfigError(f"{name} is {value!r}. {_LEFT_OUT[name, value]}")
+            check_choice(name, value, get_args(choices))
+        check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))
+        check_counts(self, "amax_history_len")
+        self._check_layers()
+        self._check_scaling()
+        for pattern in self.modules:
+            self._row(pattern)
+
+    def _check_layers(self) -> None:
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "margin"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of 0 or more.")
+        kept = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
+        if kept and self.scaling == "delayed":
+            raise ConfigError(
+                f"{kept} layers at the start and end are to stay in bf16 with scaling=delayed, "
+                "whose histories cover all layers. Set scaling to current, or the numbers to 0."
+            )
+
+    def _check_scaling(self) -> None:
+        scaling = self.scaling
+        if self.format == "hybrid" and scaling not in _PER_TENSOR:
+            raise ConfigError(
+                f"format is hybrid with scaling={scaling}: with scales for rows or blocks, e4m3 "
+                'has the range that gradients need. Set format to "e4m3", or scaling to '
+                f"{' or '.join(_PER_TENSOR)}."
+            )
+        if scaling != "delayed":
+            defaults = {f.name: f.default for f in fields(self)}
+            for name in ("margin", "amax_history_len", "amax_compute_algo"):
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r} with scaling={scaling}, which has no "
+                        "history. Set scaling to delayed, or remove it."
+                    )
+        fixed = {"mxfp8": True, "nvfp4": False}.get(scaling)
+        if fixed is not None and self.power_of_two_scales not in (None, fixed):
+            raise ConfigError(
+                f"power_of_two_scales is {self.power_of_two_scales} with scaling={scaling}, whose "
+                f"format says {fixed}. Remove it, or set scaling to blockwise."
+            )
+        for name, instead in (
+            ("fp8_param", "bf16-true weights with fp32 main params (precision bf16-true)"),
+            ("fp8_param_gather", "data_parallel=fsdp, which gathers parameters in bf16"),
+        ):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is True: parameters are quantized for each product, and neither kept "
+                    f"nor gathered so. Set it to False; what saves memory now is {instead}."
+                )
+
+    def _row(self, pattern: str) -> FP8Recipe | None:
+        """Return the recipe of a pattern; None: bf16."""
+        value = self.modules[pattern]
+        if value == "bf16":
+            return None
+        if isinstance(value, Mapping):
+            value = FP8Recipe(**value)
+        if not isinstance(value, FP8Recipe):
+            raise ConfigError(
+                f"modules[{pattern!r}] is {value!r}; it must be a recipe or the word bf16."
+            )
+        if value.modules:
+            raise ConfigError(
+                f"the recipe of modules[{pattern!r}] has patterns of its own. Write them as rows "
+                "of the outer recipe, the narrower ones first."
+            )
+        return value
+
+    @property
+    def rows(self) -> dict[str, FP8Recipe | None]:
+        """Pattern -> recipe, or None for bf16."""
+        return {pattern: self._row(pattern) for pattern in self.modules}
+
+    @property
+    def has_history(self) -> bool:
+        """Whether a scale, of any row, comes from earlier micro-batches."""
+        rows = [row for row in self.rows.values() if row is not None]
+        return any(recipe.scaling == "delayed" for recipe in (self, *rows))
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether a tensor has one scale, so that one operand serves both of its products."""
+        return self.scaling in _PER_TENSOR
+
+    @property
+    def rounds_scales(self) -> bool:
+        """Whether scales are powers of two."""
+        if self.power_of_two_scales is None:
+            return self.scaling in ("blockwise", "mxfp8")
+        return self.power_of_two_scales
+
+    def code_format(self, role: Role) -> Literal["e4m3", "e5m2", "e2m1"]:
+        """Return the format of the codes of a tensor in this role."""
+        if self.scaling == "nvfp4":
+            return "e2m1"
+        return "e5m2" if self.format == "hybrid" and role == "output_grad" else "e4m3"
+
+    def is_square(self, role: Role) -> bool:
+        """Whether blocks extend over both dims, so that one operand serves both products."""
+        square = self.scaling == "blockwise" or (self.scaling == "nvfp4" and self.weight_2d_scaling)
+        return square and role == "weight"

@@ -1,0 +1,116 @@
+"""Scales of blocks of a matrix, and the codes that they give.
+
+Notation: ``R x C`` a matrix, [..., R, C] where several are stacked; ``r x c`` a block of it, so
+that scales are [..., ceil(R / r), ceil(C / c)]. The last blocks may be ragged: they are padded with
+zeros, which change no largest value.
+
+With ``amax`` the largest absolute value of a block and ``M`` that of the format,
+
+    factor = M / amax         codes = cast(x * factor)         scale = 1 / factor
+
+A block of zeros has the factor 1. A block with an infinity or NaN has a scale that makes its values
+NaN (or, of e8m0, so large that they overflow), so that an overflow shows in what it is multiplied
+into.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lightning.precision.formats import (
+    LARGEST,
+    cast,
+    e8m0_reciprocal,
+    power_of_two_below,
+    to_e8m0,
+)
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_SCALE_MAX = LARGEST["e4m3"]  # of the scales of 4-bit blocks
+
+
+class Block(NamedTuple):
+    """Extent of the values that share a scale; None: the full dim."""
+
+    rows: int | None
+    columns: int | None
+
+
+def to_blocks(x: Tensor, block: Block) -> Tensor:
+    """Return [..., R, C] as fp32 [..., ceil(R / r), r, ceil(C / c), c], padded with zeros."""
+    num_rows, num_columns = x.shape[-2:]
+    rows, columns = block.rows or max(1, num_rows), block.columns or max(1, num_columns)
+    right, below = -num_columns % columns, -num_rows % rows
+    x = x.float()
+    if right or below:
+        x = F.pad(x, (0, right, 0, below))
+    *stacked, height, width = x.shape
+    return x.reshape(*stacked, height // rows, rows, width // columns, columns)
+
+
+def from_blocks(blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """Undo :func:`to_blocks`."""
+    return blocks.flatten(-2).flatten(-3, -2)[..., :num_rows, :num_columns]
+
+
+def amax_of(blocks: Tensor) -> Tensor:
+    """Return the largest absolute value of each block [..., ceil(R / r), ceil(C / c)]."""
+    return blocks.abs().amax(dim=(-3, -1))
+
+
+def _divided(number: float, x: Tensor) -> Tensor:
+    """Return number / x, rounded once: Python's operator multiplies by the rounded reciprocal."""
+    return torch.full_like(x, number) / x
+
+
+def factors(amax: Tensor, name: str, *, power_of_two: bool) -> Tensor:
+    """Return what values are multiplied with before the cast to a format, in fp32."""
+    factor = _divided(LARGEST[name], amax).clamp(max=_FP32_MAX)
+    if power_of_two:
+        factor = power_of_two_below(factor)
+    return factor.where((amax > 0.0) & amax.isfinite(), 1.0)
+
+
+def scales_of(amax: Tensor, name: str, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return factors and scales of values with these largest ones, in fp32."""
+    factor = factors(amax, name, power_of_two=power_of_two)
+    return factor, factor.reciprocal().where(amax.isfinite(), torch.nan)
+
+
+def mx_scales(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return factors in fp32 and scales in e8m0."""
+    # A product with the rounded reciprocal, as in Transformer Engine.
+    scales = to_e8m0(amax * torch.tensor(1.0 / LARGEST[name], dtype=torch.float32))
+    return e8m0_reciprocal(scales), scales
+
+
+def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the factors of blocks, their e4m3 scales, and the fp32 scale of the tensor.
+
+    A block's value is code x e4m3 scale x tensor scale; the largest block has an e4m3 scale of 448.
+    The order of the operations is Transformer Engine's.
+    """
+    encode = _divided(_SCALE_MAX * LARGEST["e2m1"], tensor_amax).clamp(max=_FP32_MAX)
+    encode = encode.where((tensor_amax > 0.0) & tensor_amax.isfinite(), 1.0)
+    decode = encode.reciprocal()
+    sixth = torch.tensor(LARGEST["e2m1"], device=amax.device).reciprocal()
+    block = cast((amax * (encode * sixth)).clamp(max=_FP32_MAX), "e4m3")
+    factor = (block.float() * decode).reciprocal().clamp(max=_FP32_MAX)
+    return factor, block, decode.where(tensor_amax.isfinite(), torch.nan)
+
+
+def apply_factors(
+    blocks: Tensor, factor: Tensor, name: str, random: Tensor | None = None
+) -> Tensor:
+    """Return the codes of blocks [..., nR, r, nC, c] with factors [..., nR, nC]."""
+    return cast(blocks * factor.unsqueeze(-2).unsqueeze(-1), name, random)
+
+
+def values_of(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """Return the fp32 values [..., R, C] of codes [..., R, C] with scales [..., nR, nC]."""
+    blocks = to_blocks(codes, block) * scales.float().unsqueeze(-2).unsqueeze(-1)
+    return from_blocks(blocks, *codes.shape[-2:])
