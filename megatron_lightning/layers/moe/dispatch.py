@@ -67,7 +67,8 @@ class LocalDispatch:
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`."""
-        return _LocalExchange(TokenOrder.of(routing.chosen, num_choices), routing.probs)
+        order = TokenOrder.of(routing.chosen, routing.probs, num_choices)
+        return _LocalExchange(order, routing.probs)
 
 
 class _LocalExchange:
@@ -100,7 +101,7 @@ class AllToAllDispatch:
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`; a collective."""
-        order = TokenOrder.of(routing.chosen, num_choices)
+        order = TokenOrder.of(routing.chosen, routing.probs, num_choices)
         return _AllToAllExchange(order, routing.probs, self.group, self.num_parts)
 
 
@@ -219,7 +220,7 @@ class AllGatherDispatch:
         chosen = _padded(routing.chosen.to(torch.uint8), padded)
         chosen = gather_sequence(chosen, self.group).bool()[:, experts]
         probs = gather_sequence(_padded(routing.probs, padded), self.group)[:, experts]
-        return _AllGatherExchange(TokenOrder.of(chosen, None), probs, self.group)
+        return _AllGatherExchange(TokenOrder.of(chosen, probs, None), probs, self.group)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

@@ -27,7 +27,7 @@ class TokenOrder:
     experts: Tensor
     """[n] its expert."""
     slots: Tensor
-    """[n] its place in the [t, w] slots."""
+    """[n] its place in the [t, w] slots; the one behind them for a row that no sum needs."""
     counts: Tensor
     """[E] rows of every expert."""
     num_tokens: int
@@ -36,18 +36,22 @@ class TokenOrder:
     """w."""
 
     @classmethod
-    def of(cls, chosen: Tensor, num_choices: int | None) -> TokenOrder:
+    def of(cls, chosen: Tensor, probs: Tensor, num_choices: int | None) -> TokenOrder:
         """Return the rows of ``chosen`` [t, E].
 
         Args:
             chosen: Which experts compute a token.
+            probs: [t, E] weights of their outputs.
             num_choices: How many these are for every token; None: it differs.
         """
         num_tokens, counts = len(chosen), chosen.sum(0)
         if num_choices is None:
             experts, tokens = chosen.t().nonzero(as_tuple=True)
-            width = int(chosen.sum(1).max()) if num_tokens else 0
-            slots = tokens * width + (chosen.cumsum(1) - 1)[tokens, experts]
+            # Rows of weight 0, which fill experts up to their capacity, have no slots.
+            counted = chosen & (probs != 0)
+            width = int(counted.sum(1).max()) if num_tokens else 0
+            slots = tokens * width + (counted.cumsum(1) - 1)[tokens, experts]
+            slots = slots.where(counted[tokens, experts], num_tokens * width)
             return cls(tokens, experts, slots, counts, num_tokens, width)
         # The number of rows is known, and nothing has to wait for the device. topk returns
         # equal values in any order.
@@ -63,8 +67,8 @@ class TokenOrder:
 
     def sums(self, rows: Tensor) -> Tensor:
         """Map rows [n, h] to the sum of every token's [t, h]."""
-        slots = rows.new_zeros(self.num_tokens * self.width, rows.shape[1])
-        slots = slots.index_copy(0, self.slots, rows)
+        slots = rows.new_zeros(self.num_tokens * self.width + 1, rows.shape[1])
+        slots = slots.index_copy(0, self.slots, rows)[:-1]
         return slots.view(self.num_tokens, self.width, rows.shape[1]).sum(1)
 
     def weights(self, probs: Tensor) -> Tensor:
