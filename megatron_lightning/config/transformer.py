@@ -166,6 +166,12 @@ class TransformerConfig:
     softmax in fp32."""
     logits_in_fp32: bool = False
     """Return logits in fp32; the losses are computed in fp32 in any case."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that all entries of the vocabulary share in the losses, as
+    in torch's cross entropy."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits, which is added to the losses and keeps
+    logits small (PaLM: 1e-4)."""
     mla: LatentAttentionConfig | None = None
     """Latent attention in every layer (DeepSeek-V2); None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
@@ -181,7 +187,7 @@ class TransformerConfig:
         check_counts(self, *_COUNTS)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("layernorm_epsilon", "init_method_std"):
+        for name in ("layernorm_epsilon", "init_method_std", "z_loss"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
@@ -191,7 +197,7 @@ class TransformerConfig:
                 f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it "
                 "above 0."
             )
-        for name in ("hidden_dropout", "attention_dropout"):
+        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more "

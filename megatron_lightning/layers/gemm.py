@@ -146,6 +146,17 @@ class Gemm:
         left, right = rows(grad.data).t(), rows(x.data)
         return left.matmul(right) if counts is None else _grouped(left, right, counts)
 
+    def add_weight_grad(self, total: Tensor | None, grad: Operand, x: Operand) -> Tensor:
+        """Return ``total`` [out, in] plus dY^T X, added in place, or dY^T X where it is None; in
+        fp32 or wider.
+        """
+        if total is None:
+            product = self.weight_grad(grad, x)
+            return product.to(torch.promote_types(product.dtype, torch.float32))
+        if self.differentiable and total.dtype == grad.data.dtype:
+            return total.addmm_(rows(grad.data).t(), rows(x.data))
+        return total.add_(self.weight_grad(grad, x))
+
 
 def rows(x: Tensor) -> Tensor:
     """Return [..., n] as [m, n]."""

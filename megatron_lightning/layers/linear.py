@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, WeightOwner, autocast, rows
+from megatron_lightning.layers.linear_loss import Head, TakesLoss, linear_losses
+from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.split_backward import Splittable, hide, linear
 from megatron_lightning.parallel.collectives import (
     all_reduce_start,
@@ -292,10 +294,25 @@ class SharedGroupsLinear(ColumnParallelLinear):
         return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
 
 
-class VocabParallelLinear(ColumnParallelLinear):
+class VocabParallelLinear(TakesLoss, ColumnParallelLinear):
     """Column-parallel output layer for any vocabulary; if the ranks do not divide it, the last ones
     hold fewer rows.
     """
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, loss: CrossEntropy | None = None
+    ) -> Tensor:
+        """Map x [..., in] to logits [..., out / ranks], or [..., out] with ``gather_output``; with
+        a loss of such logits, to losses [...] for ``targets`` [...].
+        """
+        if targets is None or loss is None:
+            return super().forward(x)
+        if self.gather_output:
+            out: Tensor = loss(super().forward(x), targets)
+            return out
+        vocabulary = loss.vocabulary(self.out_features)
+        head = Head(self.gemm, vocabulary, self.sequence_axis, self.copy_input)
+        return linear_losses(x, self.weight, self.bias, targets, head)
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:
         return ShardSpec.split_rows(

@@ -1,14 +1,24 @@
 """Token losses: plain cross entropy, and the vocabulary-parallel one, which never gathers the
 logits.
 
-The parallel form follows Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): the maximum,
-the sum of exponentials and the target's logit are each reduced over the tensor-parallel ranks. All
-arithmetic is fp32; backward keeps the logits in their own dtype and one number a token.
+With x the logits of a token, t its target, and sums over the vocabulary of v entries,
+
+    lse    = log sum_i exp(x_i)
+    loss   = lse - (1 - e) x_t - e mean_i(x_i) + z lse^2
+    d x_i  = (1 + 2 z lse) exp(x_i - lse) - (1 - e) [i = t] - e / v
+
+where e is the label smoothing, as in ``F.cross_entropy``, and z the weight of the z-loss (PaLM,
+https://arxiv.org/abs/2204.02311, section 5), which keeps lse near 0. The parallel form follows
+Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): each rank reduces its part of the
+vocabulary to a few numbers a token, which the tensor-parallel ranks combine. All arithmetic is in
+fp32 (fp64 for logits of fp64); backward keeps the logits in their own dtype and two numbers a
+token. ``layers.linear_loss`` uses the same functions on chunks of tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,58 +30,74 @@ from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.spec import shard_range
 
+ALONE = AxisGroup("tp", (0,), 0, None)
+"""Group of a rank that has the whole vocabulary."""
+
 
 class CrossEntropy(nn.Module):
     """Per-token cross entropy in fp32; a plan swaps it for the vocabulary-parallel one.
 
     Args:
         ignore_index: Target whose loss and gradient are zero.
+        label_smoothing: Share of the target's probability that all entries share.
+        z_loss: Weight of the squared log-sum-exp, which is added to the loss.
     """
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    def __init__(
+        self, ignore_index: int = -100, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """Return how losses of logits [..., ``size``] are computed on this rank."""
+        return Vocabulary(ALONE, size, self.ignore_index, self.label_smoothing, self.z_loss)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of ``logits`` [..., v] for ``targets`` [...]."""
+        flat = logits.float().flatten(0, -2)
         losses = F.cross_entropy(
-            logits.float().flatten(0, -2),
+            flat,
             targets.flatten(),
             ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
             reduction="none",
         )
+        if self.z_loss:
+            squared = flat.logsumexp(dim=-1).square()
+            losses = losses + self.z_loss * squared.masked_fill(
+                targets.flatten() == self.ignore_index, 0.0
+            )
         return losses.view(targets.shape)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """log Σexp − target logit forward, with three reduced numbers a token; (softmax − onehot) ·
-    grad backward, all local.
+class VocabParallelCrossEntropy(CrossEntropy):
+    """:class:`CrossEntropy` for logits whose last dim is split over the ranks; see
+    :func:`vocab_parallel_cross_entropy`.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, group: AxisGroup
-    ) -> Tensor:
-        shifted = logits.float()
-        maximum = all_reduce(shifted.amax(dim=-1), group, "max")
-        # In place from here on: a temporary would be as large as the logits.
-        shifted = shifted - maximum[..., None]
-        picked = shifted.gather(-1, local[..., None]).squeeze(-1).masked_fill(outside, 0.0)
-        picked, total = all_reduce(
-            torch.stack((picked, shifted.exp_().sum(dim=-1))), group
-        ).unbind()
-        log_total = total.log()
-        ctx.save_for_backward(logits, local, outside, maximum + log_total)
-        return log_total - picked
+    def __init__(
+        self,
+        group: AxisGroup,
+        vocab_size: int,
+        ignore_index: int = -100,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__(ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+        self.group = group
+        self.vocab_size = vocab_size
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, local, outside, normalizer = ctx.saved_tensors
-        grad_logits = (logits.float() - normalizer[..., None]).exp_()
-        onehot = torch.zeros_like(local, dtype=grad_logits.dtype).masked_fill(~outside, -1.0)
-        grad_logits.scatter_add_(-1, local[..., None], onehot[..., None]).mul_(grad[..., None])
-        return grad_logits.to(logits.dtype), None, None, None
+    def vocabulary(self, size: int) -> Vocabulary:
+        """Return how losses of this rank's logits are computed; ``size`` is the full extent."""
+        return Vocabulary(self.group, size, self.ignore_index, self.label_smoothing, self.z_loss)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""
+        return _losses(logits, targets, self.vocabulary(self.vocab_size))
 
 
 def vocab_parallel_cross_entropy(
@@ -96,26 +122,128 @@ def vocab_parallel_cross_entropy(
     Returns:
         [...] losses, equal on every rank.
     """
-    start, _ = shard_range(vocab_size or logits.shape[-1] * group.size, group.size, group.rank)
-    ignored = targets == ignore_index
-    local, outside = local_ids(targets.masked_fill(ignored, start), start, logits.shape[-1], group)
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, local, outside, group)  # type: ignore[no-untyped-call]
-    return losses.masked_fill(ignored, 0.0)
+    size = vocab_size or logits.shape[-1] * group.size
+    return _losses(logits, targets, Vocabulary(group, size, ignore_index))
 
 
-class VocabParallelCrossEntropy(nn.Module):
-    """:class:`CrossEntropy` for logits whose last dim is split over the ranks; see
-    :func:`vocab_parallel_cross_entropy`.
-    """
+# ------------------------------------------------------------------------- parts of a vocabulary
 
-    def __init__(self, group: AxisGroup, vocab_size: int, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.group = group
-        self.vocab_size = vocab_size
-        self.ignore_index = ignore_index
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""
-        return vocab_parallel_cross_entropy(
-            logits, targets, self.group, vocab_size=self.vocab_size, ignore_index=self.ignore_index
+class Targets(NamedTuple):
+    """Targets of n tokens, for a rank that has some rows of the vocabulary."""
+
+    ids: Tensor
+    """[n], relative to the rank's first row."""
+    elsewhere: Tensor
+    """[n], whether another rank has the row."""
+    ignored: Tensor
+    """[n], whether loss and gradient are zero."""
+
+    def part(self, tokens: slice) -> Targets:
+        """Return those of some of the tokens."""
+        return Targets(*(tensor[tokens] for tensor in self))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary whose rows ranks share, and the loss over it; n tokens, r rows on this rank."""
+
+    group: AxisGroup
+    """Ranks that share it."""
+    size: int
+    """Entries of the full vocabulary."""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def targets(self, targets: Tensor, num_rows: int) -> Targets:
+        """Return ``targets`` [...], ids of the full vocabulary, for this rank's rows."""
+        start, _ = shard_range(self.size, self.group.size, self.group.rank)
+        targets = targets.flatten()
+        ignored = targets == self.ignore_index
+        ids = targets.masked_fill(ignored, start)
+        return Targets(*local_ids(ids, start, num_rows, self.group), ignored)
+
+    def terms(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return what the loss needs of this rank's ``logits`` [n, r], [k, n]: their log-sum-exp,
+        and less that, the logit of ``targets`` [n] and, for smoothed labels, the sum of all.
+        """
+        log_p = logits.log_softmax(-1, dtype=_wide(logits.dtype))
+        # Less their maxima, not any two entries, which may be far larger than the difference.
+        terms = [logits.amax(-1) - log_p.amax(-1), log_p.gather(-1, targets[:, None]).squeeze(-1)]
+        if self.label_smoothing:
+            terms.append(log_p.sum(-1))
+        return torch.stack(terms)
+
+    def combine(self, terms: Tensor, targets: Targets, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return losses and log-sum-exps over the full vocabulary, [n], from the ranks' terms."""
+        maximum = all_reduce(terms[0], self.group, "max")
+        shift = terms[0] - maximum
+        sums = [shift.exp(), (terms[1] + shift).masked_fill(targets.elsewhere, 0.0)]
+        if self.label_smoothing:
+            sums.append(terms[2] + num_rows * shift)
+        total, picked, *rest = all_reduce(torch.stack(sums), self.group).unbind()
+        log_total = total.log()
+        normalizer = maximum + log_total
+        losses = log_total - (1.0 - self.label_smoothing) * picked
+        if self.label_smoothing:
+            losses = losses - self.label_smoothing / self.size * rest[0]
+        if self.z_loss:
+            losses = losses + self.z_loss * normalizer.square()
+        return losses.masked_fill(targets.ignored, 0.0), normalizer
+
+    def logits_grad(
+        self, grad: Tensor, logits: Tensor, targets: Targets, own: Tensor, normalizer: Tensor
+    ) -> Tensor:
+        """Return the gradient of this rank's ``logits`` [n, r] in fp32.
+
+        Args:
+            grad: Gradient of the losses [n].
+            logits: [n, r].
+            targets: Of the same tokens.
+            own: Log-sum-exp of the rank's logits [n].
+            normalizer: Log-sum-exp over the full vocabulary [n].
+        """
+        grad = grad.masked_fill(targets.ignored, 0.0)
+        factor = grad * (own - normalizer).exp()
+        if self.z_loss:
+            factor = factor * (1.0 + 2.0 * self.z_loss * normalizer)
+        # In place from here on: a temporary would be as large as the logits.
+        grad_logits = logits.softmax(-1, dtype=_wide(logits.dtype)).mul_(factor[:, None])
+        onehot = ((self.label_smoothing - 1.0) * grad).masked_fill(targets.elsewhere, 0.0)
+        grad_logits.scatter_add_(-1, targets.ids[:, None], onehot[:, None])
+        if self.label_smoothing:
+            grad_logits.sub_((self.label_smoothing / self.size * grad)[:, None])
+        return grad_logits
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Loss(torch.autograd.Function):
+    """Losses forward, with a few numbers a token reduced over the ranks; backward is local."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        flat = logits.flatten(0, -2)
+        local = vocabulary.targets(targets, flat.shape[-1])
+        terms = vocabulary.terms(flat, local.ids)
+        losses, normalizer = vocabulary.combine(terms, local, flat.shape[-1])
+        ctx.save_for_backward(logits, *local, terms[0], normalizer)
+        ctx.vocabulary = vocabulary
+        return losses.view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, *local, own, normalizer = ctx.saved_tensors
+        grad_logits = ctx.vocabulary.logits_grad(
+            grad.flatten(), logits.flatten(0, -2), Targets(*local), own, normalizer
         )
+        return grad_logits.to(logits.dtype).view(logits.shape), None, None
+
+
+def _losses(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    losses: Tensor = _Loss.apply(logits, targets, vocabulary)  # type: ignore[no-untyped-call]
+    return losses

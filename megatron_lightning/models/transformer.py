@@ -21,6 +21,7 @@ from megatron_lightning.config import LayerKind, TransformerConfig
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.latent_attention import LatentAttention
+from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
@@ -142,9 +143,11 @@ class GPTModel(nn.Module):
         with torch.device("meta"):
             self.embedding = LanguageModelEmbedding(config)
             self.decoder = TransformerBlock(config)
-            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.output_layer = OutputLinear(config.hidden_size, config.vocab_size, bias=False)
         self.output_gather: nn.Module = nn.Identity()
-        self.loss: nn.Module = CrossEntropy()
+        self.loss: nn.Module = CrossEntropy(
+            label_smoothing=config.label_smoothing, z_loss=config.z_loss
+        )
         if device.type != "meta":
             self.to_empty(device=device)
         if config.share_embeddings_and_output_weights:
@@ -185,13 +188,11 @@ class GPTModel(nn.Module):
             position_ids, window=None if window is None else window[0], documents=documents
         )
         hidden = self.decoder(hidden, sequence)
-        logits = self.output_layer(hidden)
-        if labels is None:
-            full: Tensor = self.output_gather(logits)
-            full = full.transpose(0, 1).contiguous()
-            return full.float() if self.config.logits_in_fp32 else full
-        losses: Tensor = self.loss(logits, labels.t())
-        return losses.t()
+        if labels is not None:
+            return token_losses(hidden, labels.t(), self.output_layer, self.loss).t()
+        full: Tensor = self.output_gather(self.output_layer(hidden))
+        full = full.transpose(0, 1).contiguous()
+        return full.float() if self.config.logits_in_fp32 else full
 
     def pipeline_units(self) -> list[str]:
         """Return the module paths of the full model between which it may be partitioned into

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -260,3 +260,43 @@ def test_schedule_equals_one_device(
     _check(
         tp * pp * dp, {"num_layers": layers, "share_embeddings_and_output_weights": tied}, options
     )
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp2"),
+        pytest.param(
+            4,
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "pipeline_schedule": "zbv",
+            },
+            id="tp2-sp-zbv",
+        ),
+        pytest.param(
+            4, {"pipeline_model_parallel_size": 2, "data_parallel": "fsdp"}, id="pp2-fsdp"
+        ),
+        pytest.param(
+            2,
+            {
+                "pipeline_model_parallel_size": 2,
+                "pipeline_schedule": "zb-h1",
+                "recompute": RecomputeOptions(
+                    recompute_granularity="selective", recompute_modules=["output_layer"]
+                ),
+            },
+            id="zb-h1-recomputed",
+        ),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_a_large_vocabulary_equals_one_device(
+    world: int, options: dict[str, Any], tied: bool
+) -> None:
+    """More than 8 x hidden_size entries: the losses are computed in chunks, the logits twice."""
+    config = {"vocab_size": 331, "share_embeddings_and_output_weights": tied}
+    _check(world, config, {"micro_batch_size": 2, **options})

@@ -340,7 +340,13 @@ class VocabParallelLoss:
         if context.tp.size == 1:
             return module
         plain = _expect(module, CrossEntropy, "VocabParallelLoss")
-        return VocabParallelCrossEntropy(context.tp, self.vocab_size, plain.ignore_index)
+        return VocabParallelCrossEntropy(
+            context.tp,
+            self.vocab_size,
+            plain.ignore_index,
+            label_smoothing=plain.label_smoothing,
+            z_loss=plain.z_loss,
+        )
 
 
 @dataclass(frozen=True)

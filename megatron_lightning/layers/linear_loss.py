@@ -1,0 +1,223 @@
+"""Output layer and loss as one, which never hold the logits of all tokens.
+
+The logits of n tokens over a vocabulary of v entries are often the largest tensor of a step (with
+their gradient and the softmax's output, three of them, in fp32). Here they exist for a chunk of
+tokens at a time:
+
+    forward     Y = X W^T of a chunk; a few numbers a token are kept, and combined over the
+                tensor-parallel ranks for all chunks at once (one maximum, one sum)
+    backward    Y once more, dY of the losses' gradient, dX = dY W, and dW is summed over chunks
+
+That is a fourth product beside three. It could be saved if the gradient were computed in forward,
+which needs the losses' gradient before there is one: a scalar loss has it, losses of tokens, which
+the step masks and weighs, do not. Where the vocabulary is small beside the hidden size, the logits
+weigh little beside the activations of a layer, and are kept: three products, and chunks that stay
+in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, autocast, rows
+from megatron_lightning.layers.loss import CrossEntropy, Targets, Vocabulary
+from megatron_lightning.layers.split_backward import Splittable, linear
+from megatron_lightning.parallel.collectives import (
+    all_reduce_start,
+    finish,
+    keeps_shard,
+    reduce_scatter_start,
+)
+
+_MOST_KEPT = 8
+"""Logits of a token that are kept, in units of the hidden size; a transformer layer keeps 17 to 34
+(https://arxiv.org/abs/2205.05198, section 4.1)."""
+_SMALLEST_CHUNK, _SMALL_CHUNK, _FEWEST_CHUNKS = 16, 128, 4
+
+
+def chunk_tokens(num_tokens: int, hidden_size: int) -> int:
+    """Return the tokens of a chunk.
+
+    Half of the hidden size: its logits then are half as large as the weight, and each product
+    computes enough for each weight that it reads. Of few tokens a quarter, so that the chunk, too,
+    is small beside all logits.
+    """
+    longest = min(
+        max(_SMALL_CHUNK, hidden_size // 2),
+        max(_SMALLEST_CHUNK, -(-num_tokens // _FEWEST_CHUNKS)),
+    )
+    num_chunks = max(1, -(-num_tokens // longest))
+    return max(1, -(-num_tokens // num_chunks))
+
+
+@dataclass(frozen=True)
+class Head:
+    """How an output layer and its loss are computed."""
+
+    gemm: Gemm
+    vocabulary: Vocabulary
+    axis: SequenceAxis | None
+    """Ranks and dim along which the input is a shard; None: it is full."""
+    reduces_input: bool
+    """Whether the input's gradient is summed over the ranks here."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk; None: see :func:`chunk_tokens`."""
+    keep_logits: bool | None = None
+    """Whether backward has the logits of forward; None: if the vocabulary is small."""
+
+    def chunks(self, x: Tensor) -> list[slice]:
+        """Return the chunks of the tokens of ``x`` [n, h]."""
+        n = len(x)
+        step = self.chunk_tokens or chunk_tokens(n, x.shape[1])
+        return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+
+    def keeps(self, hidden_size: int) -> bool:
+        """Return whether backward has the logits of forward."""
+        if self.keep_logits is None:
+            return self.vocabulary.size <= _MOST_KEPT * hidden_size
+        return self.keep_logits
+
+    def reduce(self, grad: Tensor) -> Tensor:
+        """Reduce the gradient of the full input to that of the layer's input."""
+        if self.axis is not None:
+            return finish(reduce_scatter_start(grad, *self.axis), *self.axis)
+        group = self.vocabulary.group
+        return finish(all_reduce_start(grad, group), group) if self.reduces_input else grad
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Losses of X W^T + b, chunk by chunk, forward; the chunks' gradients backward, where the
+    weight's is summed in fp32.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        keep: bool,
+    ) -> Tensor:
+        gemm, vocabulary, num_rows = head.gemm, head.vocabulary, weight.shape[0]
+        full = Operand(x).gather(head.axis).data
+        local = vocabulary.targets(targets, num_rows)
+        w = gemm.operand(weight, "weight")
+        terms, kept, tokens = [], [], rows(full)
+        for chunk in head.chunks(tokens):
+            logits = gemm.forward(gemm.operand(tokens[chunk], "input"), w, bias)
+            terms.append(vocabulary.terms(logits, local.ids[chunk]))
+            if keep:
+                kept.append(logits)
+            del logits  # before the next one is computed
+        own = torch.cat(terms, dim=1)
+        losses, normalizer = vocabulary.combine(own, local, num_rows)
+        ctx.gathers = head.axis is not None and keeps_shard(x, deferred=False)
+        ctx.save_for_backward(
+            x if ctx.gathers else full, weight, bias, *local, own[0], normalizer, *kept
+        )
+        ctx.head = head
+        return losses.view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        x, weight, bias, ids, elsewhere, ignored, own, normalizer, *kept = ctx.saved_tensors
+        head: Head = ctx.head
+        gemm, need = head.gemm, ctx.needs_input_grad
+        full = Operand(x).gather(head.axis).data if ctx.gathers else x
+        local, grad, tokens = Targets(ids, elsewhere, ignored), grad.flatten(), rows(full)
+        w = gemm.operand(weight, "weight")
+        turned = w if gemm.two_sided else gemm.operand(weight, "weight", transposed=True)
+        grad_x = torch.empty_like(tokens) if need[0] else None
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
+        for index, chunk in enumerate(head.chunks(tokens)):
+            part = gemm.operand(tokens[chunk], "input")
+            logits = kept[index] if kept else gemm.forward(part, w, bias)
+            dy = head.vocabulary.logits_grad(
+                grad[chunk], logits, local.part(chunk), own[chunk], normalizer[chunk]
+            )
+            del logits
+            if need[2]:
+                grad_bias = _add(grad_bias, dy.sum(0))
+            dy = dy.to(tokens.dtype)
+            operand = gemm.operand(dy, "output_grad")
+            if grad_x is not None:
+                grad_x[chunk] = gemm.input_grad(operand, turned)
+            if need[1]:
+                if not gemm.two_sided:
+                    part = gemm.operand(tokens[chunk], "input", transposed=True)
+                    operand = gemm.operand(dy, "output_grad", transposed=True)
+                grad_weight = gemm.add_weight_grad(grad_weight, operand, part)
+            del dy, operand
+        return (
+            None if grad_x is None else head.reduce(grad_x.view(full.shape)),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _add(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total.add_(term)
+
+
+def linear_losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
+) -> Tensor:
+    """Return the losses [...] in fp32 of the logits x W^T + b for ``targets`` [...].
+
+    Args:
+        x: Input [..., h], a shard of the sequence where the head has an axis.
+        weight: [r, h], this rank's rows of the vocabulary.
+        bias: [r].
+        targets: Ids of the full vocabulary, one for each vector of the full input.
+        head: How.
+    """
+    x, weight = autocast(x, weight, None)
+    keep = torch.is_grad_enabled() and head.keeps(x.shape[-1])
+    losses: Tensor = _LinearLoss.apply(x, weight, bias, targets, head, keep)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class TakesLoss:
+    """A layer whose ``forward(x, targets, loss)`` returns losses; without the last two, logits."""
+
+
+class OutputLinear(TakesLoss, Splittable, nn.Linear):
+    """An output layer, which returns logits or, without holding all of them, losses.
+
+    The weight's gradient of losses is computed with the input's, also under a pipeline schedule
+    that defers those of other layers: it takes the logits' gradient, which exists once.
+    """
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, loss: CrossEntropy | None = None
+    ) -> Tensor:
+        """Map x [..., h] to logits [..., v]; with a loss, to losses [...] for ``targets`` [...]."""
+        if targets is None or loss is None:
+            return linear(x, self, self.bias)
+        head = Head(self.gemm, loss.vocabulary(self.out_features), None, False)
+        return linear_losses(x, self.weight, self.bias, targets, head)
+
+
+def token_losses(x: Tensor, targets: Tensor, layer: nn.Module, loss: nn.Module) -> Tensor:
+    """Return the losses [...] of an output layer's logits for ``targets`` [...].
+
+    Modules that others have put in the place of a model's own get what they expect: the layer its
+    input, the loss the logits and the targets.
+    """
+    fused = isinstance(layer, TakesLoss) and isinstance(loss, CrossEntropy)
+    losses: Tensor = layer(x, targets, loss) if fused else loss(layer(x), targets)
+    return losses
