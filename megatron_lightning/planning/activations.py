@@ -61,7 +61,7 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     if FINAL_NORM in units:
         ends.append(layers.norm(sizes, "decoder.final_layernorm", stream, "final normed"))
     if OUTPUT in units:
-        ends += layers.output_and_loss(sizes, "final normed")
+        ends.append(layers.output_and_loss(sizes, "final normed"))
     segments += _selective(ends, sizes, recompute)
     offloaded = [_offloaded(segment, recompute) for segment in segments]
     return profile(offloaded, split_backward=sizes.split_backward)

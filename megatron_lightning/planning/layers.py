@@ -14,7 +14,8 @@ regions (T / tp under sequence parallelism), ``h`` hidden, ``e`` bytes of an ele
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
@@ -25,6 +26,8 @@ from megatron_lightning.planning.tape import Kept, Operation
 DeviceKind = Literal["cuda", "cpu"]
 MAIN_BYTES = 4
 """Bytes of an element in fp32."""
+MOST_KEPT_LOGITS = 8
+"""Logits of a token that backward does not compute again, in units of the hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,30 +302,38 @@ def embedding(sizes: Sizes, output: str) -> list[Operation]:
     return [lookup, *drop]
 
 
-def output_and_loss(sizes: Sizes, normed: str) -> list[Operation]:
-    """Return the output layer and the loss of every token.
+def output_and_loss(sizes: Sizes, normed: str) -> Operation:
+    """Return the output layer and the loss of every token, which are one (``linear_loss.py``).
 
-    One rank keeps log probabilities in fp32, several keep their part of the logits.
+    Logits exist for a chunk of tokens; those of a small vocabulary are kept. The weight's gradient
+    is summed over the chunks in fp32, and not deferred.
     """
     config, e, tokens = sizes.config, sizes.element, float(sizes.tokens)
     rows = -(-config.vocab_size // sizes.layout.tp)
-    logits, wide = tokens * rows * e, tokens * rows * MAIN_BYTES
     layer = linear(
-        sizes, "output_layer", normed, "logits", features=(config.hidden_size, rows), style="column"
+        sizes, "output_layer", normed, "losses", features=(config.hidden_size, rows), style="column"
     )
-    copy = wide if e < MAIN_BYTES else 0.0
-    if sizes.layout.tp > 1:
-        loss = Operation(
-            path="loss",
-            keeps={"logits": logits, "loss": 32 * tokens},
-            forward_bytes=wide + copy,
-            backward_bytes=wide + copy,
-        )
-    else:
-        loss = Operation(
-            path="loss",
-            keeps={"log probabilities": wide, "loss": 32 * tokens},
-            forward_bytes=logits + copy,
-            backward_bytes=2 * wide,
-        )
-    return [layer, loss]
+    keeps = dict(layer.keeps) | {"targets": 18 * tokens}
+    chunk = chunk_tokens(sizes.tokens, config.hidden_size) * rows
+    logits = float(chunk * e)
+    if config.vocab_size <= MOST_KEPT_LOGITS * config.hidden_size:
+        keeps["logits"], logits = tokens * rows * e, 0.0
+    softmax = chunk * (MAIN_BYTES + (e if e < MAIN_BYTES else 0))
+    full_grad = tokens * config.hidden_size * e
+    # In less than fp32: the sum, the product of a chunk, and what is returned.
+    sums = MAIN_BYTES + (e + sizes.precision.weight_bytes if e < MAIN_BYTES else 0)
+    weight_gradient = float(rows * config.hidden_size * sums)
+    return replace(
+        layer,
+        keeps=keeps,
+        forward_bytes=logits + chunk * MAIN_BYTES,
+        backward_bytes=full_grad + logits + softmax + weight_gradient,
+        weight_gradient_bytes=0.0,
+        deferred={},
+    )
+
+
+def chunk_tokens(num_tokens: int, hidden_size: int) -> int:
+    """Return the tokens whose logits exist at once, as ``layers.linear_loss.chunk_tokens`` does."""
+    longest = min(max(128, hidden_size // 2), max(16, ceil(num_tokens / 4)))
+    return ceil(num_tokens / ceil(num_tokens / longest))

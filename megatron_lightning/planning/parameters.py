@@ -98,7 +98,8 @@ def _attention(config: TransformerConfig, tp: int) -> int:
         rows = config.qkv_rows
         sharded = h * (rows + n * config.head_dim)
         sharded += rows * (config.add_bias_linear or config.add_qkv_bias)
-        return sharded // tp + h * config.add_bias_linear + 2 * config.head_dim * norms
+        full = h * config.add_bias_linear + sum(config.qk_norm_sizes) * _norm_size(config)
+        return sharded // tp + full
     # Projections to latents and the norms of these are on every rank.
     full = h * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
     full += norms * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
