@@ -97,6 +97,13 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         expert_tensor_parallel_size=expert_tensor_parallel_size,
         sequence_parallel=False,  # a text grows by one token at a time and cannot be split evenly
     )
+    if layout.tp % (layout.etp * layout.ep):
+        raise ConfigError(
+            f"expert_tensor_parallel_size={layout.etp} x expert_model_parallel_size={layout.ep} "
+            f"does not divide tensor_model_parallel_size={layout.tp}, whose ranks share the "
+            "experts. Set expert_tensor_parallel_size to 1 and tensor_model_parallel_size to a "
+            f"multiple of {layout.ep}."
+        )
     # Raises before processes start.
     resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
     sampling = Sampling(

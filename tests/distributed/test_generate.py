@@ -284,6 +284,14 @@ def test_generate_refuses_what_does_not_fit(
         generate(
             checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, pipeline_schedule="zbv"
         )
+    with pytest.raises(
+        ConfigError,
+        match=r"expert_tensor_parallel_size=2 x expert_model_parallel_size=2 does not divide "
+        r"tensor_model_parallel_size=2, .* to 1 and tensor_model_parallel_size to a multiple of 2",
+    ):
+        generate(
+            checkpoint, "x", tokenizer, tensor_model_parallel_size=2, expert_model_parallel_size=2
+        )
     with pytest.raises(ConfigError, match="tokenizer that made the training data"):
         generate(save_plain(tmp_path / "small.ckpt", LLAMA), "x", tokenizer)
     monkeypatch.setenv("RANK", "0")
