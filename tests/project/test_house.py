@@ -37,6 +37,8 @@ PURE = (
     "megatron_lightning.pipeline.picture",
     "megatron_lightning.pipeline.trace",
     "megatron_lightning.pipeline.report",
+    "megatron_lightning.planning",
+    "megatron_lightning.planning.report",
 )
 USERS_OF_LIGHTNING = (
     "strategies/",
@@ -84,7 +86,7 @@ WITHOUT_WEIGHTS = {  # kernels of attention multiply activations with activation
     "megatron_lightning/layers/attention.py": {"scaled_dot_product_attention"},
     "megatron_lightning/layers/context/kernels.py": {
         f"_scaled_dot_product_{kernel}{backward}"
-        for kernel in ("flash_attention_for_cpu", "efficient_attention")
+        for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
         for backward in ("", "_backward")
     },
 }
