@@ -123,10 +123,15 @@ def test_steps_equal_one_process(size: int, variant: str, sequence_parallel: boo
 
 def steps_as_on_gpus() -> None:
     """Keep the sequence shards of inputs only, which backward gathers again."""
-    with patch("megatron_lightning.layers.linear.keeps_shard", return_value=True) as asked:
+    layers = "megatron_lightning.layers"
+    with (
+        patch(f"{layers}.linear.keeps_shard", return_value=True) as asked,
+        patch(f"{layers}.linear_loss.keeps_shard", return_value=True) as asked_for_losses,
+    ):
         several_steps(VARIANTS["llama"], True)
-    # Two forwards in 3 steps; two such layers in each block, and the output.
-    assert asked.call_count == 2 * 3 * (2 * 2 + 1)
+    # Two forwards in 3 steps; two such layers in each block, and the output, once for losses.
+    assert asked.call_count == 3 * (2 * 2 * 2 + 1)
+    assert asked_for_losses.call_count == 3
 
 
 def test_steps_of_layers_that_gather_again_equal_one_process() -> None:
