@@ -151,12 +151,12 @@ def test_layouts_equal_one_process(scaling: str, case: str) -> None:
 def test_a_training_tracks_bf16(scaling: str) -> None:
     """On text that can be learnt, the mean loss of the last 50 of 200 steps is bf16's (0.44) within
     0.04, which is twice the largest difference seen, and each of the first ten losses within 0.15;
-    some of those differ by more than 1e-4. So a quantizer that does nothing fails, and so does one
-    whose scales are twice too large."""
+    some of those differ by more than 5e-3. So a quantizer that does nothing fails, whose sums are
+    only rounded otherwise (1.3e-3), and so does one whose scales are twice too large (0.36)."""
     bf16, _ = _long(None)
     losses, _ = _long(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
     differences = [abs(a - b) for a, b in zip(losses[:10], bf16[:10], strict=True)]
-    assert 1e-4 < max(differences) < 0.15
+    assert 5e-3 < max(differences) < 0.15
     mean, expected = (sum(run[-50:]) / 50 for run in (losses, bf16))
     assert mean == pytest.approx(expected, abs=0.04)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import bench_context, gpu, gpu_cases
+from benchmarks import bench_context, bench_precision, gpu, gpu_cases
 from benchmarks.bench_checkpoint import run as run_checkpoints
 from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
 from benchmarks.gpu_cases import Item
@@ -166,3 +166,8 @@ def test_without_a_gpu_the_programs_say_so(monkeypatch, capsys, arguments):
     monkeypatch.setattr("sys.argv", ["gpu", *arguments])
     gpu.main()
     assert "no GPU" in capsys.readouterr().out
+
+
+def test_quantized_products_are_measured() -> None:
+    page = bench_precision.run(32, 2, None)
+    assert all(f"| {scaling} |" in page for scaling in bench_precision.SCALINGS)
