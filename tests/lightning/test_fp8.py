@@ -150,13 +150,14 @@ def test_layouts_equal_one_process(scaling: str, case: str) -> None:
 @pytest.mark.timeout(300)
 def test_a_training_tracks_bf16(scaling: str) -> None:
     """On text that can be learnt, the mean loss of the last 50 of 200 steps is bf16's (0.44) within
-    0.04, which is twice the largest difference seen, and each of the first ten losses within 0.15;
+    0.04 (at most 0.024 was seen), and each of the first ten losses within 0.15 (0.3 with 4 bits);
     some of those differ by more than 5e-3. So a quantizer that does nothing fails, whose sums are
-    only rounded otherwise (1.3e-3), and so does one whose scales are twice too large (0.36)."""
+    only rounded otherwise (1.3e-3), and so does one whose scales are twice too large (0.28 to 0.36,
+    and 0.16 to 0.25 at the end)."""
     bf16, _ = _long(None)
     losses, _ = _long(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
     differences = [abs(a - b) for a, b in zip(losses[:10], bf16[:10], strict=True)]
-    assert 5e-3 < max(differences) < 0.15
+    assert 5e-3 < max(differences) < (0.3 if scaling == "nvfp4" else 0.15)
     mean, expected = (sum(run[-50:]) / 50 for run in (losses, bf16))
     assert mean == pytest.approx(expected, abs=0.04)
 
