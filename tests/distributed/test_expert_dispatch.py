@@ -175,7 +175,13 @@ def _run_all(layout: str, dispatcher: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[] if name in ("ep2", "ep2-etp2") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 def test_outputs_and_gradients_equal_a_dense_reference(layout: str, dispatcher: str) -> None:
     """And two runs are bit-equal."""
     num_ranks = LAYOUTS[layout][0]
@@ -274,7 +280,13 @@ def _traffic(layout: str, dispatcher: str, name: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ["random", "90 % to one expert", "drop by probability"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[] if name in ("ep2", "ep2-etp2") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 def test_an_all_to_all_sends_the_routed_rows_once_each_way(layout: str, name: str) -> None:
     """Experts that compute all tokens everywhere would pass the comparison of results."""
     num_ranks, sizes = LAYOUTS[layout]

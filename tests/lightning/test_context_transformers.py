@@ -230,7 +230,14 @@ def test_llama_trains_as_in_one_process(layout: Layout, tmp_path: Path) -> None:
     assert [rank[1] for rank in ranks] == pytest.approx([value] * len(ranks), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("qwen3", "mistral, window") else pytest.mark.slow)
+        for name in MODELS
+        if name != "llama"
+    ],
+)
 @layouts(CP2, slow=[CP2_TP2, CP2_PP2, CP2_GATHER])
 def test_other_families_do(layout: Layout, name: str, tmp_path: Path) -> None:
     losses, value = single(_fit, MODELS[name])
@@ -239,7 +246,7 @@ def test_other_families_do(layout: Layout, name: str, tmp_path: Path) -> None:
         assert rank[1] == pytest.approx(value, rel=1e-5)
 
 
-@layouts(CP2, CP2_TP2, slow=[CP4, CP2_PP2, CP2_GATHER, CP2_A2A])
+@layouts(CP2, slow=[CP4, CP2_TP2, CP2_PP2, CP2_GATHER, CP2_A2A])
 def test_packed_positions_part_documents(layout: Layout, tmp_path: Path) -> None:
     """As ``transformers`` parts them, with a mask, in one process."""
     losses, value = single(_fit, _llama, Module, True)
@@ -261,7 +268,7 @@ def _predict(layout: Layout, folder: str, make: Callable[[], nn.Module]) -> Any:
     return {key: torch.cat([out[key] for out in outputs]) for key in outputs[0]}
 
 
-@layouts(CP2, CP2_PP2, slow=[CP4, CP2_TP2, CP2_A2A])
+@layouts(CP2, slow=[CP4, CP2_TP2, CP2_A2A, CP2_PP2])
 def test_predictions_are_full_sequences_in_order(layout: Layout, tmp_path: Path) -> None:
     expected = single(_predict, _llama)
     for rank in run(layout, _predict, tmp_path, _llama):

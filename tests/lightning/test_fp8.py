@@ -101,7 +101,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"replicas": 2, "module": {"moe": MoEConfig(num_experts=4)}},
     ),
 }
-FAST = [("current", "pp2"), ("mxfp8", "zb-h1"), ("delayed", "dp2"), ("nvfp4", "recompute")]
+FAST = [("current", "pp2"), ("mxfp8", "zb-h1"), ("delayed", "dp2")]
 
 
 def _compared(strategy: dict[str, Any], scaling: str, options: dict[str, Any]) -> Any:
@@ -142,10 +142,7 @@ def test_layouts_equal_one_process(scaling: str, case: str) -> None:
 
 @pytest.mark.parametrize(
     "scaling",
-    [
-        pytest.param(name, marks=[] if name in ("mxfp8", "delayed") else [pytest.mark.slow])
-        for name in SCALINGS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow]) for name in SCALINGS],
 )
 @pytest.mark.timeout(300)
 def test_a_training_tracks_bf16(scaling: str) -> None:
@@ -253,6 +250,7 @@ def test_evaluation_leaves_histories_and_a_run_leaves_the_module() -> None:
 # ------------------------------------------------------------------------------- what a user writes
 
 
+@pytest.mark.slow
 def test_in_yaml_the_plugin_is_a_class_path(tmp_path: Path) -> None:
     """TP 2 x PP 2 of the demo's recipe, on text of its own."""
     text, plugin, prefix = tmp_path / "text.txt", tmp_path / "fp8.yaml", f"{tmp_path}/corpus"

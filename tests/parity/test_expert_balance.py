@@ -187,6 +187,7 @@ def _step_losses(name: str, ranks: Any) -> list[float]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
 def test_biases_equal_one_process(name: str) -> None:
     """Losses in fp32, with sums in another order: 1e-5. Biases follow integers: equal."""
@@ -277,6 +278,7 @@ def test_manual_optimization() -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "names"),
     [

@@ -76,13 +76,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
 }
 SPREAD = {
-    "softmax": [
-        "ep2", "tp2-etp1-ep2", "cp2-ep2", "ep2-recompute",
-        "ep2-dp2", "ep2-tp2", "ep2-pp2", "ep2-dp2-hybrid", "ep2-etp2-fsdp",
-    ],
-    "sequence": ["ep2", "ep2-etp2"],
+    "softmax": ["ep2", "cp2-ep2", "ep2-tp2", "ep2-pp2"],
+    "sequence": ["ep2-etp2"],
     "gather": ["ep2"],
-}  # fmt: skip
+}
 
 
 def _config(model: str) -> TransformerConfig:

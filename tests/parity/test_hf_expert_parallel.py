@@ -33,7 +33,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-pp2": (4, {EP: 2, PP: 2, "micro_batch_size": 1}),
 }
 TABLE = {"model.model.layers.*.mlp.experts": DispatchedExperts()}
-CASES = [*(("mixtral", layout) for layout in LAYOUTS), ("qwen3-moe", "ep2"), ("olmoe", "ep2")]
+CASES = [
+    pytest.param(*case, marks=[] if case == ("mixtral", "ep2") else pytest.mark.slow)
+    for case in (*(("mixtral", name) for name in LAYOUTS), ("qwen3-moe", "ep2"), ("olmoe", "ep2"))
+]
 
 
 def _train(

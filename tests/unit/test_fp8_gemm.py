@@ -390,7 +390,10 @@ def test_a_frozen_weight_is_quantized_once(name: str) -> None:
     assert torch.equal(gemm.input_grad(gemm.operand(dy, "output_grad"), kept[1]), dx)
 
 
-@pytest.mark.parametrize("scaling", ["current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "scaling",
+    ["current", *(pytest.param(n, marks=pytest.mark.slow) for n in ("blockwise", "mxfp8"))],
+)
 def test_quantized_layers_are_compiled(scaling: Any) -> None:
     torch.manual_seed(0)
     layer = nn.ModuleList([nn.Linear(64, 48)])
