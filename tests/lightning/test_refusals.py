@@ -142,7 +142,7 @@ class _Fp8(Precision):
 def test_a_precision_for_whole_models_on_several_ranks() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'transformer-engine' is Lightning's.* here are 2 ranks.* MegatronFP8Precision",
+        match=r"'transformer-engine' is Lightning's.* here are 2 ranks.*MegatronFP8Precision",
     ):
         trainer(MegatronStrategy(), devices=2, plugins=[_Fp8()])
 
