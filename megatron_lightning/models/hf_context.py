@@ -108,7 +108,7 @@ def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, A
         )
     config: Any = model.config
     caches = given.get("use_cache")
-    caches = config.use_cache if caches is None else caches
+    caches = getattr(config, "use_cache", False) if caches is None else caches
     parted = added.get(_DOCUMENTS) is not None
     if parted and (caches or given.get("attention_mask") is not None):
         found = "use_cache is on" if caches else "there is an attention_mask"

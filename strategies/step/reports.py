@@ -157,6 +157,8 @@ class StepReports:
                 options["batch_size"] = round(float(weight))
         for key, number in reduced(totals, weight).items():
             value = number.float()
+            if key.kind == "sum" and options.get("sync_dist"):
+                value = value / self._scope.context.cp.size  # each of these ranks adds the sum
             reduction: dict[str, Any] = {"reduce_fx": "sum"} if key.kind == "sum" else {}
             self._scope.module.log(f"{_PREFIXES[hook]}{key.label}", value, **options, **reduction)
 

@@ -20,6 +20,7 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, ShardingError
 from megatron_lightning.layers import CoreAttention
+from megatron_lightning.layers.report import StepReport, log_reports
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.models import GPTModel
@@ -32,6 +33,7 @@ from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run
 
 CP2 = make_layout("cp2", 2, 1, context_parallel_size=2)
 CP4 = make_layout("cp4", 4, 1, context_parallel_size=4)
+CP2_DP2 = make_layout("cp2-dp2", 4, 2, context_parallel_size=2)
 CP2_MICRO = make_layout("cp2-micro", 2, 1, context_parallel_size=2, micro_batch_size=2)
 LENGTH, VOCABULARY = 16, 20
 
@@ -398,6 +400,34 @@ class CollectsForTheEpoch(Module):
         self.log("val", torch.stack(self.collected).mean(), sync_dist=True)
         self.log("sum", torch.stack(self.collected).sum() * 0 + 1.0, sync_dist=True)
         self.collected.clear()
+
+
+class Sums(Module):
+    """Counts its tokens in a step, and in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.report = StepReport()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        number = torch.tensor(float(batch[0].numel()))
+        self.net(batch[0])
+        self.report.value("in_layer", number, "sum")
+        self.log("in_step", number, reduce_fx="sum", sync_dist=True)
+        log_reports(self, prefix="val_")
+
+
+def _validate(layout: Layout, folder: str) -> dict[str, float]:
+    loader = DataLoader(_loader().dataset, batch_size=4 // layout.data)
+    [logged] = layout.trainer(folder).validate(Sums(), loader, verbose=False)
+    return {name: float(value) for name, value in logged.items()}
+
+
+@layouts(CP2_DP2, slow=[CP2, CP2_MICRO])
+def test_sums_count_every_token_once(layout: Layout, tmp_path: Path) -> None:
+    assert run(SINGLE, _validate, tmp_path)[0] == {"in_step": 256.0, "val_in_layer": 256.0}
+    for rank in run(layout, _validate, tmp_path):
+        assert rank == {"in_step": 256.0, "val_in_layer": 256.0}
 
 
 def _losses(
