@@ -127,7 +127,7 @@ class _Attach(torch.autograd.Function):
 
 
 class StepReport(nn.Module):
-    """What a layer tells the step; a child of the layer, without parameters.
+    """Reports of a layer to the step; a child of the layer, without parameters.
 
     It works alone as well: in plain PyTorch losses have the scale 1, and in plain Lightning
     :func:`log_reports` does the rest.
@@ -285,7 +285,7 @@ _MARK = "_megatron_reports"  # on a LightningModule, the micro-batch that a stra
 
 
 def bind(module: nn.Module, microbatch: CurrentMicrobatch) -> Callable[[], None]:
-    """Let a strategy read the reports in ``module``; return the undo."""
+    """Bind the reports in ``module`` to a strategy, which reads them; return the undo."""
     reports = find_reports(module).values()
     vars(module)[_MARK] = microbatch
     for report in reports:

@@ -32,7 +32,7 @@ MOST_KEPT_LOGITS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the bytes of one micro-batch on one rank depend on."""
+    """Sizes that the bytes of one micro-batch on one rank depend on."""
 
     config: TransformerConfig
     layout: ParallelLayout

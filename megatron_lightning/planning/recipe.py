@@ -70,7 +70,7 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a plan needs of a configuration file."""
+    """The part of a configuration file that a plan needs."""
 
     model: TransformerConfig
     layout: ParallelLayout

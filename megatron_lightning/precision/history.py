@@ -36,7 +36,7 @@ class AmaxHistory:
         self.entries = torch.zeros(0)
         """The latest first, in fp32; 0 where a value was not finite."""
         self.factor = torch.ones(())
-        """What values are multiplied with; 1 until there is a history."""
+        """Factor of the values; 1 until there is a history."""
         self._noted: list[Tensor] = []
 
     def note(self, amax: Tensor) -> None:

@@ -57,7 +57,7 @@ class FP8Recipe:
     """Codes of 8 bits: ``hybrid`` takes e5m2 for gradients and e4m3 for the rest (delayed and
     current scaling only). ``nvfp4`` has codes of its own."""
     scaling: Scaling = "blockwise"
-    """What shares a scale; see the table above."""
+    """Values that share a scale; see the table above."""
     power_of_two_scales: bool | None = None
     """Whether scales are powers of two, rounded up; None: for blocks of 8-bit codes. Those of
     ``mxfp8`` always are, those of ``nvfp4`` never."""

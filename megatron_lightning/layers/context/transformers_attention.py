@@ -29,7 +29,7 @@ def looks_attention_up(module: nn.Module) -> bool:
 
 
 def put_core(module: nn.Module) -> CoreAttention:
-    """Let an attention module of ``transformers`` use our attention; returns it.
+    """Put our attention into an attention module of ``transformers``, and return it.
 
     The model's other attention, whose configuration it shares, has to be given one as well.
     """

@@ -23,7 +23,7 @@ from megatron_lightning.parallel.absent import present_modules
 
 
 class ExpertBalance:
-    """What ends an optimizer step in all layers of experts that this rank holds.
+    """End of an optimizer step in all layers of experts that this rank holds.
 
     Args:
         module: The model.

@@ -84,11 +84,8 @@ class _LocalExchange:
         return self._order.sums(rows).to(outputs.dtype)
 
 
-# --------------------------------------------------------------------------------------- all-to-all
-
-
-class AllToAllDispatch:
-    """Dispatch that sends every row to the ranks of its expert.
+class _RankDispatch:
+    """Dispatch over ranks.
 
     Args:
         group: The ranks over etp and ep, etp fastest.
@@ -98,6 +95,13 @@ class AllToAllDispatch:
     def __init__(self, group: AxisGroup, num_parts: int = 1) -> None:
         self.group = group
         self.num_parts = num_parts
+
+
+# --------------------------------------------------------------------------------------- all-to-all
+
+
+class AllToAllDispatch(_RankDispatch):
+    """Dispatch that sends every row to the ranks of its expert."""
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`; a collective."""
@@ -198,17 +202,8 @@ class _Permute(torch.autograd.Function):
 # --------------------------------------------------------------------------------------- all-gather
 
 
-class AllGatherDispatch:
-    """Dispatch that gives all tokens to all ranks; each computes those of its experts.
-
-    Args:
-        group: The ranks over etp and ep, etp fastest.
-        num_parts: Ranks that share an expert (etp).
-    """
-
-    def __init__(self, group: AxisGroup, num_parts: int = 1) -> None:
-        self.group = group
-        self.num_parts = num_parts
+class AllGatherDispatch(_RankDispatch):
+    """Dispatch that gives all tokens to all ranks; each computes those of its experts."""
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`; a collective."""
