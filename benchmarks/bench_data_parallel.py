@@ -32,7 +32,7 @@ from benchmarks.bench_step import (
 from benchmarks.data_parallel_counts import Count, count
 from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import measure
-from benchmarks.variants import Shape
+from benchmarks.variants import VARIANTS, Shape
 
 PEERS = ("lightning-ddp2", "lightning-fsdp2")
 OURS = {"dp2": PEERS, "dp2-zero1": PEERS, "dp2-fsdp": PEERS[1:]}
@@ -140,10 +140,15 @@ def run(shape: Shape, num_rounds: int, folder: Path, ranks: Sequence[int] = (1, 
     ]
     names = (*OURS, *PEERS, PLAIN)
     shallow, deep = (
-        measure(names, replace(TINY, num_layers=layers), num_rounds, num_dropped=3)
+        measure(
+            [VARIANTS[name] for name in names],
+            replace(TINY, num_layers=layers),
+            num_rounds,
+            num_dropped=3,
+        )
         for layers in (SHALLOW, DEEP)
     )
-    steps = measure((*OURS, *PEERS), shape, num_rounds)
+    steps = measure([VARIANTS[name] for name in (*OURS, *PEERS)], shape, num_rounds)
     facts |= {"rounds": num_rounds, "loss_difference": largest_loss_difference(steps)}
     facts["load_average_at_end"] = machine.describe()["load_average"]
     layers = {name: layer_seconds(shallow, deep, name) for name in names}

@@ -141,12 +141,14 @@ def markdown(
             f"| {row.name} | {row.tokens_per_s:.0f} | {row.wall_s:.3f} | {row.cpu_s:.3f} | {host} "
             f"| {row.peak_mib:.0f} |"
         )
-    lines += [
-        "",
+    return "\n".join([*lines, "", *comparison_table(comparisons), ""])
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the lines of a page that compare variants with their peers."""
+    lines = [
         "Speed relative to the peer (above 1: ours is faster), with a 95 % bootstrap interval:",
         "",
-    ]
-    lines += [
         "| ours | peer | goal | by CPU seconds | by wall time | verdict |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -162,7 +164,7 @@ def markdown(
             f"| {goal.ours} | {peer} | {wanted} | {comparison.cpu} | {comparison.wall} | "
             f"{verdict(comparison)} |"
         )
-    return "\n".join([*lines, ""])
+    return lines
 
 
 def verdict(comparison: Comparison) -> str:
@@ -189,15 +191,15 @@ def run(
     Raises:
         RuntimeError: If the losses differ, so that the times compare nothing.
     """
-    facts = machine.describe()
+    facts, variants = machine.describe(), [VARIANTS[name] for name in names]
     host = None
     if with_host:
         shallow, deep = (replace(TINY, num_layers=layers) for layers in (SHALLOW, DEEP))
         host = (
-            measure(names, shallow, num_rounds, num_dropped=3),
-            measure(names, deep, num_rounds, num_dropped=3),
+            measure(variants, shallow, num_rounds, num_dropped=3),
+            measure(variants, deep, num_rounds, num_dropped=3),
         )
-    steps = measure(names, shape, num_rounds)
+    steps = measure(variants, shape, num_rounds)
     facts |= {"rounds": num_rounds, "loss_difference": largest_loss_difference(steps)}
     facts["load_average_at_end"] = machine.describe()["load_average"]
     comparisons = [compare(steps, goal) for goal in GOALS if {goal.ours, goal.peer} <= set(names)]

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import measure
-from benchmarks.variants import Shape
+from benchmarks.variants import VARIANTS, Shape
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.context.blocks import visible_blocks
 from megatron_lightning.layers.context.kernels import Output
@@ -75,7 +75,7 @@ def _rates(shape: Shape, seconds: float) -> dict[str, Any]:
 def step_beside_lightning(shape: Shape, num_rounds: int) -> Numbers:
     """Train in turn with plain Lightning on the same GPU."""
     names = ("single", "lightning-single")
-    steps = measure(names, shape, num_rounds, num_dropped=3)
+    steps = measure([VARIANTS[name] for name in names], shape, num_rounds, num_dropped=3)
     walls = {name: [ranks[0].wall_s for ranks in steps[name]] for name in names}
     numbers = {name: _rates(shape, statistics.median(walls[name])) for name in names}
     for name in names:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks import machine
-from benchmarks.variants import VARIANTS, Shape, Variant
+from benchmarks.variants import Shape, Variant
 
 TIMEOUT_S = 120.0
 _PRELOAD = ["benchmarks.teams"]
@@ -129,9 +129,8 @@ def train(pipe: Connection, variant: Variant, shape: Shape, rank: int, num_steps
 
 
 def _rank_main(
-    name: str, shape: Shape, rank: int, store: str, pipe: Connection, num_steps: int
+    variant: Variant, shape: Shape, rank: int, store: str, pipe: Connection, num_steps: int
 ) -> None:
-    variant = VARIANTS[name]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -156,7 +155,7 @@ def _rank_main(
             )
         train(pipe, variant, shape, rank, num_steps)
     except BaseException:
-        pipe.send(TeamError(f"rank {rank} of {name}:\n{traceback.format_exc()}"))
+        pipe.send(TeamError(f"rank {rank} of {variant.name}:\n{traceback.format_exc()}"))
         raise
     os._exit(0)  # closing the groups of a finished team in step would need another turn
 
@@ -171,7 +170,7 @@ class Team:
         context = _fork_server()
         for rank in range(variant.size):
             pipe, theirs = context.Pipe()
-            args = (variant.name, shape, rank, f"{folder}/{variant.name}", theirs, num_steps)
+            args = (variant, shape, rank, f"{folder}/{variant.name}", theirs, num_steps)
             process = context.Process(target=_rank_main, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -234,15 +233,15 @@ def assembled(variants: Sequence[Variant], shape: Shape, num_steps: int) -> Iter
 
 
 def measure(
-    names: Sequence[str], shape: Shape, num_rounds: int, num_dropped: int = 1
+    variants: Sequence[Variant], shape: Shape, num_rounds: int, num_dropped: int = 1
 ) -> Mapping[str, list[list[StepTime]]]:
     """Run the variants in turn; return the steps by name, round and rank, without the dropped first
     rounds.
 
     Every other round runs in the opposite order, so that no variant always follows the same one.
     """
-    steps: dict[str, list[list[StepTime]]] = {name: [] for name in names}
-    with assembled([VARIANTS[name] for name in names], shape, num_dropped + num_rounds) as teams:
+    steps: dict[str, list[list[StepTime]]] = {variant.name: [] for variant in variants}
+    with assembled(variants, shape, num_dropped + num_rounds) as teams:
         for index in range(num_dropped + num_rounds):
             for team in teams if index % 2 == 0 else reversed(teams):
                 times = team.step()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import (
@@ -33,7 +35,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import DataParallel, TransformerConfig
 from megatron_lightning.modules.gpt import Batch, GPTLightningModule
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
@@ -170,13 +172,13 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train the model."""
+    """One way to train the model; its functions are importable, as a process receives it."""
 
     name: str
     size: int
     """Processes."""
     strategy: Callable[[Shape], Strategy]
-    module: type[GPTLightningModule] = GPTLightningModule
+    module: Callable[[TransformerConfig], pl.LightningModule] = GPTLightningModule
     data_size: int = 1
     """Data-parallel ranks."""
     stages: int = 1
@@ -186,29 +188,40 @@ class Variant:
     """Whether the strategy distributes the data itself, in the loader's order."""
 
 
-def _ours(
+def megatron(
+    shape: Shape,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    num_microbatches: int = 1,
+    data_parallel: DataParallel = "ddp",
+) -> Strategy:
+    """Return our strategy."""
+    samples = shape.batch // dp // num_microbatches
+    return MegatronStrategy(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        data_parallel=data_parallel,
+        micro_batch_size=samples if num_microbatches > 1 else None,
+    )
+
+
+def ours(
     name: str,
     *,
     tp: int = 1,
     pp: int = 1,
     dp: int = 1,
     num_microbatches: int = 1,
-    data_parallel: str = "ddp",
+    data_parallel: DataParallel = "ddp",
 ) -> Variant:
-    def strategy(shape: Shape) -> Strategy:
-        return MegatronStrategy(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            data_parallel=data_parallel,  # type: ignore[arg-type]
-            micro_batch_size=shape.batch // dp // num_microbatches
-            if num_microbatches > 1
-            else None,
-        )
-
+    """Return a layout of ours."""
+    sizes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "num_microbatches": num_microbatches}
     return Variant(
         name=name,
         size=tp * pp * dp,
-        strategy=strategy,
+        strategy=partial(megatron, **sizes, data_parallel=data_parallel),
         data_size=dp,
         stages=pp,
         num_microbatches=num_microbatches,
@@ -216,11 +229,18 @@ def _ours(
     )
 
 
-def _sharded(data: int, tensor: int) -> Callable[[Shape], Strategy]:
-    return lambda shape: ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
+def sharded(shape: Shape, *, data: int, tensor: int) -> Strategy:
+    """Return Lightning's strategy for modules that are sharded in ``configure_model``."""
+    return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
 
 
-def _single_device(shape: Shape) -> Strategy:
+def ddp(shape: Shape) -> Strategy:
+    """Return Lightning's data parallelism."""
+    return DDPStrategy()
+
+
+def single_device(shape: Shape) -> Strategy:
+    """Return plain Lightning."""
     return SingleDeviceStrategy(torch.device("cuda:0" if shape.accelerator == "gpu" else "cpu"))
 
 
@@ -229,23 +249,28 @@ NUM_MICROBATCHES = 4
 VARIANTS = {
     variant.name: variant
     for variant in (
-        _ours("single"),
-        Variant(name="lightning-single", size=1, strategy=_single_device),
-        _ours("dp2", dp=2),
-        Variant(name="lightning-ddp2", size=2, strategy=lambda shape: DDPStrategy(), data_size=2),
-        _ours("pp2", pp=2, num_microbatches=NUM_MICROBATCHES),
-        _ours("dp2-zero1", dp=2, data_parallel="zero1"),
-        _ours("dp2-fsdp", dp=2, data_parallel="fsdp"),
+        ours("single"),
+        Variant(name="lightning-single", size=1, strategy=single_device),
+        ours("dp2", dp=2),
+        Variant(name="lightning-ddp2", size=2, strategy=ddp, data_size=2),
+        ours("pp2", pp=2, num_microbatches=NUM_MICROBATCHES),
+        ours("dp2-zero1", dp=2, data_parallel="zero1"),
+        ours("dp2-fsdp", dp=2, data_parallel="fsdp"),
         Variant(
             name="lightning-fsdp2",
             size=2,
-            strategy=_sharded(2, 1),
+            strategy=partial(sharded, data=2, tensor=1),
             module=FullyShardedGPT,
             data_size=2,
         ),
-        _ours("tp2", tp=2),
-        Variant(name="lightning-tp2", size=2, strategy=_sharded(1, 2), module=DTensorGPT),
-        _ours("tp2-pp2", tp=2, pp=2, num_microbatches=NUM_MICROBATCHES),
+        ours("tp2", tp=2),
+        Variant(
+            name="lightning-tp2",
+            size=2,
+            strategy=partial(sharded, data=1, tensor=2),
+            module=DTensorGPT,
+        ),
+        ours("tp2-pp2", tp=2, pp=2, num_microbatches=NUM_MICROBATCHES),
     )
 }
 """In the order of a round: variants that are compared run next to each other."""
