@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -40,9 +41,13 @@ __all__ = [
     "reduce_scatter",
     "run_backward",
     "saved_tensors_hooks_in_force",
+    "scaled_grouped_mm",
+    "scaled_mm",
+    "scaled_mm_of_blocks",
     "set_grad_dtype",
     "silence_treespec_warning",
     "takes_grouped_mm",
+    "takes_scaled_grouped_mm",
 ]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -90,6 +95,77 @@ def takes_grouped_mm(x: Tensor) -> bool:
     row, column = x.stride()[-2:]
     pitch_bytes = (row if column == 1 else column if row == 1 else 1) * x.element_size()
     return known and pitch_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """Multiply FP8 codes a [m, k] by b [k, n], column-major, with fp32 scales of tensors ([], [])
+    or of rows ([m, 1], [1, n]).
+
+    The private name is the one that every torch of 2.11 to 2.13 has on CPUs and GPUs, and that its
+    compiler knows; ``F.scaled_mm`` follows device by device.
+    """
+    y: Tensor = torch._scaled_mm(
+        a, b, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
+    return y
+
+
+def scaled_mm_of_blocks(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, dtype: torch.dtype, square: bool
+) -> Tensor:
+    """Multiply FP8 codes a [m, k] by b [k, n], column-major, with fp32 scales of 128 codes along k,
+    or, of b, of 128 x 128 (``square``).
+
+    Args:
+        a: Left codes; k is a multiple of 128.
+        b: Right codes; n is a multiple of 128 with square blocks.
+        scale_a: [m, k / 128], column-major.
+        scale_b: [n, k / 128], column-major; of square blocks [k / 128, n / 128], column-major, its
+            first dim padded to a multiple of 4.
+        dtype: Dtype of the result.
+        square: Whether a scale of b covers 128 x 128 codes.
+    """
+    kinds = F.ScalingType
+    of_b = kinds.BlockWise128x128 if square else kinds.BlockWise1x128
+    y: Tensor = F.scaled_mm(a, b, scale_a, kinds.BlockWise1x128, scale_b, of_b, output_dtype=dtype)
+    return y
+
+
+def takes_scaled_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """Return whether :func:`scaled_grouped_mm` has a kernel for these codes: e4m3, on Hopper (torch
+    2.11 to 2.13).
+    """
+    known = a.dtype is torch.float8_e4m3fn and b.dtype is torch.float8_e4m3fn
+    return known and a.device.type == "cuda" and torch.cuda.get_device_capability(a.device)[0] == 9
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *, fast: bool = False
+) -> Tensor:
+    """Multiply e4m3 codes of every expert, with fp32 scales of rows; the result is bf16.
+
+    Args:
+        a: [t, k], or [m, t].
+        b: [E, k, n] or [t, n], column-major.
+        scale_a: [t], or [E m] for the rows of one expert after the other's.
+        scale_b: [E, n], or [E n].
+        ends: Where the tokens of every expert end [E], int32; multiples of 16 where tokens are
+            contracted.
+        fast: Whether Hopper may add up with fewer bits.
+    """
+    y: Tensor = torch._scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+    return y
 
 
 def silence_treespec_warning() -> None:

@@ -8,7 +8,7 @@ itself: names, parameters and checkpoints stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,9 @@ from megatron_lightning.layers.transposed import (
 )
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
+from megatron_lightning.precision.backends import Chosen
 from megatron_lightning.precision.emulation import EmulatedGemm
+from megatron_lightning.precision.native import NativeGemm
 from megatron_lightning.precision.recipes import FP8Recipe
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _IN_BF16 = ("**output_layer", "**lm_head", "**score", "**classifier", "**router", "**gate")
 """Paths of output layers and routers, as models name them."""
+_GEMMS: Mapping[Chosen, type[EmulatedGemm]] = {"emulation": EmulatedGemm, "native": NativeGemm}
 
 
 class QuantizedLinear(SplitLinear):
@@ -74,6 +77,7 @@ def apply_recipe(
     context: ParallelContext | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    backend: Chosen = "emulation",
 ) -> Assignment:
     """Quantize the layers of ``module`` that ``recipe`` names; :func:`remove_recipe` undoes it.
 
@@ -82,6 +86,33 @@ def apply_recipe(
         recipe: The recipe.
         context: Groups of this rank; None: the module is full.
         dtype: Dtype of the results of products.
+        backend: Who multiplies.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, or no layer is quantized.
+    """
+    found = recipes_of_layers(module, recipe)
+    present = dict(present_modules(module))
+    quantized = {
+        path: _quantize(present[path], own, context, dtype, _GEMMS[backend])
+        for path, own in found.items()
+        if own is not None and path in present
+    }
+    in_bf16 = [path for path in found if path in present and path not in quantized]
+    others = [
+        path
+        for path, child in present.items()
+        if path not in found
+        and not isinstance(child, nn.Embedding)
+        and not hasattr(child, "gemm")
+        and any(p.ndim > 1 for p in child.parameters(recurse=False))
+    ]
+    return Assignment(quantized, in_bf16, others)
+
+
+def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Recipe | None]:
+    """Return the recipe of every linear layer by its path, also of those on other pipeline ranks;
+    None: bf16.
 
     Raises:
         ConfigError: If a pattern matches nothing, or no layer is quantized.
@@ -101,22 +132,7 @@ def apply_recipe(
             f"the recipe quantizes no layer of {type(module).__name__}, which has "
             f"{len(found)} linear layers. Remove the plugin, or the rows that exclude them."
         )
-    present = dict(present_modules(module))
-    quantized = {
-        path: _quantize(present[path], own, context, dtype)
-        for path, own in found.items()
-        if own is not None and path in present
-    }
-    in_bf16 = [path for path in found if path in present and path not in quantized]
-    others = [
-        path
-        for path, child in present.items()
-        if path not in found
-        and not isinstance(child, nn.Embedding)
-        and not hasattr(child, "gemm")
-        and any(p.ndim > 1 for p in child.parameters(recurse=False))
-    ]
-    return Assignment(quantized, in_bf16, others)
+    return found
 
 
 def remove_recipe(module: nn.Module) -> None:
@@ -181,13 +197,17 @@ def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
 
 
 def _quantize(
-    layer: nn.Module, recipe: FP8Recipe, context: ParallelContext | None, dtype: torch.dtype
+    layer: nn.Module,
+    recipe: FP8Recipe,
+    context: ParallelContext | None,
+    dtype: torch.dtype,
+    kind: type[EmulatedGemm],
 ) -> EmulatedGemm:
     if type(layer) is nn.Linear:
         layer.__class__ = QuantizedLinear
     group = _sharing(layer, context)
     streams = None if context is None else context.rng
-    gemm = EmulatedGemm(recipe, dtype=dtype, group=group, streams=streams)
+    gemm = kind(recipe, dtype=dtype, group=group, streams=streams)
     layer.gemm = gemm  # type: ignore[assignment]
     return gemm
 

@@ -3,44 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.precision.recipes import Scaling
+from megatron_lightning.precision.recipes import FP8Recipe, Scaling
 
 Backend = Literal["auto", "emulation", "native", "transformer_engine"]
+Chosen = Literal["emulation", "native"]
 
 NEEDS: Mapping[Scaling, str] = {
     "delayed": "compute capability 8.9 (Ada) or newer",
     "current": "compute capability 8.9 (Ada) or newer",
     "rowwise": "compute capability 9.0 (Hopper) or newer",
-    "blockwise": "compute capability 9.0 (Hopper) or newer and CUDA 12.9",
+    "blockwise": "compute capability 9.0 (Hopper) and CUDA 12.9",
     "mxfp8": "compute capability 10.x (Blackwell)",
     "nvfp4": "compute capability 10.0 (Blackwell) or newer",
 }
 """GPU whose matrix units take a recipe's operands."""
-_MISSING: Mapping[str, str] = {
-    "native": "products by torch's scaled kernels are not part of this version",
-    "transformer_engine": "layers of Transformer Engine are not part of this version",
+_LEAST: Mapping[Scaling, tuple[int, int]] = {
+    "delayed": (8, 9),
+    "current": (8, 9),
+    "rowwise": (9, 0),
+    "blockwise": (9, 0),
 }
+"""Least capability for torch's products; recipes that it does not multiply are missing."""
+_CUDA_OF_BLOCKS = (12, 9)
 
 
-def choose_backend(backend: str, scaling: Scaling, *, has_cuda: bool) -> Literal["emulation"]:
-    """Return the backend that multiplies.
+class Gpu(NamedTuple):
+    """What decides which products a GPU can run."""
+
+    name: str
+    capability: tuple[int, int]
+    cuda: tuple[int, ...] | None
+    """Version of CUDA that torch was built for; None: ROCm."""
+
+
+def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
+    """Return the backend that multiplies; ``auto`` is native if all recipes can run so.
+
+    Args:
+        backend: Name that the user gave.
+        recipe: The recipe, with its rows.
+        gpu: GPU of this process; None: it has none.
 
     Raises:
-        ConfigError: If it cannot run here: by name, with what is missing.
+        ConfigError: If it cannot run here: by name, with what is missing and what would work.
     """
-    if backend in ("auto", "emulation"):
+    if backend == "emulation":
         return "emulation"
+    scalings = {recipe.scaling: None}
+    scalings |= {row.scaling: None for row in recipe.rows.values() if row is not None}
+    missing = {scaling: _missing_natively(scaling, gpu) for scaling in scalings}
+    found = [reason for reason in missing.values() if reason is not None]
+    if backend == "auto":
+        return "emulation" if found else "native"
+    if backend == "native":
+        if not found:
+            return "native"
+        raise ConfigError(f"backend is 'native': {'; '.join(found)}. {_instead(gpu)}")
     if backend == "kitchen":
-        missing = "Kitchen is not public, and not part of this package"
-    elif backend in _MISSING:
-        here = "" if has_cuda else ", and this machine has no CUDA device"
-        missing = f"{_MISSING[backend]}{here}; scaling={scaling} would need {NEEDS[scaling]}"
+        reason = "Kitchen is not public, and not part of this package"
+    elif backend == "transformer_engine":
+        here = "" if gpu is not None else ", and this machine has no CUDA device"
+        needs = "; ".join(f"scaling={scaling} would need {NEEDS[scaling]}" for scaling in scalings)
+        reason = f"layers of Transformer Engine are not part of this version{here}; {needs}"
     else:
-        missing = f"it is unknown; the backends are {', '.join(get_args(Backend))}"
-    raise ConfigError(
-        f"backend is {backend!r}: {missing}. Set it to emulation, which has the same scales and "
-        "rounding on any device, or train in bf16-mixed."
+        reason = f"it is unknown; the backends are {', '.join(get_args(Backend))}"
+    raise ConfigError(f"backend is {backend!r}: {reason}. {_instead(gpu)}")
+
+
+def _missing_natively(scaling: Scaling, gpu: Gpu | None) -> str | None:
+    """Return why torch's products of a recipe cannot run; None: they can."""
+    least = _LEAST.get(scaling)
+    if least is None:
+        return f"scaling={scaling} needs Blackwell kernels, which the native backend does not call"
+    if gpu is None:
+        return f"this machine has no CUDA device; scaling={scaling} would need {NEEDS[scaling]}"
+    if gpu.cuda is None:
+        return f"{gpu.name} runs with ROCm, whose FP8 kernels the native backend does not call"
+    return _missing_of(scaling, least, gpu, gpu.cuda)
+
+
+def _missing_of(
+    scaling: Scaling, least: tuple[int, int], gpu: Gpu, cuda: tuple[int, ...]
+) -> str | None:
+    """Return what an NVIDIA GPU or its torch is missing."""
+    has = f"{gpu.name} has compute capability {'.'.join(map(str, gpu.capability))}"
+    if gpu.capability < least:
+        return f"scaling={scaling} needs {NEEDS[scaling]}, and {has}"
+    if scaling == "blockwise" and gpu.capability[0] != least[0]:
+        return f"torch multiplies scaling={scaling} on Hopper (9.x) only, and {has}"
+    if scaling == "blockwise" and cuda < _CUDA_OF_BLOCKS:
+        version = ".".join(map(str, cuda))
+        return f"scaling={scaling} needs CUDA 12.9, and torch is built for CUDA {version}"
+    return None
+
+
+def _instead(gpu: Gpu | None) -> str:
+    """Return what would work."""
+    native = [scaling for scaling in _LEAST if _missing_natively(scaling, gpu) is None]
+    listed = " or ".join(native)
+    found = f"Set scaling to {listed}, which can run natively here. Or set" if native else "Set"
+    return (
+        f"{found} backend to emulation, which has the same scales and rounding on any device, or "
+        "train in bf16-mixed."
     )

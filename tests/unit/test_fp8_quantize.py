@@ -189,10 +189,10 @@ def test_what_a_recipe_cannot_be_is_refused_by_name(case: str) -> None:
 @pytest.mark.parametrize("backend", ["native", "transformer_engine", "kitchen", "cublas"])
 def test_backends_that_cannot_run_are_refused_by_name(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"backend is '{backend}': .*emulation") as error:
-        choose_backend(backend, "mxfp8", has_cuda=False)
-    if backend in ("native", "transformer_engine"):
+        choose_backend(backend, FP8Recipe(scaling="mxfp8"), None)
+    if backend == "transformer_engine":
         assert re.search("no CUDA device; scaling=mxfp8 .*Blackwell", str(error.value))
-    assert choose_backend("auto", "nvfp4", has_cuda=True) == "emulation"
+    assert choose_backend("auto", FP8Recipe(scaling="nvfp4"), None) == "emulation"
 
 
 def test_rows_of_yaml_are_recipes() -> None:

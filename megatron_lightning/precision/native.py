@@ -1,0 +1,168 @@
+"""Products of quantized operands on the FP8 units of GPUs, by torch's scaled kernels.
+
+The operands are the emulation's: the same codes, bit by bit, with the same scales. Only who
+multiplies differs, and so what a training shows with one backend holds for the other, up to the
+order and the width of the sums:
+
+    forward      y  = x w^T       contracts features      a = x      b = w
+    input_grad   dx = dy w        contracts outputs       a = dy     b = w^T
+    weight_grad  dw = dy^T x      contracts tokens        a = dy^T   b = x^T
+
+Both a and b have to be contiguous along the contracted dim (see
+:mod:`~megatron_lightning.precision.scaled_products`). What forward takes is so by itself. Of the
+others the transpose must be written, one byte a value: with scales of rows or blocks in the same
+pass as the cast, since the second operand has codes of its own; with one scale for a tensor when
+it is multiplied, so that one set of codes is kept for backward.
+
+Nothing here waits for the GPU, but for grouped products without a kernel. Casts and scales are
+plain functions of tensors, which ``torch.compile`` fuses into the operations around them; without
+it each is a pass over memory, and FP8 is hardly faster than bf16. The products of forward may add
+up with Hopper's 14-bit accumulators (``fast``), as an output is rounded to 8 bits by the next layer
+anyway; those of gradients do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.layers.gemm import Operand, Role, rows
+from megatron_lightning.precision.backends import Gpu
+from megatron_lightning.precision.emulation import EmulatedGemm
+from megatron_lightning.precision.groups import padded_counts
+from megatron_lightning.precision.scaled_products import (
+    BLOCK,
+    Codes,
+    Shared,
+    align_experts,
+    column_major,
+    multiply,
+    multiply_groups,
+)
+
+
+def find_gpu(device: torch.device | None = None) -> Gpu | None:
+    """Return what decides which products a device can run, by default the current one; None: it is
+    no GPU.
+    """
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return None
+    version = torch.version.cuda
+    return Gpu(
+        name=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        cuda=None if version is None else (*map(int, version.split(".")[:2]),),
+    )
+
+
+class NativeGemm(EmulatedGemm):
+    """Products of a layer by a recipe, on FP8 units; the arguments are those of the emulation.
+
+    Recipes are ``delayed``, ``current``, ``rowwise`` and ``blockwise``;
+    :func:`~megatron_lightning.precision.backends.choose_backend` says which a GPU can run.
+    """
+
+    def __repr__(self) -> str:
+        return f"NativeGemm({self.recipe.scaling}, {self.recipe.format})"
+
+    @property
+    def _shared(self) -> Shared:
+        if self.recipe.is_per_tensor:
+            return "tensor"
+        return "row" if self.recipe.scaling == "rowwise" else "block"
+
+    # ------------------------------------------------------------------------------------- operands
+
+    def operand(
+        self,
+        tensor: Tensor,
+        role: Role,
+        *,
+        transposed: bool = False,
+        counts: Tensor | None = None,
+    ) -> Operand:
+        """See the base class. Second operands are in the layout of their product; of experts with
+        ``rowwise``, their scales are [E, n].
+        """
+        codes, scales = super().operand(tensor, role, transposed=transposed, counts=counts)
+        if not transposed:
+            return Operand(codes, scales)
+        if counts is not None and role != "weight" and self._shared == "row" and scales is not None:
+            scales = _of_experts(scales, counts)
+        return Operand(column_major(codes), scales)
+
+    def _made(
+        self, operand: Operand, role: Role, counts: Tensor | None, *, second: bool = False
+    ) -> Codes:
+        """Return the operand as a matrix; one without scales is quantized first."""
+        if operand.scales is None:
+            operand = self.operand(operand.data, role, transposed=second, counts=counts)
+        codes, scales = operand
+        if scales is None:
+            raise ValueError(f"the {role} of {self!r} has no scales.")
+        if role == "weight":
+            return Codes(codes, scales)
+        return Codes(rows(codes), rows(scales) if scales.ndim else scales)
+
+    # ------------------------------------------------------------------------------------- products
+
+    def forward(
+        self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """See the base class."""
+        a, b = self._made(x, "input", counts), self._made(weight, "weight", counts)
+        if counts is None:
+            y = multiply(a, b, self._shared, self.dtype, bias=bias, fast=True)
+        else:
+            y = multiply_groups(a, b, counts, self._shared, self.dtype, fast=True)
+        return y.reshape(*x.data.shape[:-1], y.shape[-1])
+
+    def input_grad(self, grad: Operand, weight: Operand, counts: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        a = self._made(grad, "output_grad", counts)
+        b = _turned(self._made(weight, "weight", counts, second=True))
+        if counts is None:
+            dx = multiply(a, b, self._shared, self.dtype)
+        else:
+            dx = multiply_groups(a, b, counts, self._shared, self.dtype)
+        return dx.reshape(*grad.data.shape[:-1], dx.shape[-1])
+
+    def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        left = self._made(grad, "output_grad", counts, second=True)
+        right = self._made(x, "input", counts, second=True)
+        if counts is None:
+            return multiply(_turned(left), _turned(right), self._shared, self.dtype)
+        if self._shared == "block":
+            a, b = _turned(left), _turned(right)
+            counts = padded_counts(counts, BLOCK, len(left.data))
+        else:
+            a, padded = self._tokens_last(left, counts)
+            b, counts = self._tokens_last(right, counts)[0], padded
+        return multiply_groups(a, b, counts, self._shared, self.dtype)
+
+    def _tokens_last(self, tokens: Codes, counts: Tensor) -> tuple[Codes, Tensor]:
+        """Return tokens [t, n] as [n, p], each expert's padded, with scales [E, n] or [E, 1], and
+        the padded counts.
+        """
+        codes, scales = tokens
+        if scales.ndim and self._shared == "tensor":
+            scales = _of_experts(scales, counts)
+        codes, counts = align_experts(codes, counts)
+        return Codes(codes.t(), scales), counts
+
+
+def _turned(matrix: Codes) -> Codes:
+    """Return the transpose, of codes and scales."""
+    codes, scales = matrix
+    return Codes(codes.transpose(-2, -1), scales.transpose(-2, -1) if scales.ndim else scales)
+
+
+def _of_experts(scales: Tensor, counts: Tensor) -> Tensor:
+    """Return the scales of experts [E, n] from those of their rows [t, n], which are equal; 1 for
+    all where there are no rows.
+    """
+    if not len(scales):
+        return scales.new_ones(len(counts), scales.shape[1])
+    firsts = (counts.cumsum(0) - counts).clamp(max=len(scales) - 1)
+    return scales.index_select(0, firsts)
