@@ -5,13 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
-
-
-def build_activation(config: TransformerConfig) -> nn.Module:
-    """Return the activation; of a gated layer, that of the gate."""
-    if config.gated:
-        return nn.SiLU()
-    return nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")
+from megatron_lightning.layers.activation import build_activation
+from megatron_lightning.layers.engine import Engine
 
 
 class MLP(nn.Module):
@@ -23,10 +18,12 @@ class MLP(nn.Module):
         ffn_size: Width (f); None: the config's.
     """
 
+    engine: Engine | None = None
+    """Computes the layer and the norm before it, which then returns its input."""
+
     def __init__(self, config: TransformerConfig, ffn_size: int | None = None) -> None:
         super().__init__()
         f, bias = ffn_size or config.ffn_size, config.add_bias_linear
-        self.gated = config.gated
         self.activation = build_activation(config)
         self.linear_fc1 = nn.Linear(config.hidden_size, 2 * f if config.gated else f, bias=bias)
         if config.gated:
@@ -35,11 +32,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        inner = self.linear_fc1(hidden)
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(inner)
-        out: Tensor = self.linear_fc2(inner)
+        if self.engine is not None and self.engine.takes(hidden):
+            return self.engine(hidden)
+        out: Tensor = self.linear_fc2(self.activation(self.linear_fc1(hidden)))
         return out

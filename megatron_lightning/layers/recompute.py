@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lightning.compat import saved_tensors_hooks_in_force
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError, RecomputeError
+from megatron_lightning.layers.activation import SwiGLU
 from megatron_lightning.layers.offload import offloaded
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.rng import RngStreams
@@ -43,7 +44,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "core_attn": ("**.core_attention",),
     "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
 }
-_CHEAP = (nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.GELU, nn.ReLU)
+_CHEAP = (nn.LayerNorm, nn.RMSNorm, SwiGLU, nn.SiLU, nn.GELU, nn.ReLU)
 _ORIGINALS = "_megatron_recompute"
 
 Forward = Callable[..., Any]

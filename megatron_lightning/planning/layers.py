@@ -200,18 +200,13 @@ def _feed_forward(
     size, inner, made = rows * f * e, f"{path} fc1", f"{path} inner"
     operations = [layer("linear_fc1", x, inner, (h, up), True)]
     if sizes.config.gated:
-        operations += [
-            # The gradients of gate and up, joined.
-            Operation(path=path, forward_bytes=0.0, backward_bytes=4 * size),
+        operations.append(
+            # Backward computes the activated gate again, beside the gradients of gate and up.
             Operation(
                 path=f"{path}.activation", keeps={inner: 2 * size}, inputs={inner: 2 * size},
-                makes=(f"{path} gate",), backward_bytes=3 * size,
-            ),
-            Operation(
-                path=path, keeps={inner: 2 * size, f"{path} gate": size}, makes=(made,),
-                forward_bytes=size, backward_bytes=3 * size,
-            ),
-        ]  # fmt: skip
+                makes=(made,), forward_bytes=size, backward_bytes=4 * size,
+            )
+        )  # fmt: skip
     else:
         operations.append(
             Operation(

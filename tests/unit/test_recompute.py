@@ -145,14 +145,14 @@ def test_selective_recomputation_keeps_what_is_left() -> None:
         model = _without_positions()
         apply_recompute(model, _options(kind))
         saved[kind] = (_saved_bytes(model, _tokens()) - rest) / LAYERS
-    # SwiGLU keeps fc1's output (2f), the activated gate (f) and the product (f); a norm's output
-    # (h) is the next one's input.
-    assert saved["selective:mlp"] == layer - 4 * inner
+    # SwiGLU keeps its input (2f) and fc2 its output (f); a norm's output (h) is the next one's
+    # input.
+    assert saved["selective:mlp"] == layer - 3 * inner
     assert saved["selective:layernorm"] == layer - 2 * hidden
     assert saved["selective:activation,layernorm"] == layer - 2 * hidden - inner
     assert saved["selective:core_attn"] < layer
     attention = layer - saved["selective:core_attn"]
-    assert saved["selective:core_attn,mlp,layernorm"] == layer - attention - 4 * inner - 2 * hidden
+    assert saved["selective:core_attn,mlp,layernorm"] == layer - attention - 3 * inner - 2 * hidden
 
 
 def test_it_can_be_undone_copied_and_pickled() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.layers.mlp import build_activation
+from megatron_lightning.layers.activation import build_activation
 from megatron_lightning.layers.split_backward import Splittable, linear
 
 
@@ -35,6 +35,8 @@ class GroupedLinear(Splittable, nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [n, in] to [n, out]; ``counts`` [E]: how many each expert has."""
+        if self.engine is not None and self.engine.takes(rows, counts):
+            return self.engine(rows, counts)
         out = linear(rows, self, None, counts=counts)
         if self.bias is None:
             return out
@@ -62,18 +64,14 @@ class Experts(nn.Module):
         super().__init__()
         h, f = config.hidden_size, config.expert_ffn_size
         bias = config.add_bias_linear
-        self.gated = config.gated
         self.activation = build_activation(config)
-        self.linear_fc1 = GroupedLinear(num_experts, h, 2 * f if self.gated else f, bias=bias)
+        self.linear_fc1 = GroupedLinear(num_experts, h, 2 * f if config.gated else f, bias=bias)
+        if config.gated:
+            self.linear_fc1.fused_rows = (f, f)  # type: ignore[assignment]
         self.linear_fc2 = GroupedLinear(num_experts, f, h, bias=bias)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [n, h] to [n, h]; ``counts`` [E]: how many each expert has."""
-        inner = self.linear_fc1(rows, counts)
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(inner)
+        inner = self.activation(self.linear_fc1(rows, counts))
         out: Tensor = self.linear_fc2(inner, counts)
         return out
