@@ -194,6 +194,8 @@ def linear_losses(
 class TakesLoss:
     """A layer whose ``forward(x, targets, loss)`` returns losses; without the last two, logits."""
 
+    gemm: Gemm
+
 
 class OutputLinear(TakesLoss, Splittable, nn.Linear):
     """An output layer, which returns logits or, without holding all of them, losses.
@@ -216,8 +218,13 @@ def token_losses(x: Tensor, targets: Tensor, layer: nn.Module, loss: nn.Module) 
     """Return the losses [...] of an output layer's logits for ``targets`` [...].
 
     Modules that others have put in the place of a model's own get what they expect: the layer its
-    input, the loss the logits and the targets.
+    input, the loss the logits and the targets. So do layers that a recipe quantizes: chunks would
+    have scales of their own, and enter a history one by one.
     """
-    fused = isinstance(layer, TakesLoss) and isinstance(loss, CrossEntropy)
+    fused = (
+        isinstance(layer, TakesLoss)
+        and isinstance(loss, CrossEntropy)
+        and layer.gemm.differentiable
+    )
     losses: Tensor = layer(x, targets, loss) if fused else loss(layer(x), targets)
     return losses

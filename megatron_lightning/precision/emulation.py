@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from megatron_lightning.compat import is_in_backward
 from megatron_lightning.layers.gemm import Gemm, Operand, Role, rows
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
@@ -186,8 +185,7 @@ class EmulatedGemm(Gemm):
         """Return the operand with the scale of the history, and note the largest value."""
         history, name = self.histories[role], self.recipe.code_format(role)
         amax = _amax(tensor).reshape(())
-        # A recomputed forward runs in backward, as the second operand of a weight is made there.
-        if self.notes and first and (role == "output_grad" or not is_in_backward()):
+        if self.notes and first:
             history.note(amax)
         factor = history.factor.to(tensor.device)
         scale = factor.reciprocal().where(amax.isfinite(), torch.nan)

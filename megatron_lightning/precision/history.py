@@ -9,11 +9,14 @@ micro-batch; the next scales are computed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lightning.compat import is_in_backward, never_drop
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.precision.recipes import FP8Recipe, Role
@@ -32,16 +35,35 @@ class AmaxHistory:
 
     def __init__(self, recipe: FP8Recipe, role: Role) -> None:
         self._recipe = recipe
+        self._role = role
         self._format = recipe.code_format(role)
         self.entries = torch.zeros(0)
         """The latest first, in fp32; 0 where a value was not finite."""
         self.factor = torch.ones(())
         """Factor of the values; 1 until there is a history."""
         self._noted: list[Tensor] = []
+        self._register()
+
+    def _register(self) -> None:
+        self._number = torch.tensor(id(self), device="cpu")
+        _HISTORIES[id(self)] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()  # a copy has a number of its own
 
     def note(self, amax: Tensor) -> None:
-        """Note the largest value of a micro-batch."""
-        self._noted.append(amax.detach().where(amax.isfinite(), 0.0).reshape(()))
+        """Note the largest value of a micro-batch, unless a forward is recomputed."""
+        if torch.compiler.is_compiling():
+            torch.ops.megatron_lightning.note_amax(amax, self._number)
+        else:
+            self.note_now(amax)
+
+    def note_now(self, amax: Tensor) -> None:
+        """Do as :meth:`note`, outside of compiled graphs."""
+        # A forward that runs in backward is a recomputed one.
+        if self._role == "output_grad" or not is_in_backward():
+            self._noted.append(amax.detach().where(amax.isfinite(), 0.0).reshape(()))
 
     def take_noted(self) -> list[Tensor]:
         """Return what was noted since the last call, and forget it."""
@@ -65,6 +87,27 @@ class AmaxHistory:
         # Without a largest value, as of zeros, the last scale stays.
         previous = self.factor.to(factor.device)
         self.factor = (factor / 2.0**recipe.margin).where(amax > 0.0, previous)
+
+
+# A traced list would be compiled again for each of its lengths. Operators take tensors and numbers,
+# so a number represents a history.
+_HISTORIES: weakref.WeakValueDictionary[int, AmaxHistory] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "megatron_lightning::note_amax", mutates_args=(), schema="(Tensor amax, Tensor number) -> ()"
+)
+def _note_amax(amax: Tensor, number: Tensor) -> None:
+    """Note a copy: the compiler may reuse the memory as soon as this returns."""
+    _HISTORIES[int(number)].note_now(amax.clone())
+
+
+@_note_amax.register_fake
+def _(amax: Tensor, number: Tensor) -> None:
+    return None
+
+
+never_drop(torch.ops.megatron_lightning.note_amax.default)
 
 
 def make_histories(recipe: FP8Recipe) -> Mapping[Role, AmaxHistory]:

@@ -3,21 +3,21 @@ against a loop over experts, delayed scales, and what a recipe assigns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import Gemm, Operand, product
+from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
+from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.rng import RngStreams
@@ -28,6 +28,7 @@ from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.hadamard import rotate, rotation
 from megatron_lightning.precision.history import advance
 from megatron_lightning.precision.recipes import Role
+from tests.helpers.quantized import counted_products
 from tests.unit.test_fp8_quantize import RECIPES
 
 # Of gradients, which the recipes of 4 bits otherwise rotate and round at random.
@@ -98,28 +99,6 @@ def test_products_in_bf16_are_rounded_once(name: str) -> None:
     assert torch.equal(y.view(40, 50), expected.bfloat16())
 
 
-@contextmanager
-def _counted() -> Iterator[dict[str, int]]:
-    """Count products, and those whose operands are both values of few codes."""
-    counts = {"products": 0, "quantized": 0}
-
-    def count(original: Any) -> Any:
-        def counting(gemm: Gemm, left: Operand, right: Operand, *rest: Any) -> Tensor:
-            if not isinstance(gemm, EmulatedGemm):
-                return original(gemm, left, right, *rest)
-            counts["products"] += 1
-            pairs = [(operand.data, 255) for operand in (left, right)]
-            counts["quantized"] += all(len(x.unique()) <= most for x, most in pairs)
-            result: Tensor = original(gemm, left, right, *rest)
-            return result
-
-        return counting
-
-    names = "forward", "input_grad", "weight_grad"
-    with patch.multiple(Gemm, **{name: count(getattr(Gemm, name)) for name in names}):
-        yield counts
-
-
 def _layers(kind: str) -> tuple[nn.Module, int]:
     """Return a model and how many of its layers a recipe quantizes."""
     options: dict[str, Any] = {"moe": MoEConfig(num_experts=4)} if kind == "experts" else {}
@@ -140,13 +119,10 @@ def test_all_three_products_of_every_layer_are_quantized(kind: str) -> None:
     assert len(assigned.quantized) == num_layers and not assigned.others
     assert assigned.in_bf16 == ["output_layer"]
     tokens = torch.randint(0, 30, (4, 32))
-    with _counted() as counts:
+    with counted_products(num_scales=4 if kind == "experts" else 1) as counts:
         model(tokens, labels=tokens).mean().backward()
-    products = 3 * num_layers
-    if kind == "dense":
-        assert counts == {"products": products, "quantized": products}
-    else:  # the router multiplies by autograd's own products
-        assert counts["products"] == products
+    # The router multiplies by autograd's own products.
+    assert counts == {"products": 3 * num_layers, "quantized": 3 * num_layers}
 
 
 def test_a_recipe_leaves_nothing_behind() -> None:
@@ -341,15 +317,70 @@ def test_recomputation_notes_nothing() -> None:
     (gemm,) = assigned.quantized.values()
     results = []
     for recompute in (False, True):
-        y = (
-            torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-            if recompute
-            else layer(x)
-        )
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
         results.append(torch.autograd.grad(y.square().sum(), (x, layer.weight)))
         noted = [len(history.take_noted()) for history in gemm.histories.values()]
         assert noted == [1, 1, 1]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_history_of_the_same_tensors_gives_the_scales_of_current() -> None:
+    """So delayed gradients, too, are straight-through: those of the quantized matrices."""
+    x, w, dy = _matrices()
+    gemm, current = _delayed(), FP8Recipe(scaling="current", format="hybrid")
+    _products(x, w, dy, gemm)
+    _advance(gemm)
+    for own, expected in zip(_products(x, w, dy, gemm), _expected(x, w, dy, current), strict=True):
+        torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=1e-6 * expected.max())
+
+
+def test_a_copy_of_a_layer_has_histories_of_its_own() -> None:
+    """Also in compiled graphs, which find a history by its number."""
+    layer = nn.ModuleList([nn.Linear(8, 8)])
+    (gemm,) = apply_recipe(layer, FP8Recipe(scaling="delayed")).quantized.values()
+    copy = deepcopy(layer)
+    for module in (layer, copy):
+        module[0].compile(backend="aot_eager", fullgraph=True)
+        module[0](torch.randn(4, 8))
+    for own in (gemm, copy[0].gemm):
+        assert [len(own.histories[role].take_noted()) for role in ("input", "weight")] == [1, 1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_micro_batches_do_not_compile_a_layer_again(compiled: bool) -> None:
+    """One graph, however many micro-batches are noted and whatever the scale; a recomputed forward
+    notes nothing."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer = nn.ModuleList([nn.Linear(8, 8)])
+    (gemm,) = apply_recipe(layer, FP8Recipe(scaling="delayed")).quantized.values()
+    if compiled:
+        layer[0].compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            for _ in range(3):
+                x = torch.randn(4, 8, requires_grad=True)
+                checkpoint(layer[0], x, use_reentrant=False).sum().backward()
+            advance(list(gemm.histories.values()), None)
+    assert [len(history.entries) for history in gemm.histories.values()] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_quantized_output_layer_sees_all_tokens_at_once(name: str) -> None:
+    """Not chunk by chunk, as losses without logits do."""
+    torch.manual_seed(0)
+    layer = OutputLinear(64, 40, bias=False)
+    recipe = replace(RECIPES[name], stochastic_rounding=False)
+    (gemm,) = apply_recipe(nn.ModuleList([layer]), recipe).quantized.values()
+    x, targets = torch.randn(9, 30, 64, requires_grad=True), torch.randint(0, 40, (9, 30))
+    results = []
+    for losses in (
+        token_losses(x, targets, layer, CrossEntropy()),
+        CrossEntropy()(layer(x), targets),
+    ):
+        results.append([losses, *torch.autograd.grad(losses.mean(), (x, layer.weight))])
+    assert all(torch.equal(own, other) for own, other in zip(*results, strict=True))
+    assert all(len(history.take_noted()) == 2 for history in gemm.histories.values())
 
 
 # ---------------------------------------------------------------------------------------- seams
