@@ -62,7 +62,8 @@ def peak_flops() -> float | None:
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
-def _rates(shape: Shape, seconds: float) -> dict[str, Any]:
+def rates_of(shape: Shape, seconds: float) -> dict[str, Any]:
+    """Return what a step's time means."""
     peak = peak_flops()
     rates = {
         "step_ms": seconds * 1e3,
@@ -77,7 +78,7 @@ def step_beside_lightning(shape: Shape, num_rounds: int) -> Numbers:
     names = ("single", "lightning-single")
     steps = measure([VARIANTS[name] for name in names], shape, num_rounds, num_dropped=3)
     walls = {name: [ranks[0].wall_s for ranks in steps[name]] for name in names}
-    numbers = {name: _rates(shape, statistics.median(walls[name])) for name in names}
+    numbers = {name: rates_of(shape, statistics.median(walls[name])) for name in names}
     for name in names:
         numbers[name] |= {
             "peak_gib": steps[name][-1][0].peak_bytes / 2**30,
@@ -93,7 +94,7 @@ def step_beside_lightning(shape: Shape, num_rounds: int) -> Numbers:
     }
 
 
-def _times_ms(work: Callable[[], Any], repeats: int = 20) -> list[float]:
+def gpu_times_ms(work: Callable[[], Any], repeats: int = 20) -> list[float]:
     """Return the GPU times of ``work`` in milliseconds, after three warm-up runs."""
     for _ in range(3):
         work()
@@ -137,10 +138,10 @@ def attention(sequence: int, batch: int) -> Numbers:
         name = "picked by torch" if backend is None else backend.name.lower()
         try:
             if backend is None:
-                times = _times_ms(work)
+                times = gpu_times_ms(work)
             else:
                 with sdpa_kernel(backend):
-                    times = _times_ms(work)
+                    times = gpu_times_ms(work)
         except RuntimeError as error:
             numbers[name] = {"refused": str(error).splitlines()[0]}
             continue
@@ -246,7 +247,7 @@ def _attention_numbers(work: Callable[[], Any], num_tokens: int) -> Numbers:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
-        times = _times_ms(work, repeats=10)
+        times = gpu_times_ms(work, repeats=10)
     except RuntimeError as error:  # out of memory is one
         return {"refused": str(error).splitlines()[0]}
     milliseconds = statistics.median(times)
@@ -276,9 +277,9 @@ def compiled_layers(shape: Shape) -> Numbers:
         loss = _forward_backward(model, tokens)
         torch.cuda.synchronize()
         first = time.perf_counter() - start
-        times = _times_ms(partial(_forward_backward, model, tokens))
+        times = gpu_times_ms(partial(_forward_backward, model, tokens))
         numbers[name] = {
-            **_rates(shape, statistics.median(times) / 1e3),
+            **rates_of(shape, statistics.median(times) / 1e3),
             "first_s": first,
             "loss": float(loss),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -309,7 +310,8 @@ def nccl_of_one_rank() -> Numbers:
             "all_gather_64MiB": lambda: dist.all_gather([buffer], buffer),
         }
         return {
-            name: {"us": statistics.median(_times_ms(work)) * 1e3} for name, work in works.items()
+            name: {"us": statistics.median(gpu_times_ms(work)) * 1e3}
+            for name, work in works.items()
         }
     finally:
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import bench_context, bench_precision, gpu, gpu_cases
+from benchmarks import bench_context, bench_precision, gpu, gpu_cases, gpu_precision
 from benchmarks.bench_checkpoint import run as run_checkpoints
 from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
 from benchmarks.gpu_cases import Item
@@ -17,6 +17,7 @@ from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import StepTime
 from benchmarks.variants import Goal
 from megatron_lightning.parallel.sequence import SequencePart, join
+from megatron_lightning.precision.backends import Gpu
 
 
 def _steps(wall: list[float], loss: float = 1.0) -> list[list[StepTime]]:
@@ -166,6 +167,34 @@ def test_without_a_gpu_the_programs_say_so(monkeypatch, capsys, arguments):
     monkeypatch.setattr("sys.argv", ["gpu", *arguments])
     gpu.main()
     assert "no GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["native", "emulation"])
+def test_trainings_with_fp8_run(monkeypatch, backend):
+    """On the CPU, uncompiled, where nothing is timed; native products that have CPU kernels."""
+    shape = gpu_cases.Shape(
+        num_layers=1, hidden_size=32, num_heads=2, num_groups=2, ffn_size=32, vocab_size=32,
+        sequence=16, batch=2,
+    )  # fmt: skip
+    hopper = Gpu("NVIDIA H100", (9, 0), (12, 9))
+    native = gpu_precision.variants("native", hopper)
+    names = ["bf16", *(f"{name}, native" for name in ("delayed", "current", "rowwise"))]
+    assert [*native] == [*names, "blockwise, native", "bf16, at the end"]
+    monkeypatch.setattr(
+        gpu_precision, "timed", lambda shape, work, _: {"times_ms": [float(work())]}
+    )
+    monkeypatch.setattr(gpu_precision.Variant, "compiles", False)
+    if backend == "native":
+        monkeypatch.setattr(
+            gpu_precision, "variants", lambda *_: {name: native[name] for name in names}
+        )
+    numbers = gpu_precision.trainings(shape, backend, "cpu")
+    losses = {name: found["times_ms"][0] for name, found in numbers.items() if name != "goal"}
+    assert len(losses) == (4 if backend == "native" else 8)
+    for name, loss in losses.items():
+        assert loss == pytest.approx(losses["bf16"], rel=1e-2)
+        assert (loss == losses["bf16"]) == name.startswith("bf16")
+    assert "precision" in gpu.CASES
 
 
 def test_quantized_products_are_measured() -> None:
