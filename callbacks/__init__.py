@@ -6,14 +6,17 @@ if __name__ != "megatron_lightning.callbacks":
 
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
 from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
+from megatron_lightning.callbacks.memory import MemoryMonitor
 from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
-from megatron_lightning.callbacks.speed import SpeedMonitor
+from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
     "GradientNormMonitor",
     "LocalCopyCheckpoint",
+    "MemoryMonitor",
     "PipelineTimeline",
     "RescueCheckpoint",
     "SpeedMonitor",
+    "ThroughputMonitor",
 ]

@@ -1,64 +1,188 @@
-"""Log the speed of training: seconds of a batch, samples and tokens a second, of the full job."""
+"""Log the speed of training: step time, tokens and FLOPs a second, MFU, samples and tokens
+consumed, time to finish.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from megatron_lightning.callbacks.clock import Clock, Mark, OwnTime
+from megatron_lightning.callbacks.counting import (
+    log_values,
+    num_data_ranks,
+    num_samples,
+    num_tokens,
+    transformer_config,
+    values_of_ranks,
+)
+from megatron_lightning.callbacks.device_peak import DevicePeak, device_peak
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.microbatches import batch_size_of
+from megatron_lightning.planning import flops
+from megatron_lightning.strategies.lightning_internals import is_accumulating, is_logging_step
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
+_IN_PROGRESS_BAR = (
+    "step_time",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "time_to_finish_s",
+)
 
-class SpeedMonitor(pl.Callback):
-    """Log ``throughput/seconds_per_batch``, ``samples_per_second`` and, where the sequence is
-    known, ``tokens_per_second``.
 
-    The samples of all data-parallel ranks are counted, each once. Time is the wall time of the last
-    batches, waiting for data included, without validation and saves. The first batch, which
-    connects and compiles, is left out. Tokens are samples times the sequence length, read from the
-    batch where the LightningModule or the data module declares ``sequence_dims``.
+@dataclass
+class _Step:
+    """One optimizer step on this rank."""
+
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Time of its batches, without what came between them."""
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+
+
+class ThroughputMonitor(pl.Callback):
+    """Log ``throughput/step_time`` and the speeds of the full job, every ``log_every_n_steps``.
+
+    | key after ``throughput/`` | value |
+    |---|---|
+    | ``step_time`` | seconds of an optimizer step |
+    | ``samples_per_second``, ``tokens_per_second`` | of all ranks together |
+    | ``tokens_per_second_per_device`` | that, divided by the number of ranks |
+    | ``tflops_per_device`` | FLOPs of the model (``planning.flops``), in TFLOP/s of a rank |
+    | ``mfu`` | that, divided by the peak of the device for the precision's number format |
+    | ``consumed_samples``, ``consumed_tokens`` | since the start of training, over resumes |
+    | ``time_to_finish_s`` | seconds until ``max_steps`` or ``max_epochs``, pauses included |
+
+    Values are means over the last ``window`` steps and over all ranks, the same on every rank. Time
+    is that of the batches of a step (waiting for data included) without validation and saves. The
+    first step, which connects and compiles, is left out. Each sample and token counts once, padding
+    included, however many ranks share it. Attention is counted over full samples, also where they
+    pack several documents.
+
+    The peak is the dense one of the GPU's data sheet (``planning.peaks``). For CPUs, and for GPUs
+    that are not listed, products of matrices are measured in the first step on all ranks at once,
+    for about 0.1 s. FLOPs are known for models with a :class:`TransformerConfig`; for others, set
+    ``flops_per_token``, or set ``flops_per_batch`` on the LightningModule: FLOPs, forward and
+    backward, of the full model for the batch of one data-parallel rank.
+
+    :attr:`overhead` is the share of training time that went into the monitor's hooks. A GPU is
+    waited for at logging steps only.
 
     Args:
-        window: Number of batches to average over.
+        window: Number of optimizer steps to average over.
+        tokens: Entry of the batch with one element for each token; None: the sequence dim that
+            ``sequence_dims`` of the module or data module declares, or else the entry ``tokens`` or
+            ``input_ids``.
+        flops_per_token: FLOPs of a token, forward and backward; None: by the model.
+        peak_tflops: Peak of one device in TFLOP/s; None: by the table, or measured.
+        progress_bar: Values that the progress bar shows, under their keys without ``throughput/``,
+            which would fill it.
+
+    Raises:
+        ConfigError: If a number is not positive.
     """
 
-    def __init__(self, window: int = 20) -> None:
+    def __init__(
+        self,
+        window: int = 20,
+        *,
+        tokens: str | None = None,
+        flops_per_token: float | None = None,
+        peak_tflops: float | None = None,
+        progress_bar: Sequence[str] = _IN_PROGRESS_BAR,
+    ) -> None:
         if window < 1:
             raise ConfigError(f"window is {window}; it must be a positive integer.")
-        # Of batches: time, samples and tokens so far.
-        self._ends: deque[tuple[float, int, int]] = deque(maxlen=window + 1)
-        self._samples = self._tokens = self._consumed = 0
-        self._paused_s = 0.0
-        self._interrupted = False
+        for name, value in (("flops_per_token", flops_per_token), ("peak_tflops", peak_tflops)):
+            if value is not None and value <= 0:
+                raise ConfigError(
+                    f"{name} is {value}; it must be positive. Leave it out if unknown."
+                )
+        self.tokens = tokens
+        self.flops_per_token = flops_per_token
+        self.peak_tflops = peak_tflops
+        self.progress_bar = tuple(progress_bar)
+        self._config: TransformerConfig | None = None
+        self._flops_of_length: dict[int, float] = {}  # of a sample
+        self._peaks: dict[str, DevicePeak] = {}  # by precision
+        self._data_ranks = 1
+        self._consumed = [0, 0]  # samples and tokens over all ranks, when ranks last agreed
+        self._new = [0, 0]  # and on this rank since then
+        self._steps: deque[_Step] = deque(maxlen=window)
+        self._own = OwnTime()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time since the first step that went into the hooks."""
+        return self._own.share
+
+    # --------------------------------------------------------------------------------------- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the samples and tokens consumed."""
+        samples, tokens = (
+            agreed + new * self._data_ranks
+            for agreed, new in zip(self._consumed, self._new, strict=True)
+        )
+        return {"consumed_samples": samples, "consumed_tokens": tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue to count from a checkpoint."""
+        self._consumed = [state_dict["consumed_samples"], state_dict["consumed_tokens"]]
+        self._new = [0, 0]
+
+    # ---------------------------------------------------------------------------------------- hooks
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting."""
-        self._ends.clear()
-        self._consumed = getattr(trainer.strategy, "consumed_samples", 0)
+        self._clock = Clock(trainer.strategy.root_device)
+        self._config = transformer_config(pl_module)
+        self._flops_of_length.clear()
+        self._data_ranks = num_data_ranks(trainer)
+        self._peak: DevicePeak | None = None
+        self._steps.clear()
+        self._open = _Step()
+        self._from: Mark | None = None  # when the batch at hand began; None: in the first step
         self._interrupted = False
+        self._ended_s = self._paused_s = 0.0
+        self._num_steps = 0
+        self._first_global_step = trainer.global_step
+        self._total_steps = _total_steps(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave out the time until the next batch."""
-        self._interrupted = True
+        self._interrupt()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Leave out the time until the next batch."""
+        self._interrupt()
+
+    def _interrupt(self) -> None:
         self._interrupted = True
+        self._own.pause()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Leave out the time since the batch before, if something else than training ran."""
-        if self._interrupted and self._ends:
-            self._paused_s = time.perf_counter() - self._ends[-1][0]
+        if self._interrupted and self._from is not None:
+            self._own.resume()
+            with self._own.counted():
+                self._from = self._clock.mark()
+                self._paused_s += time.perf_counter() - self._ended_s
         self._interrupted = False
 
     def on_train_batch_end(
@@ -69,45 +193,150 @@ class SpeedMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count the batch and log the speeds."""
-        samples = self._samples_of(trainer, batch)
-        self._samples += samples
-        self._tokens += samples * _sequence_length(trainer, pl_module, batch)
-        self._ends.append((time.perf_counter() - self._paused_s, self._samples, self._tokens))
-        (began, *before), (ended, *counted) = self._ends[0], self._ends[-1]
-        if ended > began:
-            seconds = ended - began
-            num_samples, num_tokens = (
-                now - then for now, then in zip(counted, before, strict=True)
+        """Count the batch; at logging steps, log."""
+        with self._own.counted():
+            self._count(trainer, pl_module, batch)
+            ends_step, is_first = not is_accumulating(trainer), self._from is None
+            if ends_step and is_first:
+                self._find_peak(trainer, pl_module)
+            end = self._clock.mark()
+            self._ended_s = time.perf_counter()
+            if self._from is not None:
+                self._open.spans.append((self._from, end))
+            if ends_step or not is_first:
+                self._from = end
+            if ends_step:
+                self._end_step(trainer, end, is_first=is_first)
+        if ends_step and is_first:
+            self._own.start()
+
+    def _end_step(self, trainer: pl.Trainer, end: Mark, *, is_first: bool) -> None:
+        if not is_first:
+            self._num_steps += 1
+            self._steps.append(self._open)
+        else:
+            self._first_global_step = trainer.global_step
+        self._open = _Step()
+        if is_logging_step(trainer):
+            with self._own.waiting():
+                self._clock.wait(end)
+            log_values(trainer, self._values(trainer), "throughput/", self.progress_bar)
+
+    # --------------------------------------------------------------------------------------- counts
+
+    def _count(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
+        samples, tokens = num_samples(batch), num_tokens(trainer, module, batch, self.tokens)
+        self._open.samples += samples
+        self._open.tokens += tokens
+        self._open.flops += self._flops(module, samples, tokens)
+        self._new = [self._new[0] + samples, self._new[1] + tokens]
+
+    def _flops(self, module: pl.LightningModule, samples: int, tokens: int) -> float:
+        """Return the FLOPs of this rank's batch, of the full model; 0 if they are not known."""
+        if self.flops_per_token is not None:
+            return self.flops_per_token * tokens
+        given = getattr(module, "flops_per_batch", None)
+        if given is not None:
+            return float(given)
+        length = tokens // samples
+        if self._config is None or length == 0:
+            return 0.0
+        if length not in self._flops_of_length:
+            self._flops_of_length[length] = flops(
+                self._config, batch_size=1, sequence_length=length
             )
-            speeds = {
-                "seconds_per_batch": seconds / (len(self._ends) - 1),
-                "samples_per_second": num_samples / seconds,
-            }
-            if num_tokens:
-                speeds["tokens_per_second"] = num_tokens / seconds
-            for key, value in speeds.items():
-                pl_module.log(
-                    f"throughput/{key}", value, on_step=True, on_epoch=False, batch_size=1
+        return samples * self._flops_of_length[length]
+
+    def _find_peak(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Find the device's peak, or say why there will be no MFU."""
+        if self._open.flops == 0:
+            rank_zero_info(
+                "ThroughputMonitor: no MFU, since the FLOPs of "
+                + (
+                    f"a {type(module).__name__} are not known. Set flops_per_token, or set "
+                    "flops_per_batch on the module."
+                    if self._config is None and self.flops_per_token is None
+                    else "a batch follow from its tokens, which are not known. Set tokens to the "
+                    "batch entry that holds them."
                 )
+            )
+            return
+        if self.peak_tflops is not None:
+            self._peak = DevicePeak(self.peak_tflops * 1e12, "given")
+            return
+        key = f"{trainer.strategy.root_device} {trainer.precision}"
+        if key not in self._peaks:
+            with torch.no_grad():
+                self._peaks[key] = device_peak(
+                    trainer.strategy.root_device, trainer.strategy.precision_plugin
+                )
+        self._peak = self._peaks[key]
+        rank_zero_info(
+            f"ThroughputMonitor: MFU of {self._peak.flops_per_s / 1e12:.4g} TFLOP/s a device: "
+            f"{self._peak.source}."
+        )
 
-    def _samples_of(self, trainer: pl.Trainer, batch: Any) -> int:
-        """Return the samples of a batch on all data-parallel ranks."""
-        if not isinstance(trainer.strategy, MegatronStrategy):
-            return (batch_size_of(batch) or 1) * trainer.world_size
-        before, self._consumed = self._consumed, trainer.strategy.consumed_samples
-        return self._consumed - before
+    # --------------------------------------------------------------------------------------- values
+
+    def _values(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return what is logged; a collective."""
+        spans = [span for step in self._steps for span in step.spans]
+        own: list[float] = [
+            sum(self._clock.seconds(*span) for span in spans),
+            self._paused_s,
+            0.0 if self._peak is None else self._peak.flops_per_s,
+            sum(step.samples for step in self._steps),
+            sum(step.tokens for step in self._steps),
+            sum(step.flops for step in self._steps),
+            *self._new,
+        ]
+        rows = values_of_ranks(trainer, own)
+        means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        seconds, paused_s, peak = means[:3]
+        samples, tokens, operations, *new = (mean * self._data_ranks for mean in means[3:])
+        self._consumed = [
+            before + round(more) for before, more in zip(self._consumed, new, strict=True)
+        ]
+        self._new = [0, 0]
+        values: dict[str, float] = {"consumed_samples": self._consumed[0]}
+        if isinstance(trainer.strategy, MegatronStrategy):
+            values["consumed_samples"] = trainer.strategy.consumed_samples
+        if self._consumed[1]:
+            values["consumed_tokens"] = self._consumed[1]
+        if seconds <= 0:
+            return values
+        step_time = seconds / len(self._steps)
+        values |= {"step_time": step_time, "samples_per_second": samples / seconds}
+        if tokens:
+            values["tokens_per_second"] = tokens / seconds
+            values["tokens_per_second_per_device"] = tokens / seconds / trainer.world_size
+        if operations:
+            speed = operations / seconds / trainer.world_size
+            values["tflops_per_device"] = speed / 1e12
+            if peak:
+                values["mfu"] = speed / peak
+        remaining = self._remaining_steps(trainer)
+        if remaining is not None:
+            values["time_to_finish_s"] = remaining * (step_time + paused_s / self._num_steps)
+        return values
+
+    def _remaining_steps(self, trainer: pl.Trainer) -> float | None:
+        """Return how many more steps the fit takes; None: that is open."""
+        done = trainer.global_step - self._first_global_step
+        if self._total_steps is None or done <= 0:
+            return None
+        # Several optimizers step one after another, and each counts in global_step.
+        return (self._total_steps - trainer.global_step) * self._num_steps / done
 
 
-def _sequence_length(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int:
-    """Return the tokens of a sample; 0 if no sequence dim is declared."""
-    dims: Mapping[str, int] | None = getattr(pl_module, "sequence_dims", None)
-    if dims is None:
-        dims = getattr(getattr(trainer, "datamodule", None), "sequence_dims", None)
-    entries = batch if isinstance(batch, Mapping) else {}
-    found = [
-        entries[name].shape[dim]
-        for name, dim in (dims or {}).items()
-        if isinstance(entries.get(name), Tensor)
-    ]
-    return max(found, default=0)
+SpeedMonitor = ThroughputMonitor
+"""The monitor's earlier name."""
+
+
+def _total_steps(trainer: pl.Trainer) -> int | None:
+    """Return ``global_step`` at the end of the fit; None: it is open."""
+    try:
+        total = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # accumulation changes between epochs
+        return None
+    return int(total) if 0 < total < float("inf") else None

@@ -115,6 +115,21 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def is_logging_step(trainer: pl.Trainer) -> bool:
+    """Whether the loggers receive the values of the optimizer step that is about to end, by the
+    Trainer's ``log_every_n_steps`` alone, which is the same on every rank.
+    """
+    every = int(vars(trainer)["log_every_n_steps"])  # set from another class
+    return every > 0 and num_logged_steps(trainer) % every == 0
+
+
+def num_logged_steps(trainer: pl.Trainer) -> int:
+    """Return the steps of this fit and those before it as the loggers count them, the one that is
+    about to end included.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped) + 1
+
+
 def put_around_hooks(
     plugin: Precision, around: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], None]:

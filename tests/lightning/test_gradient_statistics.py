@@ -1,7 +1,7 @@
 """GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped
 steps, on every layout.
 
-SpeedMonitor, which looks on: samples count once on every layout.
+ThroughputMonitor, which looks on: samples count once on every layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.callbacks import GradientNormMonitor, SpeedMonitor
+from megatron_lightning.callbacks import GradientNormMonitor, ThroughputMonitor
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.strategies import MegatronMixedPrecision
 from tests.helpers.toy import ToyModule
@@ -67,10 +67,11 @@ class _Record(pl.Callback):
 def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
     record, monitor = _Record(), GradientNormMonitor(groups=True, zeros=True)
     strategy = layout.strategy(**more)
-    callbacks = [monitor, SpeedMonitor(), record]
+    callbacks = [monitor, ThroughputMonitor(), record]
     options = {
         "max_steps": STEPS,
         "callbacks": callbacks,
+        "log_every_n_steps": 1,
         "limit_val_batches": 0,
         "gradient_clip_val": 0.1,
     }
@@ -81,7 +82,7 @@ def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[
         for key, value in fitted.callback_metrics.items()
         if key.startswith("throughput/")
     }
-    batch = speed["throughput/samples_per_second"] * speed["throughput/seconds_per_batch"]
+    batch = speed["throughput/samples_per_second"] * speed["throughput/step_time"]
     assert batch == pytest.approx(GLOBAL_BATCH), speed  # of all ranks, each sample once
     if strategy.context.world_size > 1:  # else the Trainer's plugin clips
         assert float(strategy.last_grad_norm) == pytest.approx(record.seen[-1]["grad_norm"])

@@ -1,0 +1,94 @@
+"""Peak speed of this rank's device, to which MFU relates: from the table, or measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+from megatron_lightning.planning.peaks import Kind, peak_flops
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+
+_SMALLEST, _LARGEST = 512, 8192  # rows of matrices
+_LONG_S = 0.01
+_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class DevicePeak(NamedTuple):
+    """Speed of a device in products of matrices."""
+
+    flops_per_s: float
+    source: str
+    """Where the number comes from, for logs."""
+
+
+def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
+    """Return the peak of a device for the number format in which a precision multiplies: its data
+    sheet's, or a measured one for CPUs and GPUs that the table lacks.
+    """
+    kind = _kind(device, precision)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        listed = peak_flops(name, kind)
+        if listed is not None:
+            return DevicePeak(listed, f"the {kind} peak of an {name}")
+    dtype = torch.float64 if _name(precision).startswith("64") else _DTYPES.get(kind, torch.float32)
+    begin = time.perf_counter()
+    measured = measured_peak(device, dtype)
+    spent = time.perf_counter() - begin
+    return DevicePeak(
+        measured, f"{str(dtype).removeprefix('torch.')} products measured here for {spent:.2f} s"
+    )
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the speed of products of square matrices that take at least 10 ms, in FLOP/s, the best
+    of three; takes about 0.1 s on a CPU.
+    """
+    size = _SMALLEST
+    while True:
+        seconds = _seconds_of_product(size, device, dtype)
+        if seconds >= _LONG_S or size >= _LARGEST:
+            return 2.0 * size**3 / seconds
+        size *= 2
+
+
+def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    # No random numbers, which the training's would follow; equal ones would flatter a GPU's clock.
+    left = torch.arange(size * size, device=device).sin().reshape(size, size).to(dtype)
+    right, result = left.t().contiguous(), torch.empty_like(left)
+    times = []
+    for _ in range(3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        torch.matmul(left, right, out=result)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _name(precision: Precision) -> str:
+    return str(getattr(precision, "precision", "32-true"))
+
+
+def _kind(device: torch.device, precision: Precision) -> Kind:
+    """Return the number format of a precision's products."""
+    # Emulated products are bf16.
+    if isinstance(precision, MegatronFP8Precision) and str(precision.backend) != "emulation":
+        return "fp8"
+    name = _name(precision)
+    if name.startswith("bf16"):
+        return "bf16"
+    if name.startswith("16"):
+        return "fp16"
+    rounds = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if rounds else "fp32"

@@ -1,0 +1,232 @@
+"""Log the memory of the ranks beside what the plan predicts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from megatron_lightning.callbacks.clock import Clock, OwnTime
+from megatron_lightning.callbacks.counting import (
+    log_values,
+    num_samples,
+    num_tokens,
+    transformer_config,
+    values_of_ranks,
+)
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.planning import Memory, memory
+from megatron_lightning.strategies.lightning_internals import (
+    is_accumulating,
+    is_logging_step,
+    num_logged_steps,
+)
+from megatron_lightning.strategies.megatron import MegatronStrategy
+
+_GIB = 2**30
+
+
+class MemoryMonitor(pl.Callback):
+    """Log the memory of the rank that has the most, and which one it is, beside the prediction.
+
+    | key after ``memory/`` | value, in GiB |
+    |---|---|
+    | ``allocated_gib``, ``reserved_gib`` | GPU: of tensors, and what torch's allocator holds, now |
+    | ``peak_gib`` | GPU: most bytes of tensors since the start of the process |
+    | ``resident_gib``, ``peak_resident_gib`` | CPU: memory of the process, its libraries included |
+    | ``peak_rank`` | rank with the highest peak |
+    | ``predicted_gib`` | ``planning.memory`` of that rank |
+
+    Each is the largest of all ranks, and the same on every rank. The prediction counts tensors, so
+    that on the CPU it is compared with the growth of a process, not with its size. It is known for
+    models with a :class:`TransformerConfig` under :class:`MegatronStrategy`.
+
+    :attr:`overhead` is the share of training time that went into the monitor's hooks. A GPU is not
+    waited for but in the exchange of the values.
+
+    Args:
+        every_n_steps: Optimizer steps between two values; None: the Trainer's
+            ``log_every_n_steps``.
+        each_rank: Log every rank's values too, as ``memory/peak_gib/rank_3``.
+        tokens: Entry of the batch with one element for each token, as for
+            :class:`ThroughputMonitor`.
+
+    Raises:
+        ConfigError: If ``every_n_steps`` is not positive.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        each_rank: bool = False,
+        tokens: str | None = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(f"every_n_steps is {every_n_steps}; it must be a positive integer.")
+        self.every_n_steps = every_n_steps
+        self.each_rank = each_rank
+        self.tokens = tokens
+        self._plans: dict[tuple[int, int], Memory | None] = {}  # by samples and tokens of a batch
+        self._own = OwnTime()
+        self._in_first_step = True
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time since the first step that went into the hooks."""
+        return self._own.share
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget predictions of another fit."""
+        self._clock = Clock(trainer.strategy.root_device)
+        self._plans.clear()
+        self._in_first_step = True
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave validation out of the time of the training."""
+        self._own.pause()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Leave saves out of the time of the training."""
+        self._own.pause()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the time of the training again."""
+        if not self._in_first_step:
+            self._own.resume()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log the memory at the end of a step."""
+        if is_accumulating(trainer):
+            return
+        if self._in_first_step:
+            self._announce(self._plan(trainer, pl_module, batch))
+            self._in_first_step = False
+            self._own.start()
+        with self._own.counted():
+            every = self.every_n_steps
+            due = (
+                is_logging_step(trainer)
+                if every is None
+                else num_logged_steps(trainer) % every == 0
+            )
+            if due:
+                self._log(trainer, pl_module, batch)
+
+    def _log(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
+        used = memory_of(trainer.strategy.root_device)
+        predicted = self._predicted_bytes(trainer, self._plan(trainer, module, batch))
+        if trainer.world_size > 1:
+            with self._own.waiting():  # the exchange would wait, too
+                self._clock.wait(self._clock.mark())
+        rows = values_of_ranks(trainer, [*used.values(), predicted])
+        peaks = [row[len(used) - 1] for row in rows]
+        fullest = peaks.index(max(peaks))
+        columns = dict(zip([*used, "predicted"], zip(*rows, strict=True), strict=True))
+        values = {f"{name}_gib": max(columns[name]) / _GIB for name in used}
+        values["peak_rank"] = fullest
+        if predicted:
+            values["predicted_gib"] = columns["predicted"][fullest] / _GIB
+        if self.each_rank:
+            shown = [*used, "predicted"] if predicted else [*used]
+            values |= {
+                f"{name}_gib/rank_{rank}": columns[name][rank] / _GIB
+                for name in shown
+                for rank in range(len(rows))
+            }
+        log_values(trainer, values, "memory/")
+
+    # ----------------------------------------------------------------------------------- prediction
+
+    def _plan(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Memory | None:
+        key = num_samples(batch), num_tokens(trainer, module, batch, self.tokens)
+        if key not in self._plans:
+            self._plans[key] = _planned(trainer, module, *key)
+        return self._plans[key]
+
+    def _predicted_bytes(self, trainer: pl.Trainer, plan: Memory | None) -> int:
+        """Return the prediction for this rank; 0: there is none."""
+        if plan is None or not isinstance(trainer.strategy, MegatronStrategy):
+            return 0
+        return plan.ranks[trainer.strategy.context.pp.rank].total_bytes
+
+    def _announce(self, plan: Memory | None) -> None:
+        if plan is not None:
+            ranks = ", ".join(
+                f"pp rank {row.pp_rank}: {row.total_bytes / _GIB:.2f} "
+                f"(weights {row.weights_bytes / _GIB:.2f}, gradients "
+                f"{row.gradients_bytes / _GIB:.2f}, optimizer {row.optimizer_bytes / _GIB:.2f}, "
+                f"activations {row.activations_bytes / _GIB:.2f})"
+                for row in plan.ranks
+            )
+            rank_zero_info(f"MemoryMonitor: predicted GiB of tensors: {ranks}.")
+
+
+def _planned(
+    trainer: pl.Trainer, module: pl.LightningModule, samples: int, tokens: int
+) -> Memory | None:
+    """Return the plan of this training; None: the model or the precision has no formulas."""
+    strategy, config = trainer.strategy, transformer_config(module)
+    if config is None or not isinstance(strategy, MegatronStrategy):
+        return None
+    options = strategy.options
+    micro_batch_size = min(options.micro_batch_size or samples, samples)
+    try:
+        return memory(
+            config,
+            strategy.context.layout,
+            world_size=trainer.world_size,
+            sequence_length=tokens // samples or None,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=ceil(samples / micro_batch_size),
+            data_parallel=options.data_parallel,
+            data_parallel_options=options.data,
+            recompute=options.recompute,
+            pipeline_schedule=options.schedule.name,
+            pipeline_options=options.pipeline,
+            precision=trainer.precision,
+            device="cuda" if strategy.root_device.type == "cuda" else "cpu",
+        )
+    except ConfigError as error:
+        rank_zero_info(f"MemoryMonitor: no prediction: {error}")
+        return None
+
+
+def memory_of(device: torch.device) -> Mapping[str, int]:
+    """Return the bytes that this process has on a device, by what they are; the last is a peak."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        if "VmRSS" in fields and "VmHWM" in fields:
+            # Unlike getrusage's, this peak does not include that of the process that forked it.
+            kib = {name: int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM")}
+            resident, peak = (kib[name] * 1024 for name in ("VmRSS", "VmHWM"))
+            # The kernel updates both in batches of pages.
+            return {"resident": resident, "peak_resident": max(resident, peak)}
+    import resource  # Windows does not have it
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
