@@ -21,7 +21,7 @@ from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.analysis import ExampleRun
 from megatron_lightning.pipeline.call_analysis import check_boundaries
-from megatron_lightning.pipeline.layouts import split_units
+from megatron_lightning.pipeline.layouts import is_predicting, split_units
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.stage import StagePartition, check_units
@@ -45,7 +45,9 @@ def check_partition(
         find_stages(module, placement, options)
     elif isinstance(config, TransformerConfig):
         layers = [f"layers.{index}" for index in range(config.num_layers)]
-        split_units(["embedding", *layers, "output_layer"], placement, options)
+        depths = config.num_predicting_layers
+        predicting = [(f"mtp.layers.{i}", 0.0 if i else float(depths)) for i in range(depths)]
+        split_units(["embedding", *layers, *predicting, "output_layer"], placement, options)
 
 
 class Stages(NamedTuple):
@@ -99,12 +101,14 @@ def _everywhere(
     """Return the parameters of units that every rank keeps, by all of their names.
 
     A parameter that units on several ranks read is one of them, unless it is tied: has a name in
-    each of these units, on the first and the last rank, which add up the gradients of their copies.
+    each of these units, on the first and the last rank, or on that of multi-token prediction, which
+    add up the gradients of their copies.
     A name outside of the units makes it one of them if it is read, or if a rank has no other name.
     """
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
     ends, found = {0, placement.num_ranks - 1}, set[str]()
+    ends |= {rank for unit, rank in zip(units, rank_of, strict=True) if is_predicting(unit)}
     first_name: dict[int, str] = {id(p): name for name, p in reversed([*module.named_parameters()])}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -59,9 +59,7 @@ class ModuleState:
         )
 
     def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
-        specs, tied = self.part.specs, self.part.tied
-        # A copy that is the owner's tensor has no spec of its own.
-        spec = specs.get(name) or specs.get(tied.get(name, ""))
+        spec = self._declared(name)
         if spec is not None and spec.local_shape == tuple(tensor.shape):
             return spec
         return ShardSpec.replicated(
@@ -69,6 +67,16 @@ class ModuleState:
         )
 
     # ----------------------------------------------------------------------------------------- save
+    def _declared(self, name: str) -> ShardSpec | None:
+        """Return the spec of a parameter; None: there is none.
+
+        Of several names of one tensor on this rank, the owner's or copies', one has it.
+        """
+        specs, tied = self.part.specs, self.part.tied
+        owner = tied.get(name, name)
+        copies = (copy for copy, own in tied.items() if own == owner)
+        return next((specs[other] for other in (name, owner, *copies) if other in specs), None)
+
 
     def module_shards(self, checkpoint: dict[str, Any]) -> list[TensorShards]:
         """Move every dict of tensors by module name out of ``checkpoint``; all ranks call this.
@@ -197,7 +205,7 @@ class ModuleState:
             prefix = f"{path}." if path else ""
             for name in (name for name in {**specs, **tied} if name.startswith(prefix)):
                 owner = tied.get(name, name)
-                spec = specs.get(name) or specs.get(owner)
+                spec = self._declared(name)
                 style = own_plan.style_of(name.removeprefix(prefix).rpartition(".")[0])
                 if spec is not None and isinstance(style, VocabParallel):
                     shapes[name] = shapes[owner] = spec.global_shape

@@ -28,7 +28,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
-    "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "num_query_groups", "kv_channels", "ffn_hidden_size", "mtp_num_layers",
 )  # fmt: skip
 # The two bounds, lower first, and what else only this type has.
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -176,6 +176,12 @@ class TransformerConfig:
     """Latent attention in every layer (DeepSeek-V2); None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
     """Experts in the place of some or all feed-forward layers; None: there are none."""
+    mtp_num_layers: int | None = None
+    """Layers of multi-token prediction behind the last layer and of its kind: depth k predicts, in
+    training, one token k positions beyond the next (DeepSeek-V3); None: there are none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the losses of multi-token prediction, averaged over its layers, in the training
+    loss."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by
     sqrt(2 x num_layers)."""
@@ -187,7 +193,7 @@ class TransformerConfig:
         check_counts(self, *_COUNTS)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("layernorm_epsilon", "init_method_std", "z_loss"):
+        for name in ("layernorm_epsilon", "init_method_std", "z_loss", "mtp_loss_scaling_factor"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
@@ -363,6 +369,16 @@ class TransformerConfig:
         return (dense,) * self.num_layers
 
     @property
+    def num_predicting_layers(self) -> int:
+        """Layers of multi-token prediction (D); 0: there are none."""
+        return self.mtp_num_layers or 0
+
+    @property
+    def predicting_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of every layer of multi-token prediction: the last layer's."""
+        return self.layer_kinds[-1:] * self.num_predicting_layers
+
+    @property
     def expert_ffn_size(self) -> int:
         """Width of one expert."""
         given = None if self.moe is None else self.moe.ffn_hidden_size
@@ -397,8 +413,8 @@ class TransformerConfig:
             attention = self.mla.num_parameters(
                 h, self.num_attention_heads, norms=norms * self.qk_layernorm
             )
-        kinds = self.layer_kinds
-        layers = self.num_layers * (attention + 2 * h * norms)
+        depths, kinds = self.num_predicting_layers, self.layer_kinds + self.predicting_kinds
+        layers = len(kinds) * (attention + 2 * h * norms) + depths * h * (2 * h + 3 * norms)
         layers += kinds.count("dense") * self._mlp_parameters(self.ffn_size)
         if self.moe is not None:
             layers += kinds.count("expert") * self._expert_parameters(self.moe)

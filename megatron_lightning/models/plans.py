@@ -4,13 +4,15 @@ likewise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
+from megatron_lightning.config import LatentAttentionConfig, LayerKind, TransformerConfig
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
+    ContextGroup,
     ExpertLinear,
     ExpertParallel,
     ExpertRouter,
@@ -30,22 +32,21 @@ from megatron_lightning.layers.styles import (
 )
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
+_PREDICTING = "mtp.layers.*"
+
 
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     """Return the plan of :class:`GPTModel`."""
-    layer = "decoder.layers.*"
-    learned = {"embedding.position_embeddings": SequenceParallel()}
+    kinds = {f"decoder.layers.{i}": kind for i, kind in enumerate(config.layer_kinds)}
+    lists = ["decoder.layers.*"]
+    if config.num_predicting_layers:
+        lists.append(f"{_PREDICTING}.transformer_layer")
     return ShardingPlan(
         modules={
-            "embedding.word_embeddings": VocabParallel(),
-            **(learned if config.position_embedding_type == "learned_absolute" else {}),
-            "embedding.dropout": StreamDropout(),
-            f"{layer}.input_layernorm": SequenceParallel(),
-            **_attention_rows(config, f"{layer}.self_attention"),
-            f"{layer}.pre_mlp_layernorm": SequenceParallel(),
-            **_feed_forward_rows(config),
-            f"{layer}.dropout": StreamDropout(),
+            **_embedding_rows(config, "embedding"),
+            **_layer_rows(config, "decoder.layers.*", kinds),
             "decoder.final_layernorm": SequenceParallel(),
+            **(_predicting_rows(config) if config.num_predicting_layers else {}),
             "output_layer": VocabParallel(),
             "output_gather": GatherLogits(config.vocab_size),
             "loss": VocabParallelLoss(config.vocab_size),
@@ -58,8 +59,52 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             f"{layer}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups
             )
+            for layer in lists
         },
     )
+
+
+def _embedding_rows(config: TransformerConfig, embedding: str) -> dict[str, Style]:
+    """Return the rows of the embeddings with paths ``embedding``."""
+    learned = {f"{embedding}.position_embeddings": SequenceParallel()}
+    return {
+        f"{embedding}.word_embeddings": VocabParallel(),
+        **(learned if config.position_embedding_type == "learned_absolute" else {}),
+        f"{embedding}.dropout": StreamDropout(),
+    }
+
+
+def _layer_rows(
+    config: TransformerConfig, layer: str, kinds: Mapping[str, LayerKind]
+) -> dict[str, Style]:
+    """Return the rows of the layers with paths ``layer``; ``kinds``: by patterns, each of
+    layers of one kind.
+    """
+    return {
+        f"{layer}.input_layernorm": SequenceParallel(),
+        **_attention_rows(config, f"{layer}.self_attention"),
+        f"{layer}.pre_mlp_layernorm": SequenceParallel(),
+        **_feed_forward_rows(config, layer, kinds),
+        f"{layer}.dropout": StreamDropout(),
+    }
+
+
+def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
+    """Return the rows of multi-token prediction.
+
+    What ``eh_proj`` joins is gathered and, under sequence parallelism, divided again.
+    """
+    layer = f"{_PREDICTING}.transformer_layer"
+    norms = (f"{_PREDICTING}.{name}" for name in ("enorm", "hnorm", "final_layernorm"))
+    return {
+        "mtp.shift": ContextGroup(),
+        **_embedding_rows(config, f"{_PREDICTING}.embedding"),
+        **dict.fromkeys(norms, SequenceParallel()),
+        f"{_PREDICTING}.eh_proj": ColumnParallel(gather_output=True),
+        layer: ShardSequence("hidden"),
+        **_layer_rows(config, layer, {layer: config.layer_kinds[-1]}),
+        "mtp.loss": ContextGroup(),
+    }
 
 
 def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
@@ -106,19 +151,21 @@ def _latent_rows(
     return rows
 
 
-def _feed_forward_rows(config: TransformerConfig) -> dict[str, Style]:
+def _feed_forward_rows(
+    config: TransformerConfig, layer: str, kinds: Mapping[str, LayerKind]
+) -> dict[str, Style]:
     """Return the rows of the dense layers and of those with experts."""
-    mlp, num_blocks = "decoder.layers.*.mlp", 2 if config.gated else 1
-    kinds, moe = config.layer_kinds, config.moe
+    mlp, num_blocks = f"{layer}.mlp", 2 if config.gated else 1
+    moe = config.moe if "expert" in kinds.values() else None
     dense: dict[str, Style] = {
         f"{mlp}.linear_fc1": ColumnParallel(num_blocks=num_blocks),
         f"{mlp}.linear_fc2": RowParallel(),
     }
     if moe is None:
         return dense
-    layers = [f"decoder.layers.{i}.mlp" for i, kind in enumerate(kinds) if kind == "expert"]
+    layers = [f"{pattern}.mlp" for pattern, kind in kinds.items() if kind == "expert"]
     rows: dict[str, Style] = {
-        **(dense if "dense" in kinds else {}),
+        **(dense if "dense" in kinds.values() else {}),
         **dict.fromkeys(layers, ExpertParallel()),
         f"{mlp}.router": ExpertRouter(),
         f"{mlp}.experts.linear_fc1": ExpertLinear(1, num_blocks),

@@ -25,6 +25,7 @@ from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredictionLayer
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
@@ -72,6 +73,13 @@ def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -
     return SelfAttention(config, rotary)
 
 
+def build_rotary(config: TransformerConfig) -> RotaryEmbedding | None:
+    """Return the config's rotary positions; None: it has others."""
+    if config.position_embedding_type != "rope":
+        return None
+    return RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
+
+
 class TransformerLayer(nn.Module):
     """Attention and feed-forward or experts, each with a norm before and added to the residual
     stream (pre-norm).
@@ -100,9 +108,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        rotary = None
-        if config.position_embedding_type == "rope":
-            rotary = RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
+        rotary = build_rotary(config)
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(config, rotary, k) for i, k in enumerate(config.layer_kinds)}
         )
@@ -134,6 +140,20 @@ class GPTModel(nn.Module):
     On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there
     until its parameters are filled through :meth:`init_weights`. Neither draws from torch's default
     generator.
+def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPrediction | None:
+    """Return the config's multi-token prediction, whose embeddings are not shared yet; None: it has
+    none.
+    """
+    rotary, kind = build_rotary(config), config.layer_kinds[-1]
+    layers = [
+        MultiTokenPredictionLayer(
+            config, LanguageModelEmbedding(config), TransformerLayer(config, rotary, kind)
+        )
+        for _ in range(config.num_predicting_layers)
+    ]
+    return MultiTokenPrediction(layers, config.mtp_loss_scaling_factor) if layers else None
+
+
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -149,9 +169,9 @@ class GPTModel(nn.Module):
             label_smoothing=config.label_smoothing, z_loss=config.z_loss
         )
         if device.type != "meta":
+            self.mtp = build_multi_token_prediction(config)
             self.to_empty(device=device)
-        if config.share_embeddings_and_output_weights:
-            self.output_layer.weight = self.embedding.word_embeddings.weight
+        self._share_embeddings()
         if device.type != "meta":
             for name, parameter in self.named_parameters():
                 self.init_weights(name, parameter)
@@ -162,6 +182,15 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | Documents | None = None,
+    def _share_embeddings(self) -> None:
+        """Make the layers that embed tokens, or predict them by the embedding, share it."""
+        if self.config.share_embeddings_and_output_weights:
+            self.output_layer.weight = self.embedding.word_embeddings.weight
+        for layer in self.mtp.layers.values() if self.mtp is not None else ():
+            for name, embedding in self.embedding.named_children():
+                if isinstance(embedding, nn.Embedding):
+                    getattr(layer.embedding, name).weight = embedding.weight
+
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -189,17 +218,70 @@ class GPTModel(nn.Module):
         )
         hidden = self.decoder(hidden, sequence)
         if labels is not None:
-            return token_losses(hidden, labels.t(), self.output_layer, self.loss).t()
-        full: Tensor = self.output_gather(self.output_layer(hidden))
-        full = full.transpose(0, 1).contiguous()
+            losses = self._losses(hidden, torch.cat([labels, later]))
+            return losses[: len(labels)], losses[len(labels) :].view(ahead.shape)
+        logits: Tensor = self.output_layer(hidden)
+        first = hidden.shape[1] - len(later)
+        losses = self.loss(logits[:, first:], later.t()).t()
+        return self._full(logits[:, :first]), losses.reshape(ahead.shape)
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses [b, s] of hidden states [s, b, h]."""
+        return token_losses(hidden, labels.t(), self.output_layer, self.loss).t()
+
+    def _output(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
+        """Return the losses [b, s] of hidden states [s, b, h], without labels the logits [b, s,
+        v].
+        """
+        if labels is not None:
+            return self._losses(hidden, labels)
+        return self._full(self.output_layer(hidden))
+
+    def _full(self, logits: Tensor) -> Tensor:
+        """Return logits [s, b, …] of this rank as those of the full vocabulary, [b, s, v]."""
+        full: Tensor = self.output_gather(logits).transpose(0, 1).contiguous()
         return full.float() if self.config.logits_in_fp32 else full
 
-    def pipeline_units(self) -> list[str]:
+        if self.mtp is None:
+            return self._output(hidden, labels)
+        positions = self._embedded_positions(tokens, position_ids)
+        hidden, ahead = self.mtp(hidden, tokens, labels, positions, sequence)
+        output, losses = self._outputs(hidden, labels, ahead)
+        out: Tensor = self.mtp.loss(output, losses, ahead)
+        return out
+
+    def _outputs(
+        self, hidden: Tensor, labels: Tensor | None, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what the model returns, and the losses [D, b, s] of multi-token prediction.
+
+        Args:
+            hidden: [s, (1 + D) b, h] hidden states of all depths.
+            labels: [b, s] of depth 0.
+            ahead: [D, b, s] of the others; None: there is depth 0 only.
+        """
+        if ahead is None:
+            return self._output(hidden, labels), None
+        later = ahead.flatten(0, 1)
+    def _embedded_positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor | None:
+        """Return the positions [b or 1, s] that are embedded; None: none are."""
+        if self.config.position_embedding_type != "learned_absolute":
+            return None
+        if position_ids is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return position_ids
+
+    def pipeline_units(self) -> list[str | tuple[str, float]]:
         """Return the module paths of the full model between which it may be partitioned into
-        stages, in order.
+        stages, in order; one with a weight counts as so many layers.
         """
         layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
-        return ["embedding", *layers, "decoder.final_layernorm", "output_layer"]
+        depths = self.config.num_predicting_layers
+        # All on one stage: the first one weighs as much as all of them.
+        predicting = [(f"mtp.layers.{i}", 0.0 if i else float(depths)) for i in range(depths)]
+        behind = ["mtp.loss"] if depths else []
+        norm = "decoder.final_layernorm"
+        return ["embedding", *layers, norm, *predicting, "output_layer", *behind]
 
     def sharding_plan(self) -> ShardingPlan:
         """Return the plan by which this model is split over tensor-parallel ranks."""
@@ -225,6 +307,8 @@ class GPTModel(nn.Module):
             tensor.fill_(1.0)
         else:
             into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        if name.startswith("mtp.") and ".embedding." in name:
+            name = f"embedding.{name.partition('.embedding.')[2]}"
             std = config.init_method_std / (
                 math.sqrt(2.0 * config.num_layers) if into_residual else 1.0
             )

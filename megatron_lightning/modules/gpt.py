@@ -142,7 +142,9 @@ class GPTLightningModule(LightningModule):
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the mean loss over the unmasked tokens, and their number."""
-        losses = self(batch["tokens"], batch["labels"], **_optional_inputs(batch))
+        # Layers that report losses of their own, such as multi-token prediction, see the mask.
+        labels = batch["labels"].masked_fill(_mask(batch) == 0, -100)
+        losses = self(batch["tokens"], labels, **_optional_inputs(batch))
         num_tokens = self.num_items(batch)
         return (losses * _mask(batch)).sum() / num_tokens.clamp(min=1), num_tokens
 

@@ -260,7 +260,7 @@ def build_buckets(
     context: ParallelContext,
     *,
     groups: Mapping[str, DataGroups],
-    tied: Set[str],
+    tied: Mapping[str, AxisGroup],
     matrices: Set[str] = frozenset(),
     stage_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
@@ -275,7 +275,8 @@ def build_buckets(
         specs: Name -> spec of each of them.
         context: The groups of this rank.
         groups: ``ShardSpec.data_axes`` -> the ranks of that group.
-        tied: Names of owners that have a copy on another pipeline rank, and of such copies.
+        tied: Name of an owner that has copies on other pipeline ranks, or of such a copy -> the
+            ranks that hold it.
         matrices: Names of the parameters whose optimizer needs them undivided.
         stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
             early is of one stage.
@@ -285,7 +286,7 @@ def build_buckets(
         The buckets: those that need only the data-parallel reduction first, then those that are
         summed over other axes.
     """
-    # Both holders of a tied parameter must fill their buckets alike, so these are sorted by the
+    # All holders of a tied parameter must fill their buckets alike, so these are sorted by the
     # owner's name.
     backward = list(reversed(list(parameters)))
     order = [name for name in backward if name not in tied]
@@ -302,9 +303,7 @@ def build_buckets(
     sizes: Counter[_Key] = Counter()
     closed: list[tuple[_Key, list[str]]] = []
     for name in order:
-        key = _key(
-            parameters[name], specs[name], context, tied=name in tied, matrix=name in matrices
-        )
+        key = _key(parameters[name], specs[name], context, tied.get(name), matrix=name in matrices)
         if stage_of and not key.sum_groups:
             key = key._replace(stage=stage_of.get(name, -1))
         num_ranks = groups[key.data_axes].all.size
@@ -355,11 +354,16 @@ class _Key(NamedTuple):
 
 
 def _key(
-    parameter: nn.Parameter, spec: ShardSpec, context: ParallelContext, *, tied: bool, matrix: bool
+    parameter: nn.Parameter,
+    spec: ShardSpec,
+    context: ParallelContext,
+    holders: AxisGroup | None,
+    *,
+    matrix: bool,
 ) -> _Key:
     groups = [context.axis(axis) for axis in spec.partial_over]
-    if tied:
-        groups.append(context.axis("embedding"))
+    if holders is not None:
+        groups.append(holders)
     return _Key(
         parameter.dtype,
         parameter.device,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.errors import PipelineError, ShardingError
+from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.buckets import Bucket, DataGroups, ParameterShard, build_buckets
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -59,9 +59,6 @@ class GradientReducer:
         stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all
             together.
         options: Size of the buckets, and how they are sent.
-
-    Raises:
-        ShardingError: If a tied parameter lies on a pipeline rank outside the embedding group.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class GradientReducer:
         rank share."""
         self.bytes_communicated: Counter[str] = Counter()
         """Bytes given to each collective so far, by its name."""
-        tied = _tied_names(self.parameters, specs, context)
+        tied = _tied_groups(self.parameters, specs, context)
         instances = options.num_distributed_optimizer_instances
         self.groups = {
             group.name: DataGroups.of(group, context, sharded=sharded, num_instances=instances)
@@ -380,21 +377,22 @@ class GradientReducer:
         return unused
 
 
-def _tied_names(
+def _tied_groups(
     parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], context: ParallelContext
-) -> frozenset[str]:
-    """Return the local parameters that have a copy, or are one, on another pipeline rank."""
+) -> dict[str, AxisGroup]:
+    """Return the ranks that hold copies of a parameter, for those of this rank that are one, or
+    have one on another pipeline rank; all ranks call this.
+    """
     if context.pp.size == 1:
-        return frozenset()
+        return {}
     mine = {name: specs[name].tied_to or name for name in parameters}
-    copied = context.pp.all_gather_object(
-        {owner for name, owner in mine.items() if specs[name].tied_to is not None}
-    )
-    tied = frozenset(name for name, owner in mine.items() if owner in set().union(*copied))
-    if tied and context.axis("embedding").rank < 0:
-        raise ShardingError(
-            f"{min(tied)} is tied to a parameter of another pipeline rank, and pipeline rank "
-            f"{context.pp.rank} is not in the embedding group. Only the first and the last "
-            "pipeline rank may hold tied parameters."
+    copies = {owner for name, owner in mine.items() if specs[name].tied_to is not None}
+    held = context.pp.all_gather_object((set(mine.values()), copies))
+    ranks_of = {
+        owner: tuple(
+            rank for rank, (has, _) in zip(context.pp.ranks, held, strict=True) if owner in has
         )
-    return tied
+        for owner in set[str]().union(*(copies for _, copies in held))
+    }
+    groups = {ranks: context.holders(ranks) for ranks in sorted(set(ranks_of.values()))}
+    return {name: groups[ranks_of[owner]] for name, owner in mine.items() if owner in ranks_of}

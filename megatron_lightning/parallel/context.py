@@ -206,6 +206,12 @@ class ParallelContext:
         """
         return self._groups[name]
 
+    def holders(self, ranks: tuple[int, ...]) -> AxisGroup:
+        """Return the group of the pipeline ranks that hold copies of one parameter: those of tied
+        embeddings, as a rule. All ranks call this alike.
+        """
+        return self._axis_group("embedding", ranks)
+
     @property
     def sp(self) -> bool:
         """Whether activations between tensor-parallel regions are sharded along the sequence."""

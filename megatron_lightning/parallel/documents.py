@@ -77,3 +77,13 @@ class Documents:
 
 def _restarting(boundaries: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(boundaries)])
+    def ends(self, part: SequencePart | None = None, device: torch.device | None = None) -> Tensor:
+        """Return whether a position is the last one of its document [b, s]; of ``part`` what a rank
+        holds.
+        """
+        part = part or SequencePart()
+        last = torch.zeros(len(self.boundaries), self.length, dtype=torch.bool)
+        for row, boundaries in enumerate(self.boundaries):
+            last[row, [end - 1 for end in boundaries[1:]]] = True
+        return part.split(last, 1).to(device)
+

@@ -122,7 +122,12 @@ def _kind(name: str) -> str | None:
     """Return "decoder" or "mtp" for a layer, None for any other unit."""
     if not is_layer(name):
         return None
-    return "mtp" if "mtp" in name.split(".") else "decoder"
+    return "mtp" if is_predicting(name) else "decoder"
+
+
+def is_predicting(name: str) -> bool:
+    """Return whether a unit belongs to multi-token prediction."""
+    return "mtp" in name.split(".")
 
 
 def _check_layout(
@@ -225,6 +230,13 @@ def _uneven_counts(
     return counts
 
 
+def _head(names: Sequence[str]) -> int:
+    """Return the index of the unit that predicts: the last one outside of multi-token prediction,
+    whose losses come behind it.
+    """
+    return max(index for index, name in enumerate(names) if not is_predicting(name))
+
+
 def _counted(units: Sequence[Unit], options: PipelineOptions) -> list[tuple[str, float]]:
     """Return the units with weights; embedding and loss weigh as much as a layer where the options
     count them.
@@ -233,7 +245,7 @@ def _counted(units: Sequence[Unit], options: PipelineOptions) -> list[tuple[str,
     layers = [index for index, name in enumerate(names) if is_layer(name)] or [0]
     for wanted, index, position in (
         (options.account_for_embedding_in_pipeline_split, layers[0] - 1, "before the first"),
-        (options.account_for_loss_in_pipeline_split, len(names) - 1, "after the last"),
+        (options.account_for_loss_in_pipeline_split, _head(names), "after the last"),
     ):
         if not wanted:
             continue

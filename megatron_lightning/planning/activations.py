@@ -20,7 +20,14 @@ from megatron_lightning.pipeline.actions import Action, Kind, Schedule
 from megatron_lightning.planning import layers
 from megatron_lightning.planning.attention import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
-from megatron_lightning.planning.parameters import EMBEDDING, FINAL_NORM, OUTPUT, layer_of
+from megatron_lightning.planning.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    kind_of,
+    layer_of,
+    predicting_layer_of,
+)
 from megatron_lightning.planning.tape import Operation, Profile, Segment, profile
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -47,22 +54,24 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     else:
         entrance = Operation(path="", keeps={stream: sizes.stream_bytes}, makes=(stream,))
         segments.append(Segment((entrance,)))
-    numbers = [number for unit in units if (number := layer_of(unit)) is not None]
-    for group, recomputed in _grouped(numbers, recompute):
+    predicting = [unit for unit in units if predicting_layer_of(unit) is not None]
+    own = [unit for unit in units if layer_of(unit) is not None]
+    groups = [*_grouped(own, recompute), ([], False), *_grouped(predicting, recompute, len(own))]
+    for group, recomputed in groups:
         operations: list[Operation] = []
-        for number in group:
-            operations += _layer(sizes, number, stream)
+        if not group and FINAL_NORM in units:
+            operations.append(layers.norm(sizes, FINAL_NORM, stream, "final normed"))
+            stream = "final normed"
+        for unit in group:
+            make = _layer if layer_of(unit) is not None else _predicting_layer
+            operations += make(sizes, unit, stream)
             stream = operations[-1].makes[0]
         if recomputed:
             segments.append(Segment(tuple(operations), recomputed=True))
         else:
             segments += _selective(operations, sizes, recompute)
-    ends: list[Operation] = []
-    if FINAL_NORM in units:
-        ends.append(layers.norm(sizes, "decoder.final_layernorm", stream, "final normed"))
     if OUTPUT in units:
-        ends.append(layers.output_and_loss(sizes, "final normed"))
-    segments += _selective(ends, sizes, recompute)
+        segments += _selective(_output(sizes, stream), sizes, recompute)
     offloaded = [_offloaded(segment, recompute) for segment in segments]
     return profile(offloaded, split_backward=sizes.split_backward)
 
@@ -121,9 +130,52 @@ def _change(action: Action) -> int:
     return 0 if action.kind is Kind.INPUT_GRADIENT else -1
 
 
-def _layer(sizes: Sizes, number: int, stream: str) -> list[Operation]:
-    """Return a layer's tape, from the stream that enters it to the one that leaves it."""
-    config, name = sizes.config, f"decoder.layers.{number}"
+def _output(sizes: Sizes, stream: str) -> list[Operation]:
+    """Return the tape of the output layer and the loss; the hidden states of all depths of
+    multi-token prediction pass them side by side.
+    """
+    depths = sizes.config.num_predicting_layers
+    if not depths:
+        return [layers.output_and_loss(sizes, stream)]
+    sizes = replace(sizes, micro_batch_size=(1 + depths) * sizes.micro_batch_size)
+    size = float(sizes.sharded_tokens * sizes.config.hidden_size * sizes.element)
+    joined = Operation(path="", makes=("states",), forward_bytes=size, backward_bytes=size)
+    return [joined, layers.output_and_loss(sizes, "states")]
+
+
+def _predicting_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
+    """Return the tape of a layer of multi-token prediction."""
+    h, e, embedded = sizes.config.hidden_size, sizes.element, f"{unit} embedded"
+    joined, entering = f"{unit} joined", f"{unit} stream"
+    both, size = 2.0 * sizes.sharded_tokens * h * e, sizes.stream_bytes
+    normed = (f"{unit} e", f"{unit} h")
+    operations = [
+        *(replace(one, path=f"{unit}.{one.path}") for one in layers.embedding(sizes, embedded)),
+        layers.norm(sizes, f"{unit}.enorm", embedded, normed[0]),
+        layers.norm(sizes, f"{unit}.hnorm", stream, normed[1]),
+        Operation(path=unit, makes=(joined,), forward_bytes=both, backward_bytes=both),
+        layers.linear(
+            sizes, f"{unit}.eh_proj", joined, entering, features=(2 * h, h / sizes.layout.tp),
+            style="column",
+        ),
+    ]  # fmt: skip
+    if sizes.layout.tp > 1:  # gathered, and divided again
+        full = float(sizes.tokens * h * e)
+        operations.append(
+            Operation(path=unit, makes=(entering,), forward_bytes=full, backward_bytes=full)
+        )
+    operations += _layer(sizes, unit, entering, f"{unit}.transformer_layer")
+    left = operations[-1].makes[0]
+    operations.append(layers.norm(sizes, f"{unit}.final_layernorm", left, f"{unit} normed"))
+    # The gradient of the hidden states of the depth before waits beside each of them.
+    return [replace(one, backward_bytes=one.backward_bytes + size) for one in operations]
+
+
+def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> list[Operation]:
+    """Return the tape of a layer, which is a unit or is in it at ``path``, from the stream that
+    enters it to the one that leaves it.
+    """
+    config, name = sizes.config, path or unit
     normed, middle, normed_again = f"{name} normed", f"{name} middle", f"{name} normed again"
     attention = [
         layers.norm(sizes, f"{name}.input_layernorm", stream, normed),
@@ -132,7 +184,7 @@ def _layer(sizes: Sizes, number: int, stream: str) -> list[Operation]:
         Operation(path=name, makes=(middle,), forward_bytes=sizes.stream_bytes),
     ]
     feed_forward = [layers.norm(sizes, f"{name}.pre_mlp_layernorm", middle, normed_again)]
-    if config.moe is not None and config.layer_kinds[number] == "expert":
+    if config.moe is not None and kind_of(config, unit) == "expert":
         feed_forward += layers.experts(sizes, config.moe, f"{name}.mlp", normed_again)
     else:
         feed_forward += layers.mlp(sizes, f"{name}.mlp", normed_again, config.ffn_size)
@@ -148,17 +200,19 @@ def _layer(sizes: Sizes, number: int, stream: str) -> list[Operation]:
 
 
 def _grouped(
-    numbers: Sequence[int], recompute: RecomputeOptions
-) -> Iterator[tuple[Sequence[int], bool]]:
-    """Yield the layers that are kept or recomputed together, and whether they are recomputed."""
+    units: Sequence[str], recompute: RecomputeOptions, num_before: int = 0
+) -> Iterator[tuple[Sequence[str], bool]]:
+    """Yield the layers that are kept or recomputed together, and whether they are recomputed;
+    ``num_before``: layers of the stage before these.
+    """
     count = recompute.recompute_num_layers or 1
     if recompute.recompute_granularity != "full":
-        yield from (([number], False) for number in numbers)
+        yield from (([unit], False) for unit in units)
     elif recompute.recompute_method == "block":
-        yield from (([number], index < count) for index, number in enumerate(numbers))
+        yield from (([unit], index < count) for index, unit in enumerate(units, num_before))
     else:
-        for start in range(0, len(numbers), count):
-            yield numbers[start : start + count], True
+        for start in range(0, len(units), count):
+            yield units[start : start + count], True
 
 
 def _selective(

@@ -53,9 +53,11 @@ def flops(
         )
     tokens = sum(lengths)
     pairs = sum(visible_pairs(length, config.window_size) for length in lengths)
-    layers = sum(layer_weights(config, kind) for kind in config.layer_kinds)
-    multiply_adds: float = tokens * (layers + config.hidden_size * config.vocab_size)
-    multiply_adds += pairs * pair_channels(config) * config.num_layers
+    depths, kinds = config.num_predicting_layers, config.layer_kinds + config.predicting_kinds
+    layers = sum(layer_weights(config, kind) for kind in kinds) + depths * joining_weights(config)
+    head = config.hidden_size * config.vocab_size
+    multiply_adds: float = tokens * (layers + (1 + depths) * head)
+    multiply_adds += pairs * pair_channels(config) * len(kinds)
     return float(OPERATIONS_PER_WEIGHT * batch_size * multiply_adds)
 
 
@@ -81,6 +83,13 @@ def pair_channels(config: TransformerConfig) -> int:
 def layer_weights(config: TransformerConfig, kind: LayerKind) -> int:
     """Return the weights that one token is multiplied with in a layer."""
     return _attention_weights(config) + _feed_forward_weights(config, kind)
+
+
+def joining_weights(config: TransformerConfig) -> int:
+    """Return the weights that one token is multiplied with in a layer of multi-token prediction,
+    beyond those of a layer; Megatron counts the three norms.
+    """
+    return config.hidden_size * (2 * config.hidden_size + 3)
 
 
 def _attention_weights(config: TransformerConfig) -> int:

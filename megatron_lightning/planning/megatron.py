@@ -2,10 +2,10 @@
 those of its users. No torch here.
 
 It is for bf16 weights with fp32 gradients and Adam, for the fullest rank, and simplified: the
-embedding counts for the first stage only, biases are left out, activations are those of layers with
-a feed-forward size of ``ffn_hidden_size``, and neither recomputation nor the attention backend
-matters (https://arxiv.org/abs/2205.05198, equations 2 and 5). :func:`planning.memory` has no such
-limits.
+embedding counts for the first stage only, biases are left out, of multi-token prediction only the
+weights of its layers count, activations are those of layers with a feed-forward size of
+``ffn_hidden_size``, and neither recomputation nor the attention backend matters
+(https://arxiv.org/abs/2205.05198, equations 2 and 5). :func:`planning.memory` has no such limits.
 
 Notation: ``s`` sequence, ``b`` samples of a micro-batch, ``h`` hidden, ``f`` feed-forward size,
 ``v`` vocabulary, ``L`` layers.
@@ -13,9 +13,10 @@ Notation: ``s`` sequence, ``b`` samples of a micro-batch, ``h`` hidden, ``f`` fe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import LayerKind, TransformerConfig
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 
@@ -84,31 +85,45 @@ def _in_flight(layout: ParallelLayout, num_microbatches: int) -> float:
 
 def _weights(config: TransformerConfig, grid: RankGrid, distributed_optimizer: bool) -> float:
     h, layout = config.hidden_size, grid.layout
-    gate = 3 / 2 if config.gated else 1
-    num_expert_layers = config.layer_kinds.count("expert")
-    num_dense_layers = config.num_layers - num_expert_layers
-    norms = h if config.normalization == "RMSNorm" else 2 * h
-    split: float = config.num_layers * _attention(config)
-    split += num_dense_layers * 2 * h * config.ffn_size * gate
-    replicated = (2 * config.num_layers + 1) * norms
-    experts = 0.0
-    if config.moe is not None:
-        shared = config.moe.shared_expert_intermediate_size or 0
-        split += num_expert_layers * 2 * h * shared * gate
-        replicated += num_expert_layers * h * config.moe.num_experts
-        experts = 2 * h * config.expert_ffn_size * gate * num_expert_layers * config.moe.num_experts
-    embedding = config.vocab_size * h
-    dense = (split / layout.pp + embedding) / layout.tp + replicated / layout.pp
+    layers, predicting = (_layers(config, k) for k in (config.layer_kinds, config.predicting_kinds))
+    embedding, norm = config.vocab_size * h, h if config.normalization == "RMSNorm" else 2 * h
+    # Each stage has its part of the layers, one of them those of multi-token prediction.
+    dense = (layers.split / layout.pp + predicting.split + embedding) / layout.tp
+    dense += (layers.replicated + norm) / layout.pp + predicting.replicated
     if layout.pp == 1 and not config.share_embeddings_and_output_weights:
         dense += embedding / layout.tp
 
     def bytes_per_parameter(num_copies: int) -> float:
         return 6 + 12 / num_copies if distributed_optimizer else 18
 
-    own_experts = experts / (layout.pp * layout.etp * layout.ep)
+    own_experts = (layers.experts / layout.pp + predicting.experts) / (layout.etp * layout.ep)
     return dense * bytes_per_parameter(grid.size("dp")) + own_experts * bytes_per_parameter(
         grid.size("edp")
     )
+
+
+class _Parameters(NamedTuple):
+    split: float
+    """Divided over tensor-parallel ranks."""
+    replicated: int
+    experts: float
+
+
+def _layers(config: TransformerConfig, kinds: Sequence[LayerKind]) -> _Parameters:
+    """Return the parameters of layers."""
+    h, moe = config.hidden_size, config.moe
+    gate = 3 / 2 if config.gated else 1
+    num_expert_layers = kinds.count("expert")
+    split: float = len(kinds) * _attention(config)
+    split += kinds.count("dense") * 2 * h * config.ffn_size * gate
+    replicated = 2 * len(kinds) * (h if config.normalization == "RMSNorm" else 2 * h)
+    if moe is None:
+        return _Parameters(split, replicated, 0.0)
+    shared = moe.shared_expert_intermediate_size or 0
+    split += num_expert_layers * 2 * h * shared * gate
+    replicated += num_expert_layers * h * moe.num_experts
+    experts = 2 * h * config.expert_ffn_size * gate * num_expert_layers * moe.num_experts
+    return _Parameters(split, replicated, experts)
 
 
 def _attention(config: TransformerConfig) -> int:

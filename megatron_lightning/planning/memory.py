@@ -11,7 +11,7 @@ fp32 (``optim/buckets.py``, ``optim/fully_sharded.py``; padding of buckets is le
              + gathered units          every_microbatch of
                                        one unit, + 4 N / n
 
-fsdp's shards are the main params, and it leaves experts and tied embeddings to zero1. Activations
+fsdp's shards are the main params, and it leaves experts and shared embeddings to zero1. Activations
 are those of ``activations.py``.
 """
 
@@ -228,13 +228,13 @@ class _State:
         shards = max(1, grid.size("dp-cp") // instances), max(1, grid.size("edp") // instances)
         self._precision = precision
         self._options = options
-        tied = EMBEDDING if config.share_embeddings_and_output_weights else None
-        # What fsdp shards, by unit: experts and tied embeddings it does not.
+        tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
+        tied |= {EMBEDDING} if config.num_predicting_layers else set()
+        # What fsdp shards, by unit: experts and shared embeddings it does not.
         managed = {unit: count_unit(config, layout, unit).dense for unit in units}
         if mode != "fsdp" or shards[0] == 1:
             managed = {}
-        elif tied is not None:
-            managed = {unit: n for unit, n in managed.items() if unit not in (EMBEDDING, OUTPUT)}
+        managed = {unit: n for unit, n in managed.items() if unit not in tied}
         sharded = sum(managed.values())
         left = ParameterCount(self.parameters.dense - sharded, self.parameters.experts)
         per_optimizer = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_lightning import rules
-from megatron_lightning.config import LayerKind
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
@@ -17,12 +16,20 @@ from megatron_lightning.pipeline.simulate import Costs, Simulation, simulate
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
     flops,
+    joining_weights,
     layer_weights,
     pair_channels,
     visible_pairs,
 )
 from megatron_lightning.planning.memory import Memory, RankMemory, memory
-from megatron_lightning.planning.parameters import OUTPUT, count_rank, layer_of, split_stages
+from megatron_lightning.planning.parameters import (
+    OUTPUT,
+    count_rank,
+    kind_of,
+    layer_of,
+    predicting_layer_of,
+    split_stages,
+)
 from megatron_lightning.planning.recipe import Errors, Recipe, read_recipe
 
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
@@ -190,13 +197,16 @@ def _simulated(recipe: Recipe, table: Schedule, stages: Sequence[Sequence[str]])
 
 def _operations(recipe: Recipe, unit: str) -> float:
     """Return the operations of a unit for one sample."""
-    model, length, number = recipe.model, recipe.sequence_length, layer_of(unit)
-    if number is not None:
-        kind: LayerKind = model.layer_kinds[number]
+    model, length, kind = recipe.model, recipe.sequence_length, kind_of(recipe.model, unit)
+    if kind is not None:
         pairs = visible_pairs(length, model.window_size) * pair_channels(model)
-        return OPERATIONS_PER_WEIGHT * (length * layer_weights(model, kind) + pairs)
+        weights = layer_weights(model, kind)
+        if predicting_layer_of(unit) is not None:
+            weights += joining_weights(model)
+        return OPERATIONS_PER_WEIGHT * (length * weights + pairs)
     if unit == OUTPUT:
-        return float(OPERATIONS_PER_WEIGHT * length * model.hidden_size * model.vocab_size)
+        tokens = length * (1 + model.num_predicting_layers)
+        return float(OPERATIONS_PER_WEIGHT * tokens * model.hidden_size * model.vocab_size)
     return 0.0
 
 
@@ -223,7 +233,7 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
             [
                 str(stage["stage"]),
                 str(stage["pp_rank"]),
-                ", ".join([text, *(unit.rpartition(".")[2] for unit in stage["other_units"])]),
+                ", ".join([text, *map(_short, stage["other_units"])]),
                 f"{stage['parameters']:,}",
             ]
         )
@@ -243,6 +253,13 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
         f"schedule {bubble['schedule']} ({bubble['reason']}), {bubble['num_microbatches']} "
         f"micro-batches: bubble {bubble['share']:.1%}"
     )
+
+
+def _short(unit: str) -> str:
+    """Return a unit's name in a row: "output_layer", "mtp 0"."""
+    if unit.startswith("mtp."):
+        return unit.replace("layers.", "").replace(".", " ")
+    return unit.rpartition(".")[2]
 
 
 def _shortened(ranks: Sequence[int]) -> str:

@@ -136,6 +136,17 @@ def test_experts_give_the_same_text(
         assert texts == expected
 
 
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_multi_token_prediction_is_left_out(tensor: int, tmp_path: Path) -> None:
+    """Its layers are the second stage: the text is that of the model without."""
+    sampling = Sampling(max_new_tokens=12, temperature=0.9, seed=3)
+    config = replace(GPT2, mtp_num_layers=4)
+    checkpoint, expected = save_directory(tmp_path / "mtp", config), reference(GPT2, sampling)
+    assert texts_on(checkpoint, 1, 1, sampling) == expected
+    for texts in run_ranks(2 * tensor, texts_on, checkpoint, tensor, 2, sampling):
+        assert texts == expected
+
+
 def _trained_in_v(path: str) -> None:
     """Train on two ranks of two stages each, placed as a V, and save."""
     text = torch.randint(0, VOCABULARY, (8, 9), generator=torch.Generator().manual_seed(5))

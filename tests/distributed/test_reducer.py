@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.errors import PipelineError, ShardingError
+from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.spec import Box
@@ -389,19 +389,29 @@ def test_misuse_is_reported() -> None:
 
 
 def tied_in_the_middle() -> None:
+    """Words on all three ranks, positions on two of them, in other orders."""
     context = context_of(pp=3)
-    name = "table" if context.pp.rank == 0 else "copy"
-    spec = ShardSpec((4,), (Box((0,), (4,)),), tied_to=None if name == "table" else "table")
-    if context.pp.rank == 1:
-        with pytest.raises(ShardingError, match="pipeline rank 1 is not in the embedding group"):
-            GradientReducer(
-                {name: nn.Parameter(torch.ones(4))}, {name: spec}, context, sharded=False
-            )
-    else:
-        GradientReducer({name: nn.Parameter(torch.ones(4))}, {name: spec}, context, sharded=False)
+    rank, box = context.pp.rank, (Box((0,), (4,)),)
+    held = {"words": (0, 1, 2), "positions": (1, 2)}
+    parameters, specs = {}, {}
+    for owner in sorted(held, reverse=rank > 1):
+        if rank in held[owner]:
+            name = owner if rank == held[owner][0] else f"copy.{owner}"
+            parameters[name] = nn.Parameter(torch.ones(4))
+            specs[name] = ShardSpec((4,), box, tied_to=None if name == owner else owner)
+    reducer = GradientReducer(parameters, specs, context, sharded=False)
+    reducer.begin_step()
+    sum(parameter.sum() * (rank + 1) for parameter in parameters.values()).backward()
+    reducer.finish()
+    reducer.publish()
+    for name, parameter in parameters.items():
+        expected = 6.0 if name.endswith("words") else 5.0
+        assert parameter.grad is not None and torch.equal(
+            parameter.grad, torch.full((4,), expected)
+        )
 
 
-def test_tied_parameters_lie_at_the_ends() -> None:
+def test_copies_of_parameters_lie_on_any_ranks() -> None:
     run_ranks(3, tied_in_the_middle)
 
 

@@ -107,6 +107,11 @@ CASES = {
     "latent attention": Case(
         1, None, {"num_query_groups": None, "qk_layernorm": True, "mla": LATENT}
     ),
+    "multi-token prediction": Case(1, None, {"mtp_num_layers": 2}),
+    "multi-token prediction, tensor x pipeline": Case(
+        4, TENSOR | PIPELINE, {"mtp_num_layers": 1, "vocab_size": 3000}, "bf16-true"
+    ),
+    "multi-token prediction, recomputed": Case(1, {"recompute": FULL}, {"mtp_num_layers": 2}),
     "experts": Case(
         2, {"expert_model_parallel_size": 2}, {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
     ),

@@ -2,7 +2,7 @@
 tensor parallelism.
 """
 
-from megatron_lightning.layers.styles.context import ContextAttention
+from megatron_lightning.layers.styles.context import ContextAttention, ContextGroup
 from megatron_lightning.layers.styles.expert import ExpertLinear, ExpertParallel, ExpertRouter
 from megatron_lightning.layers.styles.parameters import (
     ParameterShards,
@@ -39,6 +39,7 @@ from megatron_lightning.layers.styles.transposed import (
 __all__ = [
     "ColumnParallel",
     "ContextAttention",
+    "ContextGroup",
     "CopyOutput",
     "DispatchedExperts",
     "ExpertLinear",

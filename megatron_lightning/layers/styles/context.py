@@ -16,6 +16,25 @@ from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 
 @dataclass(frozen=True)
+class ContextGroup:
+    """A module with an attribute ``context_group``, the ranks that share its sequences."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Set the attribute.
+
+        Raises:
+            ShardingError: If the module has none.
+        """
+        if not hasattr(module, "context_group"):
+            raise ShardingError(
+                f"style ContextGroup sets context_group, and the plan points it at a "
+                f"{type(module).__name__}, which has none. Correct the pattern."
+            )
+        module.context_group = context.cp  # type: ignore[assignment]
+        return module
+
+
+@dataclass(frozen=True)
 class ContextAttention:
     """A :class:`CoreAttention`, or attention of ``transformers``, whose queries see the keys of all
     context-parallel ranks.
