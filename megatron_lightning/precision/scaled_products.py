@@ -254,9 +254,10 @@ def _one_by_one(
         scales_a, scales_b = scale_a.unsqueeze(-1).unbind(), scale_b.unsqueeze(-1).unbind()
     results = []
     for left, of_left, right, of_right in zip(lefts, scales_a, rights, scales_b, strict=True):
-        scales = (of_left, of_right)
+        scales = of_left, of_right
         if shared == "tensor" and left.numel():
-            scales = (of_left[0, 0], of_right[0, 0])
-        pair = Codes(left, scales[0]), Codes(right, scales[1])
+            scales = of_left[0, 0], of_right[0, 0]
+        # Copies, which start at multiples of 16 bytes, as kernels may require.
+        pair = Codes(left, scales[0].clone()), Codes(right, scales[1].clone())
         results.append(multiply(*pair, shared, dtype, fast=fast))
     return torch.stack(results) if contracts_tokens else torch.cat(results)

@@ -3,6 +3,7 @@ or blocks do not straddle shards."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scaled_kernels import stand_ins
 
 RECIPES = {
     name: FP8Recipe(scaling=name, stochastic_rounding=False)  # type: ignore[arg-type]
@@ -36,8 +38,10 @@ def _run(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]  # type: ignore[list-item]
 
 
-def _compared(scaling: str, kind: str, sequence: bool, deferred: bool) -> dict[str, Any]:
-    """Return relative differences, and the dtypes that were gathered."""
+def _compared(
+    scaling: str, kind: str, sequence: bool, deferred: bool, backend: Any = "emulation"
+) -> dict[str, Any]:
+    """Return relative differences to an emulated layer, and the dtypes that were gathered."""
     torch.manual_seed(0)
     context = ParallelContext(
         ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=sequence)
@@ -50,8 +54,9 @@ def _compared(scaling: str, kind: str, sequence: bool, deferred: bool) -> dict[s
     x[5] *= 30.0  # on one rank's tokens, and of its features
     x[..., 7] *= 10.0
     for module in (plain, layer):
-        shared = context if module is layer else None
-        apply_recipe(nn.ModuleList([module]), RECIPES[scaling], shared, dtype=torch.float32)
+        shared, own = (context, backend) if module is layer else (None, "emulation")
+        options = {"dtype": torch.float32, "backend": own}
+        apply_recipe(nn.ModuleList([module]), RECIPES[scaling], shared, **options)
     expected = _run(plain, x, grad)
     rank, weight = dist.get_rank(), layer.shard_specs["weight"]
     tokens, features = (lambda t: t.chunk(2, 0)[rank]), (lambda t: t.chunk(2, -1)[rank])
@@ -87,6 +92,32 @@ def test_two_ranks_equal_one(scaling: str, kind: str, sequence: bool, deferred: 
         codes = RECIPES[scaling].is_per_tensor
         expected = {"torch.float8_e4m3fn" if codes else "torch.float32"} if sequence else set()
         assert result["sent"] == expected
+
+
+def _natively(scaling: str, kind: str, sequence: bool, deferred: bool) -> dict[str, Any]:
+    with stand_ins():
+        return _compared(scaling, kind, sequence, deferred, "native")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind", "sequence", "deferred"),
+    [
+        ("current", "column", True, True),
+        ("blockwise", "row", True, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(
+                ("current", "blockwise", "delayed"), ("column", "row"), (True, False), (True, False)
+            )
+        ),
+    ],
+)
+def test_native_products_of_two_ranks_equal_one(
+    scaling: str, kind: str, sequence: bool, deferred: bool
+) -> None:
+    """As above; the one layer is emulated."""
+    for result in run_ranks(2, _natively, scaling, kind, sequence, deferred):
+        assert max(result["errors"]) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])

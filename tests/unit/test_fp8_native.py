@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import product
+from megatron_lightning.layers.split_backward import split_backwards
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Gpu, choose_backend
@@ -183,6 +186,28 @@ def test_second_operands_are_in_the_layout_of_their_products(name: str) -> None:
         assert codes.shape == (256, 128) and codes.stride() == (1, 256)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_weight_gradients_are_deferred_and_forwards_recomputed(name: str, recomputed: bool) -> None:
+    """Bit-equal to a layer that does neither; one note a micro-batch where there is a history."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 50, bias=False))
+    (gemm,) = apply_recipe(model, RECIPES[name], backend="native").quantized.values()
+    x, dy, store = torch.randn(40, 70, requires_grad=True), torch.randn(40, 50), WeightGradients()
+    leaves = x, model[0].weight
+    with stand_ins():
+        expected = torch.autograd.grad(model(x).float(), leaves, dy)
+        noted = [len(history.take_noted()) for history in gemm.histories.values()]
+        split_backwards(model, store)
+        y = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+        with store.collect((0, 0)):
+            y.float().backward(dy)
+        store.compute((0, 0))
+    assert all(torch.equal(leaf.grad, own) for leaf, own in zip(leaves, expected, strict=True))  # type: ignore[arg-type]
+    again = [len(history.take_noted()) for history in gemm.histories.values()]
+    assert again == noted == [1] * len(noted)
+
+
 def test_scales_of_experts_are_not_repeated() -> None:
     """Rows of an expert share the scales of its columns: [E, n], instead of [t, n]."""
     gemm = NativeGemm(FP8Recipe(scaling="rowwise"))
@@ -193,7 +218,10 @@ def test_scales_of_experts_are_not_repeated() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["current", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "blockwise"))],
+    [
+        "current",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("delayed", "rowwise", "blockwise")),
+    ],
 )
 def test_layers_are_compiled(name: str) -> None:
     """As one graph, which has the operator of blocks where torch has no CPU kernel to trace."""
