@@ -85,33 +85,35 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
         """Around an evaluation, which leaves the histories as they are."""
-        with self._without_notes(), super().val_step_context():
+        with self.without_notes(), super().val_step_context():
             yield
 
     @override
     @contextmanager
     def test_step_context(self) -> Generator[None, None, None]:
         """Do as :meth:`val_step_context`."""
-        with self._without_notes(), super().test_step_context():
+        with self.without_notes(), super().test_step_context():
             yield
 
     @override
     @contextmanager
     def predict_step_context(self) -> Generator[None, None, None]:
         """Do as :meth:`val_step_context`."""
-        with self._without_notes(), super().predict_step_context():
+        with self.without_notes(), super().predict_step_context():
             yield
 
     @contextmanager
-    def _without_notes(self) -> Iterator[None]:
+    def without_notes(self) -> Iterator[None]:
+        """Inside the block nothing enters the histories."""
         gemms = [] if self._assigned is None else list(self._assigned.quantized.values())
+        before = [gemm.notes for gemm in gemms]
         for gemm in gemms:
             gemm.notes = False
         try:
             yield
         finally:
-            for gemm in gemms:
-                gemm.notes = True
+            for gemm, notes in zip(gemms, before, strict=True):
+                gemm.notes = notes
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]

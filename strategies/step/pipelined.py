@@ -33,6 +33,7 @@ from megatron_lightning.pipeline.microbatches import (
     split_batch,
 )
 from megatron_lightning.pipeline.visit import CallFacts
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.context_outputs import join_outputs
@@ -235,7 +236,7 @@ class PipelinedSteps(Steps):
             facts,
             run_stage=run_stage,
             reached=self._rng.at_call,
-            repeated=self.reports.paused,
+            repeated=self._repeated,
         )
         if is_new:
             copied = tree_map_only(Tensor, Tensor.clone, first)  # steps may write into their batch
@@ -251,7 +252,8 @@ class PipelinedSteps(Steps):
         state, streams = self._rng.everything(), self._scope.context.rng.state_dict()
         self._rng.begin_step()
         self._executor.forget_boundaries()  # the analysis sends no tensors
-        with self._in_step(crossing, trains=False), crossing.analyzing(self._scope.module):
+        analyzing = crossing.analyzing(self._scope.module)
+        with self._in_step(crossing, trains=False), self._without_notes(), analyzing:
             self._executor.run(self._schedule(1, backward=False), program, backward=False)
         self._executor.forget_boundaries()
         if crossing.inner_hooks:
@@ -262,6 +264,21 @@ class PipelinedSteps(Steps):
             )
         self._rng.restore(state)
         self._scope.context.rng.load_state_dict(streams)
+
+    @contextmanager
+    def _repeated(self) -> Iterator[None]:
+        """Around a forward that runs again, as a check."""
+        with self.reports.paused(), self._without_notes():
+            yield
+
+    def _without_notes(self) -> AbstractContextManager[None]:
+        """Return the context of forwards that are no part of the step: the values of quantized
+        layers do not enter their histories.
+        """
+        precision = self._scope.precision
+        if isinstance(precision, MegatronFP8Precision):
+            return precision.without_notes()
+        return nullcontext()
 
     @contextmanager
     def _around(self, hook: str) -> Iterator[None]:
