@@ -25,8 +25,13 @@ BLOCK = 128
 
 
 @contextmanager
-def stand_ins() -> Iterator[list[str]]:
-    """Replace the kernels of blocks and experts, check the calls of all, and list these."""
+def stand_ins(*, exact: bool = False) -> Iterator[list[str]]:
+    """Replace the kernels of blocks and experts, check the calls of all, and list these.
+
+    Args:
+        exact: Whether to replace the CPU's kernel of tensors and rows, too, which does not always
+            round to the nearest.
+    """
     calls: list[str] = []
 
     def checked(function: Callable[..., Tensor], compute: Callable[..., Tensor]) -> Any:
@@ -39,7 +44,7 @@ def stand_ins() -> Iterator[list[str]]:
 
     scaled, grouped = torch._scaled_mm, torch._scaled_grouped_mm
     with (
-        patch.object(torch, "_scaled_mm", checked(scaled, scaled)),
+        patch.object(torch, "_scaled_mm", checked(scaled, _tensors_or_rows if exact else scaled)),
         patch.object(torch, "_scaled_grouped_mm", checked(grouped, _experts)),
         patch.object(F, "scaled_mm", checked(F.scaled_mm, _blocks)),
         patch.object(compat, "takes_scaled_grouped_mm", _takes),
@@ -60,6 +65,15 @@ def _check(function: Callable[..., Tensor], *args: Any, **options: Any) -> None:
 
         args, options = tree_map_only(Tensor, fake, (args, options))
         function(*args, **options)
+
+
+def _tensors_or_rows(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **options: Any
+) -> Tensor:
+    """Compute ``torch._scaled_mm``."""
+    y = (a.double() * scale_a) @ (b.double() * scale_b)
+    bias = options["bias"]
+    return (y if bias is None else y + bias).to(options["out_dtype"])
 
 
 def _blocks(
