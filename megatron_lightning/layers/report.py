@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.numbers import number_on
 
 Kind = Literal["loss", "mean", "sum", "peak"]
 
@@ -118,12 +119,12 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
         ctx.scale = scale
         ctx.shape = loss.shape
-        ctx.kind = {"dtype": loss.dtype, "device": loss.device}
+        ctx.dtype, ctx.device = loss.dtype, loss.device
         return activation.detach()  # may be modified in place, unlike an input that is returned
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, torch.as_tensor(ctx.scale.value, **ctx.kind).expand(ctx.shape), None
+        return gradient, number_on(ctx.device, ctx.scale.value, ctx.dtype).expand(ctx.shape), None
 
 
 class StepReport(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.numbers import number_on
 
 _OTHER_BATCHES = (
     "Return a dict from the collate function, or define split_batch(batch, micro_batch_size) on "
@@ -159,9 +160,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -
     stacked = stacked if stacked.is_floating_point() else stacked.float()
     if all(isinstance(weight, int | float) for weight in weights) and len(set(weights)) == 1:
         return stacked.mean() if weights[0] else stacked.new_zeros(())
-    weight = torch.stack(
-        [torch.as_tensor(w, dtype=stacked.dtype, device=stacked.device) for w in weights]
-    )
+    weight = torch.stack([number_on(stacked.device, w, stacked.dtype) for w in weights])
     stacked = stacked.masked_fill(weight == 0, 0.0)  # a mean of nothing is NaN
     return (stacked * weight).sum() / weight.sum().clamp(min=torch.finfo(stacked.dtype).tiny)
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
+
+from megatron_lightning.parallel.numbers import number_on
 
 
 def counts_items(module: pl.LightningModule, output: Any) -> bool:
@@ -43,4 +44,4 @@ def num_items_of(module: pl.LightningModule, batch: Any, output: Any) -> Tensor 
 
 
 def _number(module: pl.LightningModule, found: Any) -> Tensor:
-    return torch.as_tensor(found, dtype=torch.float32, device=module.device).detach()
+    return number_on(module.device, found).detach()

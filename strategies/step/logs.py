@@ -21,6 +21,7 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.pipeline.microbatches import weighted_mean
 from megatron_lightning.pipeline.parallel_call import replaced_attribute
 from megatron_lightning.strategies.step.context_mean import gather_rows
@@ -119,9 +120,7 @@ class LogRecorder:
                 [torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls]
             )
             own = [weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls]
-            weight = torch.stack(
-                [torch.as_tensor(w, dtype=values.dtype, device=values.device) for w in own]
-            )
+            weight = torch.stack([number_on(values.device, w, values.dtype) for w in own])
             both = gather_rows(torch.stack([values, weight.to(values)], 1), sharing)
             values, weight = both.unbind(1)
             if batch_size is not None and any(call.batch_size is not None for call in calls):

@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only, tree_structure
+from megatron_lightning.parallel.numbers import number_on
 
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
@@ -346,9 +347,7 @@ class PipelinedSteps(Steps):
                 [program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes
             )
             sharing = self._scope.context.cp
-            weight = torch.stack(
-                [torch.as_tensor(w, device=self._scope.context.device) for w in weights]
-            ).sum()
+            weight = torch.stack([number_on(self._scope.context.device, w) for w in weights]).sum()
             returned = (
                 f"returned {tree_structure(output)}" if output is not None else "returned None"
             )
