@@ -134,12 +134,6 @@ class TransformerBlock(nn.Module):
         return hidden
 
 
-class GPTModel(nn.Module):
-    """A decoder-only language model.
-
-    On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there
-    until its parameters are filled through :meth:`init_weights`. Neither draws from torch's default
-    generator.
 def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPrediction | None:
     """Return the config's multi-token prediction, whose embeddings are not shared yet; None: it has
     none.
@@ -154,6 +148,12 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
     return MultiTokenPrediction(layers, config.mtp_loss_scaling_factor) if layers else None
 
 
+class GPTModel(nn.Module):
+    """A decoder-only language model.
+
+    On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there
+    until its parameters are filled through :meth:`init_weights`. Neither draws from torch's default
+    generator.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -163,25 +163,19 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
         with torch.device("meta"):
             self.embedding = LanguageModelEmbedding(config)
             self.decoder = TransformerBlock(config)
+            self.mtp = build_multi_token_prediction(config)
             self.output_layer = OutputLinear(config.hidden_size, config.vocab_size, bias=False)
         self.output_gather: nn.Module = nn.Identity()
         self.loss: nn.Module = CrossEntropy(
             label_smoothing=config.label_smoothing, z_loss=config.z_loss
         )
         if device.type != "meta":
-            self.mtp = build_multi_token_prediction(config)
             self.to_empty(device=device)
         self._share_embeddings()
         if device.type != "meta":
             for name, parameter in self.named_parameters():
                 self.init_weights(name, parameter)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | Documents | None = None,
     def _share_embeddings(self) -> None:
         """Make the layers that embed tokens, or predict them by the embedding, share it."""
         if self.config.share_embeddings_and_output_weights:
@@ -191,6 +185,12 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
                 if isinstance(embedding, nn.Embedding):
                     getattr(layer.embedding, name).weight = embedding.weight
 
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | Documents | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -217,6 +217,27 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
             position_ids, window=None if window is None else window[0], documents=documents
         )
         hidden = self.decoder(hidden, sequence)
+        if self.mtp is None:
+            return self._output(hidden, labels)
+        positions = self._embedded_positions(tokens, position_ids)
+        hidden, ahead = self.mtp(hidden, tokens, labels, positions, sequence)
+        output, losses = self._outputs(hidden, labels, ahead)
+        out: Tensor = self.mtp.loss(output, losses, ahead)
+        return out
+
+    def _outputs(
+        self, hidden: Tensor, labels: Tensor | None, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what the model returns, and the losses [D, b, s] of multi-token prediction.
+
+        Args:
+            hidden: [s, (1 + D) b, h] hidden states of all depths.
+            labels: [b, s] of depth 0.
+            ahead: [D, b, s] of the others; None: there is depth 0 only.
+        """
+        if ahead is None:
+            return self._output(hidden, labels), None
+        later = ahead.flatten(0, 1)
         if labels is not None:
             losses = self._losses(hidden, torch.cat([labels, later]))
             return losses[: len(labels)], losses[len(labels) :].view(ahead.shape)
@@ -242,27 +263,6 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
         full: Tensor = self.output_gather(logits).transpose(0, 1).contiguous()
         return full.float() if self.config.logits_in_fp32 else full
 
-        if self.mtp is None:
-            return self._output(hidden, labels)
-        positions = self._embedded_positions(tokens, position_ids)
-        hidden, ahead = self.mtp(hidden, tokens, labels, positions, sequence)
-        output, losses = self._outputs(hidden, labels, ahead)
-        out: Tensor = self.mtp.loss(output, losses, ahead)
-        return out
-
-    def _outputs(
-        self, hidden: Tensor, labels: Tensor | None, ahead: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what the model returns, and the losses [D, b, s] of multi-token prediction.
-
-        Args:
-            hidden: [s, (1 + D) b, h] hidden states of all depths.
-            labels: [b, s] of depth 0.
-            ahead: [D, b, s] of the others; None: there is depth 0 only.
-        """
-        if ahead is None:
-            return self._output(hidden, labels), None
-        later = ahead.flatten(0, 1)
     def _embedded_positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor | None:
         """Return the positions [b or 1, s] that are embedded; None: none are."""
         if self.config.position_embedding_type != "learned_absolute":
@@ -307,8 +307,6 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
             tensor.fill_(1.0)
         else:
             into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-        if name.startswith("mtp.") and ".embedding." in name:
-            name = f"embedding.{name.partition('.embedding.')[2]}"
             std = config.init_method_std / (
                 math.sqrt(2.0 * config.num_layers) if into_residual else 1.0
             )

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from megatron_lightning.config import RecomputeOptions
+from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.actions import Action, Kind, Schedule
 from megatron_lightning.planning import layers
@@ -52,8 +52,8 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     if EMBEDDING in units:
         segments += _selective(layers.embedding(sizes, stream), sizes, recompute)
     else:
-        entrance = Operation(path="", keeps={stream: sizes.stream_bytes}, makes=(stream,))
-        segments.append(Segment((entrance,)))
+        received = {stream: sizes.stream_bytes * num_received(sizes.config, units)}
+        segments.append(Segment((Operation(path="", keeps=received, makes=(stream,)),)))
     predicting = [unit for unit in units if predicting_layer_of(unit) is not None]
     own = [unit for unit in units if layer_of(unit) is not None]
     groups = [*_grouped(own, recompute), ([], False), *_grouped(predicting, recompute, len(own))]
@@ -74,6 +74,14 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
         segments += _selective(_output(sizes, stream), sizes, recompute)
     offloaded = [_offloaded(segment, recompute) for segment in segments]
     return profile(offloaded, split_backward=sizes.split_backward)
+
+
+def num_received(config: TransformerConfig, units: Sequence[str]) -> int:
+    """Return how many tensors like the stream a stage receives of a micro-batch: an output layer
+    apart from the layers of multi-token prediction, those of all depths.
+    """
+    joins = OUTPUT in units and all(predicting_layer_of(unit) is None for unit in units)
+    return 1 + config.num_predicting_layers if joins else 1
 
 
 def rank_peak(

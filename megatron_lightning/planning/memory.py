@@ -32,7 +32,12 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
-from megatron_lightning.planning.activations import in_flight, rank_peak, stage_profile
+from megatron_lightning.planning.activations import (
+    in_flight,
+    num_received,
+    rank_peak,
+    stage_profile,
+)
 from megatron_lightning.planning.layers import DeviceKind, Sizes
 from megatron_lightning.planning.parameters import (
     EMBEDDING,
@@ -189,7 +194,11 @@ def memory(
     profiles = [stage_profile(sizes, units, recompute or RecomputeOptions()) for units in stages]
     rows = []
     for pp_rank in range(layout.pp):
-        own = [stages[stage] for stage in choice.placement.stages_of(pp_rank)]
+        numbers = choice.placement.stages_of(pp_rank)
+        own = [stages[stage] for stage in numbers]
+        # What its stages receive, and the gradients of what the next ones do.
+        received = [stages[s] for n in numbers for s in (n, n + 1) if s < len(stages)]
+        message = sizes.stream_bytes * max(num_received(config, units) for units in received)
         state = _State(
             config, grid, own, precision=sizes.precision, mode=data_parallel, options=data,
             num_microbatches=num_microbatches,
@@ -201,7 +210,7 @@ def memory(
                 weights_bytes=state.weights_bytes,
                 gradients_bytes=state.gradients_bytes,
                 optimizer_bytes=state.optimizer_bytes,
-                activations_bytes=round(rank_peak(schedule, pp_rank, profiles, sizes.stream_bytes)),
+                activations_bytes=round(rank_peak(schedule, pp_rank, profiles, message)),
                 in_flight=in_flight(schedule, pp_rank),
             )
         )

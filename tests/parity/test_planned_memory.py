@@ -25,6 +25,7 @@ from benchmarks.live_bytes import LiveBytes
 from megatron_lightning.config import (
     LatentAttentionConfig,
     MoEConfig,
+    PipelineOptions,
     RecomputeOptions,
     TransformerConfig,
 )
@@ -40,6 +41,7 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CHUNKS = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+HEAD = PIPELINE | {"pipeline_options": {"pipeline_model_parallel_layout": "Ettttm|L"}}
 FULL = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2,
 }  # fmt: skip
@@ -111,6 +113,7 @@ CASES = {
     "multi-token prediction, tensor x pipeline": Case(
         4, TENSOR | PIPELINE, {"mtp_num_layers": 1, "vocab_size": 3000}, "bf16-true"
     ),
+    "multi-token prediction, apart": Case(2, HEAD, {"mtp_num_layers": 1, "vocab_size": 2000}),
     "multi-token prediction, recomputed": Case(1, {"recompute": FULL}, {"mtp_num_layers": 2}),
     "experts": Case(
         2, {"expert_model_parallel_size": 2}, {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
@@ -170,6 +173,8 @@ def _train(case: Case) -> tuple[int, int]:
     options = dict(case.recipe["trainer"]["strategy"]["init_args"])
     if "recompute" in options:
         options["recompute"] = RecomputeOptions(**options["recompute"])
+    if "pipeline_options" in options:
+        options["pipeline_options"] = PipelineOptions(**options["pipeline_options"])
     sizes = {**MODEL, **(case.model or {})}
     if "moe" in sizes:
         sizes["moe"] = MoEConfig(**sizes["moe"])

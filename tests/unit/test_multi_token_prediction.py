@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lightning.assembly.checks import check_partition
 from megatron_lightning.config import MoEConfig, PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.mtp import IGNORED, TokenShift
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.styles import ContextGroup
 from megatron_lightning.models import GPTModel
+from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
@@ -216,6 +218,21 @@ def test_a_group_is_for_modules_that_have_one() -> None:
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(**{**SIZES, **options})
+
+
+def test_layouts_are_checked_before_the_model_is_built() -> None:
+    module = GPTLightningModule(TransformerConfig(**SIZES))
+    placement = Placement.loop(3)
+
+    def check(layout: str) -> None:
+        options = PipelineOptions(pipeline_model_parallel_layout=layout)
+        check_partition(module, placement, options, is_built=False)
+
+    check("Ett|mm|L")
+    with pytest.raises(ConfigError, match=r"1 layers m \(mtp\), and pipeline_units\(\) lists 2"):
+        check("Ett|m|L")
+    with pytest.raises(ConfigError, match="Write all m in one stage, behind the last t"):
+        check("Ett|m|mL")
 
 
 def test_all_depths_are_on_one_stage() -> None:
