@@ -4,6 +4,11 @@ set.
 
 from __future__ import annotations
 
+import logging
+import sys
+
+_log = logging.getLogger(__name__)
+
 
 class MegatronLightningError(Exception):
     """Base of all errors of this package."""
@@ -53,3 +58,11 @@ class NonFiniteError(MegatronLightningError, FloatingPointError):
     """A loss or gradient that is infinite or NaN; the message names the rank, the parameter and the
     micro-batch.
     """
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, which its traceback shows; Python 3.10 has none and logs it."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        _log.error("%s: %s", type(error).__name__, note)

@@ -16,8 +16,6 @@ received into buffers of the known shapes.
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lightning import compat
-from megatron_lightning.errors import PipelineError
+from megatron_lightning.errors import PipelineError, add_note
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.channel import (
@@ -43,8 +41,6 @@ from megatron_lightning.pipeline.channel import (
 from megatron_lightning.pipeline.plan import Message, Plan, Planned, plan_of
 from megatron_lightning.pipeline.schedules import forward_only
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
-
-_log = logging.getLogger(__name__)
 
 
 class StageProgram(Protocol):
@@ -449,7 +445,4 @@ def _kind_of(value: object) -> str:
 def _locate(error: Exception, position: PipelinePosition) -> None:
     """Add the position to an error, whose type stays."""
     vars(error)["pipeline_position"] = position
-    if sys.version_info >= (3, 11):
-        error.add_note(str(position))
-    else:
-        _log.error("%s: %s", type(error).__name__, position)
+    add_note(error, str(position))

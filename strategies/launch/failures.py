@@ -9,6 +9,7 @@ import signal
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.strategies.launch.out_of_memory import explain_out_of_memory
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
 
 _TERMINATED = 128 + signal.SIGTERM  # exit code, as shells have it
@@ -32,6 +33,7 @@ def report_failure(
     Returns:
         Whether it fails only because another rank has.
     """
+    explain_out_of_memory(error)
     if watch is None or isinstance(error, AgreedStop | TunerExit):
         return False
     # Code None is success, with which an agent waits for the other nodes.

@@ -241,3 +241,58 @@ def _step_and_memory(
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters()))), kept
+
+
+class _NeverWaits(GPTLightningModule):
+    """Lets torch refuse what waits for the device, from the second training step's start to the end
+    of the optimizer's.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            torch.cuda.set_sync_debug_mode("error")
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_the_host_never_waits_in_a_step(precision: Any, micro_batch_size: int | None) -> None:
+    tokens = torch.randint(0, 96, (32, 33))
+    rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision=precision,
+        strategy=MegatronStrategy(micro_batch_size=micro_batch_size),
+        gradient_clip_val=1.0,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    try:
+        trainer.fit(
+            _NeverWaits(_config(), warmup_steps=2, decay_steps=8),
+            DataLoader(rows, batch_size=8, pin_memory=True),
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_out_of_memory_error_says_what_to_set() -> None:
+    class Greedy(GPTLightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.empty(2**50, device=self.device)
+
+    rows: Any = [{"tokens": torch.zeros(32, dtype=torch.int64)}] * 2
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, strategy=MegatronStrategy(), max_steps=1, logger=False
+    )
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Greedy(_config()), DataLoader(rows, batch_size=1))
+    assert "Set a smaller micro_batch_size" in "".join(getattr(caught.value, "__notes__", ()))
