@@ -66,7 +66,6 @@ class ModuleState:
             tensor.shape, partial_over=() if self.part.in_unit(name) else ("pp",)
         )
 
-    # ----------------------------------------------------------------------------------------- save
     def _declared(self, name: str) -> ShardSpec | None:
         """Return the spec of a parameter; None: there is none.
 
@@ -77,6 +76,7 @@ class ModuleState:
         copies = (copy for copy, own in tied.items() if own == owner)
         return next((specs[other] for other in (name, owner, *copies) if other in specs), None)
 
+    # ----------------------------------------------------------------------------------------- save
 
     def module_shards(self, checkpoint: dict[str, Any]) -> list[TensorShards]:
         """Move every dict of tensors by module name out of ``checkpoint``; all ranks call this.

@@ -74,9 +74,6 @@ class Documents:
         part = part or SequencePart()
         return part.split(torch.stack([_restarting(row) for row in self.boundaries]), 1).to(device)
 
-
-def _restarting(boundaries: Sequence[int]) -> Tensor:
-    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(boundaries)])
     def ends(self, part: SequencePart | None = None, device: torch.device | None = None) -> Tensor:
         """Return whether a position is the last one of its document [b, s]; of ``part`` what a rank
         holds.
@@ -87,3 +84,6 @@ def _restarting(boundaries: Sequence[int]) -> Tensor:
             last[row, [end - 1 for end in boundaries[1:]]] = True
         return part.split(last, 1).to(device)
 
+
+def _restarting(boundaries: Sequence[int]) -> Tensor:
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(boundaries)])
