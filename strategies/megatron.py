@@ -51,8 +51,9 @@ from megatron_lightning.config import (
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.checks import check_optimizers, explained_empty_optimizers
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.context import GROUPS, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.nccl import read_nccl_options
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
@@ -61,6 +62,7 @@ from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checks import preflight
+from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
 from megatron_lightning.strategies.checks.plugins import check_layer_sync, check_storage_options
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
@@ -113,6 +115,8 @@ class MegatronStrategy(ParallelStrategy):
             defaults.
         process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for
             CPU tensors) on CUDA.
+        nccl_communicator_config_path: YAML file with options of NCCL for groups of ranks, such as
+            ``tp: {max_ctas: 8}``; None: NCCL's defaults. CPUs ignore it.
         timeout_s: Seconds after which a collective that waits for another rank fails.
 
     Raises:
@@ -142,6 +146,7 @@ class MegatronStrategy(ParallelStrategy):
         sharding_plan: ShardingPlan | None = None,
         checkpoint_options: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
+        nccl_communicator_config_path: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         layout = ParallelLayout(
@@ -185,6 +190,9 @@ class MegatronStrategy(ParallelStrategy):
             backend=process_group_backend,
             timeout=self.options.timeout,
             context_options=self.options.sequence,
+            nccl_options=None
+            if nccl_communicator_config_path is None
+            else read_nccl_options(nccl_communicator_config_path, GROUPS),
         )
         self.run: Run | None = None
         self.num_nodes = 1
@@ -400,6 +408,8 @@ class MegatronStrategy(ParallelStrategy):
         compat.silence_treespec_warning()
         if self.root_device.type == "cpu":
             compat.keep_freed_memory()
+        capability = gpu_capability(self.root_device)
+        check_connections(self.layout, self.options.data_parallel, capability)
         self._set_world_ranks()
         is_new = self.ranks.connect(
             self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs

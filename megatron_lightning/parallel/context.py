@@ -7,6 +7,7 @@ live in one process. All groups are destroyed at the end of its main thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.grid import RankGrid, divided
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.nccl import NcclOptions, options_by_ranks
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.rules import check_levels
 
@@ -31,6 +33,8 @@ T = TypeVar("T")
 # group created first.
 _DENSE_GROUPS = ("dp-cp", "dp", "cp", "tp", "pp", "tp-pp", "tp-cp", "tp-dp-cp")
 _EXPERT_GROUPS = ("ep", "etp", "etp-ep", "etp-ep-pp", "edp")
+GROUPS = (*_DENSE_GROUPS, *_EXPERT_GROUPS)
+"""Names of the groups of axes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +106,10 @@ class ParallelContext:
         alone: Whether to ignore the default process group: this process is a world of its own.
         planned_world_size: Ranks of a job that is only described, from rank 0, without
             communicators; None: there is one.
+        nccl_options: Options of the communicators on GPUs, by the name of the group.
+
+    Raises:
+        ConfigError: If two groups of the same ranks have different options.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class ParallelContext:
         timeout: timedelta | None = None,
         alone: bool = False,
         planned_world_size: int | None = None,
+        nccl_options: Mapping[str, NcclOptions] | None = None,
     ) -> None:
         alone = alone or planned_world_size is not None
         initialized = dist.is_available() and dist.is_initialized() and not alone
@@ -127,12 +136,16 @@ class ParallelContext:
         self._is_planned = planned_world_size is not None
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         world = tuple(range(self.world_size))
+        ranks_of = {name: tuple(sorted(self.grid.group_of(self.rank, name))) for name in GROUPS}
+        self._nccl_options = options_by_ranks(nccl_options or {}, ranks_of)
         if initialized:
             self._by_ranks[world] = dist.group.WORLD
             compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
         self._groups = {"world": self._axis_group("world", world)}
-        for name in (*_DENSE_GROUPS, *_EXPERT_GROUPS):
-            self._groups[name] = self._axis_group(name, self.grid.group_of(self.rank, name))
+        if world in self._nccl_options:
+            del self._by_ranks[world]  # its options were others
+        for name in GROUPS:
+            self._groups[name] = self._axis_group(name, ranks_of[name])
         self._groups["embedding"] = self._axis_group(
             "embedding", self.grid.embedding_group_of(self.rank)
         )
@@ -190,8 +203,13 @@ class ParallelContext:
             # names, and both sides would wait forever.
             dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
             return None
+        options = self._nccl_options.get(ranks) if self.device.type == "cuda" else None
         group = dist.new_group(
-            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name
+            list(ranks),
+            timeout=self._timeout,
+            use_local_synchronization=True,
+            group_desc=name,
+            pg_options=None if options is None else options.for_torch(),
         )
         if not isinstance(group, dist.ProcessGroup):
             raise ShardingError(

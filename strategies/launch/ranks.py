@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.nccl import NcclOptions
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies import lightning_internals as internals
@@ -39,6 +40,7 @@ class Ranks:
             CUDA.
         timeout: Limit of a collective.
         context_options: How queries meet the keys of other context-parallel ranks.
+        nccl_options: Options of the communicators on GPUs, by the name of the group.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Ranks:
         backend: str | None,
         timeout: timedelta,
         context_options: ContextOptions | None = None,
+        nccl_options: Mapping[str, NcclOptions] | None = None,
     ) -> None:
         self._layout = layout
+        self._nccl_options = nccl_options
         self._context_options = context_options
         self._backend = backend
         self._timeout = timeout
@@ -61,7 +65,16 @@ class Ranks:
         """Ends this rank when another one fails; None outside a run and on one rank."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_unconnected, (self._layout, self._backend, self._timeout, self._context_options))
+        return (
+            _unconnected,
+            (
+                self._layout,
+                self._backend,
+                self._timeout,
+                self._context_options,
+                self._nccl_options,
+            ),
+        )
 
     # ---------------------------------------------------------------------------------- connections
 
@@ -108,6 +121,7 @@ class Ranks:
             context_options=self._context_options,
             timeout=self._timeout,
             alone=is_alone,
+            nccl_options=self._nccl_options,
         )
         return True
 
@@ -252,5 +266,12 @@ def _unconnected(
     backend: str | None,
     timeout: timedelta,
     context_options: ContextOptions | None,
+    nccl_options: Mapping[str, NcclOptions] | None,
 ) -> Ranks:
-    return Ranks(layout, backend=backend, timeout=timeout, context_options=context_options)
+    return Ranks(
+        layout,
+        backend=backend,
+        timeout=timeout,
+        context_options=context_options,
+        nccl_options=nccl_options,
+    )

@@ -1,0 +1,149 @@
+"""Options of NCCL's communicators, from a YAML file in Megatron's format.
+
+The file has a line for each group of ranks::
+
+    dp_cp: {max_ctas: 8, is_high_priority_stream: true}
+    tp: {cga_cluster_size: 2, net_name: IB}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from megatron_lightning.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclOptions:
+    """Options of one communicator; None: NCCL's own choice.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    cga_cluster_size: int | None = None
+    """Thread blocks of a cluster, 0 to 8 (Hopper and newer)."""
+    min_ctas: int | None = None
+    """Fewest thread blocks of a kernel, 1 to 64."""
+    max_ctas: int | None = None
+    """Most thread blocks of a kernel, 1 to 64: what they occupy, products cannot use."""
+    net_name: str | None = None
+    """Network, such as IB or Socket."""
+    is_high_priority_stream: bool = False
+    """Whether kernels go before those of other streams."""
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise ConfigError(f"{name} is {value!r}; it must be from {least} to {most}.")
+        if type(self.is_high_priority_stream) is not bool:
+            raise ConfigError(
+                f"is_high_priority_stream is {self.is_high_priority_stream!r}; it must be true or "
+                "false."
+            )
+        if not isinstance(self.net_name, str | None):
+            raise ConfigError(f"net_name is {self.net_name!r}; it must be a name, such as IB.")
+        if (self.min_ctas or 1) > (self.max_ctas or 64):
+            raise ConfigError(
+                f"min_ctas is {self.min_ctas} and max_ctas {self.max_ctas}. Set max_ctas to "
+                f"{self.min_ctas} or more."
+            )
+
+    def for_torch(self) -> Any:
+        """Return the options as torch's, which exist in builds with CUDA."""
+        options = dist.ProcessGroupNCCL.Options(
+            is_high_priority_stream=self.is_high_priority_stream
+        )
+        for name in (*_RANGES, "net_name"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(options.config, name, value)
+        return options
+
+
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "cga_cluster_size": (0, 8),
+    "min_ctas": (1, 64),
+    "max_ctas": (1, 64),
+}
+
+
+def read_nccl_options(path: str | Path, groups: Collection[str]) -> dict[str, NcclOptions]:
+    """Return the options of a file by the name of the group.
+
+    Args:
+        path: The file.
+        groups: Names of the groups that exist; the file may write ``_`` for ``-``.
+
+    Raises:
+        ConfigError: If the file cannot be read, or names an unknown group or option.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"nccl_communicator_config_path={path}: {error}") from error
+    if not isinstance(content, Mapping) or not all(
+        isinstance(values, Mapping) for values in content.values()
+    ):
+        raise ConfigError(
+            f"{path} has no options of groups. Write one line a group, such as tp: {{max_ctas: 8}}."
+        )
+    return {
+        _group(name, groups, path): _options(name, values, path) for name, values in content.items()
+    }
+
+
+def _group(name: object, groups: Collection[str], path: str | Path) -> str:
+    found = str(name).replace("_", "-")
+    if found not in groups:
+        raise ConfigError(
+            f"{path} has options of {name!r}, and there is no such group. The groups are "
+            f"{', '.join(groups)}."
+        )
+    return found
+
+
+def _options(group: object, values: Mapping[str, Any], path: str | Path) -> NcclOptions:
+    known = [field.name for field in fields(NcclOptions)]
+    unknown = [str(name) for name in values if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{path} sets {', '.join(unknown)} for {group}, which is unknown. The options are "
+            f"{', '.join(known)}."
+        )
+    try:
+        return NcclOptions(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}, {group}: {error}") from None
+
+
+def options_by_ranks(
+    options: Mapping[str, NcclOptions], ranks_of: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, ...], NcclOptions]:
+    """Return the options of a rank's communicators: groups of the same ranks share one.
+
+    Args:
+        options: By the name of the group.
+        ranks_of: Ranks of the groups.
+
+    Raises:
+        ConfigError: If two groups of the same ranks have different options.
+    """
+    chosen: dict[tuple[int, ...], tuple[str, NcclOptions]] = {}
+    for name, own in options.items():
+        ranks = ranks_of[name]
+        other, found = chosen.setdefault(ranks, (name, own))
+        if found != own:
+            raise ConfigError(
+                f"the NCCL options of {other} and {name} differ, and both are the {len(ranks)} "
+                f"ranks {ranks}, which share a communicator. Remove those of one, or make them "
+                "equal."
+            )
+    return {ranks: own for ranks, (_, own) in chosen.items()}

@@ -1,0 +1,60 @@
+"""Check of ``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues from the host to a GPU.
+
+With one queue kernels start in the order in which they were launched, which tensor and context
+parallel layers need to overlap: a collective that is launched before a product also gets its thread
+blocks before it. Blackwell starts kernels so by itself. The collectives of fsdp run beside the
+products of other units, and one queue would put them in line.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.layout import ParallelLayout
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_BLACKWELL = (10, 0)
+
+
+def check_connections(
+    layout: ParallelLayout, data_parallel: str, capability: tuple[int, int] | None
+) -> None:
+    """Check the variable before process groups exist; warn where it costs time.
+
+    Args:
+        layout: Sizes of the axes.
+        data_parallel: Mode of data parallelism.
+        capability: Compute capability of the GPU; None: the device is none.
+
+    Raises:
+        ConfigError: If fsdp has one queue.
+    """
+    if capability is None:
+        return
+    value = os.environ.get(VARIABLE)
+    if data_parallel == "fsdp":
+        if value == "1":
+            raise ConfigError(
+                f'{VARIABLE} is 1 and data_parallel is "fsdp", whose gathers would wait in line '
+                f"with the products that they overlap. Unset {VARIABLE}, or set data_parallel to "
+                '"zero1".'
+            )
+        return
+    if capability < _BLACKWELL and layout.tp * layout.cp > 1 and value != "1":
+        rank_zero_warn(
+            f"{VARIABLE} is {value or 'not set'}, with tensor parallel {layout.tp} x context "
+            f"parallel {layout.cp} on a GPU of compute capability {capability[0]}.{capability[1]}. "
+            "Below 10.0 collectives overlap with products only if kernels start in the order of "
+            f"their launch. Set {VARIABLE}=1 before Python starts."
+        )
+
+
+def gpu_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a device; None: it is no NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
