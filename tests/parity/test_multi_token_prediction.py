@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -21,6 +22,7 @@ from megatron_lightning.config import (
     PipelineOptions,
     TransformerConfig,
 )
+from megatron_lightning.layers import log_reports
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
@@ -145,6 +147,7 @@ def train(
     *,
     rows: Any = None,
     callbacks: Sequence[pl.Callback] = (),
+    kind: type[GPTLightningModule] = GPTLightningModule,
     steps: int = STEPS,
     start: str | None = None,
     end: str | None = None,
@@ -153,7 +156,7 @@ def train(
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     fit = trainer(strategy, max_steps=steps, callbacks=[record, *callbacks], limit_val_batches=1)
     # AdamW amplifies the last bits of small gradients in the first steps.
-    module = GPTLightningModule(config, learning_rate=1e-3)
+    module = kind(config, learning_rate=1e-3)
     loader: Any = DataLoader(rows or _rows(), batch_size=BATCH // replicas)
     fit.fit(module, loader, loader, ckpt_path=start)
     if end is not None:
@@ -240,6 +243,33 @@ def test_documents_and_masks_equal_one_process(model: str, layout: str, one: Any
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-5)
+
+
+class _OwnLoss(GPTLightningModule):
+    """Computes its loss from logits."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("train_loss", loss)
+        log_reports(self, loss)
+        return loss
+
+
+def _train_own(options: dict[str, Any] | None) -> Any:
+    return train(_config("untied"), options, kind=_OwnLoss)
+
+
+@pytest.mark.slow
+def test_a_step_with_a_loss_of_its_own_trains_the_heads() -> None:
+    [expected] = run_ranks(1, _train_own, None)
+    assert "mtp_2_loss" in expected["logged"]
+    for layout in ("tp2", "pp2-zbv", "pp4-own"):
+        world, options = LAYOUTS[layout]
+        for found in run_ranks(world, _train_own, options):
+            assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), layout
+            assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5), layout
+            assert found["logged"] == pytest.approx(expected["logged"], rel=1e-5), layout
 
 
 # ------------------------------------------------------------------------------------- checkpoints
