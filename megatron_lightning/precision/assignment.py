@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.embedding import VocabParallelEmbedding
 from megatron_lightning.layers.linear import VocabParallelLinear
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.split_backward import SplitLinear, Splittable
@@ -103,7 +104,7 @@ def apply_recipe(
         path
         for path, child in present.items()
         if path not in found
-        and not isinstance(child, nn.Embedding)
+        and not isinstance(child, (nn.Embedding, VocabParallelEmbedding))
         and not hasattr(child, "gemm")
         and any(p.ndim > 1 for p in child.parameters(recurse=False))
     ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
@@ -210,6 +210,53 @@ def test_resume_is_bit_equal_and_goes_on_in_bf16(
     ):
         assert resumed[-2:] == full[-2:]
         assert bf16[-2:] == pytest.approx(full[-2:], rel=5e-2) and bf16[-2:] != full[-2:]
+
+
+def _begun_in_bf16(folder: str) -> Any:
+    save = ModelCheckpoint(dirpath=folder, filename="at", every_n_train_steps=2, save_top_k=1)
+    options: dict[str, Any] = {"callbacks": (save,), "enable_checkpointing": True}
+    bf16, _ = _fit({**ONE, PP: 2}, None, steps=4)
+    _fit({**ONE, PP: 2}, None, steps=2, **options)
+    losses, _ = _fit({**ONE, PP: 2}, RECIPES["delayed"], steps=4, ckpt_path=f"{folder}/at.ckpt")
+    return losses, bf16
+
+
+@pytest.mark.slow
+def test_a_training_in_bf16_goes_on_quantized(tmp_path: Path) -> None:
+    """The histories are empty at first."""
+    for losses, bf16 in run_ranks(2, _begun_in_bf16, str(tmp_path), timeout_s=110):
+        assert losses[-2:] == pytest.approx(bf16[-2:], rel=5e-2) and losses[-2:] != bf16[-2:]
+
+
+class _Overflow(pl.Callback):
+    """Makes the second step's input of one layer infinite in one place."""
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                module.model.decoder.layers["0"].mlp.linear_fc1.weight[0, 0] = torch.inf
+
+
+def _overflown(scaling: str) -> tuple[bool, str]:
+    """Return whether the first loss is finite, and what stops the second step."""
+    record = Losses()
+    try:
+        _fit({**ONE, "non_finite": "raise"}, RECIPES[scaling], callbacks=(_Overflow(), record))
+    except NonFiniteError as error:
+        return record.losses == [pytest.approx(4.0, abs=1.0)], str(error)
+    return False, "nothing"
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    ["delayed", *(pytest.param(name, marks=pytest.mark.slow) for name in SCALINGS[1:])],
+)
+def test_an_overflow_is_shown(scaling: str) -> None:
+    """No scale hides an infinity behind the largest code."""
+    [(was_finite, message)] = run_ranks(1, _overflown, scaling)
+    assert was_finite and "micro-batch" in message
 
 
 def _after() -> Any:

@@ -100,8 +100,9 @@ class Case:
 
     @property
     def measure(self) -> Case:
-        """The same on one process."""
-        return Case(model=self.model, packed=self.packed, output=self.output)
+        """The same on one process. Compiled activations round elsewhere."""
+        compiled = self.compiled and bool(self.strategy)
+        return Case(model=self.model, packed=self.packed, compiled=compiled, output=self.output)
 
     def fit(self, scaling: str, *callbacks: pl.Callback) -> Results:
         """Return losses, gradient norms, and what evaluation gives."""
@@ -160,7 +161,6 @@ EXACT: dict[str, Case] = {
     "latent-pp2": Case(2, {PP: 2}, "latent"),
     "latent-zb-h1": Case(2, ZB_H1, "latent"),
     "packed-pp2": Case(2, {PP: 2}, packed=True),
-    "compiled": Case(compiled=True),
     "compiled-zb-h1": Case(2, ZB_H1, compiled=True),
     "compiled-recompute": Case(1, {"recompute": RECOMPUTE["uniform"]}, compiled=True),
     **{f"recompute-{name}": Case(1, {"recompute": kind}) for name, kind in KINDS.items()},
@@ -175,6 +175,7 @@ EXACT: dict[str, Case] = {
     "hf-pp2": Case(2, {PP: 2}, "llama"),
 }
 BANDS: dict[str, Case] = {
+    "compiled": Case(compiled=True, band=CUT),
     "cp2-p2p": Case(2, _exchange("p2p"), band=CUT),
     "cp2-a2a": Case(2, _exchange("a2a"), band=CUT),
     "cp2-all-gather": Case(2, _exchange("all_gather"), band=CUT),
