@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -97,6 +97,7 @@ class Case:
     compiled: bool = False
     output: bool = False
     band: float = 1e-5
+    steps: int = STEPS
 
     @property
     def measure(self) -> Case:
@@ -104,23 +105,34 @@ class Case:
         compiled = self.compiled and bool(self.strategy)
         return Case(model=self.model, packed=self.packed, compiled=compiled, output=self.output)
 
-    def fit(self, scaling: str, *callbacks: pl.Callback) -> Results:
-        """Return losses, gradient norms, and what evaluation gives."""
+    def train(self, scaling: str, *callbacks: pl.Callback) -> tuple[pl.Trainer, Any, Any]:
+        """Return the Trainer, its module and the data."""
         torch._dynamo.reset()
-        record = Losses()
         recipe = (OUTPUT if self.output else RECIPES)[scaling]
         fit = trainer(
             MegatronStrategy(**{MICRO: 1, **self.strategy}),
-            max_steps=STEPS,
-            callbacks=[record, *callbacks],
+            max_steps=self.steps,
+            callbacks=[*callbacks],
             plugins=[MegatronFP8Precision(recipe, backend="emulation")],
         )
         size = BATCH // self.replicas
+        module: Any
+        loader: Any
         if self.model in hf_models.MODELS:
-            fit.fit(hf_models.Untouched(self.model), hf_models.loader(self.model, size))
-            return record.losses, record.norms, {}, []
-        module, loader = self._module(), DataLoader(_rows(self.packed), batch_size=size)
+            module = hf_models.Untouched(self.model)
+            loader = hf_models.loader(self.model, size)
+        else:
+            module = self.module()
+            loader = DataLoader(_rows(self.packed), batch_size=size)
         fit.fit(module, loader)
+        return fit, module, loader
+
+    def fit(self, scaling: str) -> Results:
+        """Return losses, gradient norms, and what evaluation gives."""
+        record = Losses()
+        fit, module, loader = self.train(scaling, record)
+        if self.model in hf_models.MODELS:
+            return record.losses, record.norms, {}, []
         values = {
             **fit.validate(module, loader, verbose=False)[0],
             **fit.test(module, loader, verbose=False)[0],
@@ -128,7 +140,7 @@ class Case:
         predicted = torch.cat(fit.predict(module, loader)).tolist()
         return record.losses, record.norms, values, predicted
 
-    def _module(self) -> _Module:
+    def module(self) -> _Module:
         pl.seed_everything(1, verbose=False)
         config = TransformerConfig(
             num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=VOCABULARY,
@@ -255,7 +267,7 @@ def _fit_fp32(strategy: dict[str, Any], scaling: str) -> Any:
             callbacks=[record],
             plugins=[_Fp32(RECIPES[scaling], backend="emulation")],
         )
-        fit.fit(Case()._module(), DataLoader(_rows(False), batch_size=BATCH))
+        fit.fit(Case().module(), DataLoader(_rows(False), batch_size=BATCH))
     return record.losses, record.norms
 
 
@@ -302,7 +314,7 @@ class _Watch(pl.Callback):
 def _watched(case: Case, scaling: str) -> Any:
     with counted_products(4 if case.model == "experts" else 1) as counts:
         watch = _Watch(counts)
-        case.fit(scaling, watch)
+        replace(case, steps=1).train(scaling, watch)
     return len(watch.layers), watch.seen, watch.histories
 
 
@@ -322,7 +334,7 @@ def _watched(case: Case, scaling: str) -> Any:
 def test_the_three_products_of_every_layer_are_quantized(case: Case) -> None:
     """Column, row, replicated and low-rank layers, experts and untouched ``nn.Linear``."""
     for layers, counts, _ in run_ranks(case.ranks, _watched, case, "current"):
-        products = 3 * layers * STEPS * BATCH // case.replicas
+        products = 3 * layers * BATCH // case.replicas
         assert layers and counts == {"products": products, "quantized": products}
 
 
@@ -345,7 +357,7 @@ def test_the_three_products_of_every_layer_are_quantized(case: Case) -> None:
 def test_histories_are_equal_on_all_ranks(case: Case) -> None:
     """One entry a micro-batch, as in the step that all ranks of a layer take together."""
     results = run_ranks(case.ranks, _watched, case, "delayed")
-    entries = STEPS * BATCH // case.replicas
+    entries = BATCH // case.replicas
     everywhere: dict[str, list[float]] = {}
     for _, _, histories in results:
         assert histories and all(len(own) == entries for own in histories.values())
