@@ -134,14 +134,12 @@ class FP8Recipe:
                 f"power_of_two_scales is {self.power_of_two_scales} with scaling={scaling}, whose "
                 f"format says {fixed}. Remove it, or set scaling to blockwise."
             )
-        for name, instead in (
-            ("fp8_param", "bf16-true weights with fp32 main params (precision bf16-true)"),
-            ("fp8_param_gather", "data_parallel=fsdp, which gathers parameters in bf16"),
-        ):
+        for name in ("fp8_param", "fp8_param_gather"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"{name} is True: parameters are quantized for each product, and neither kept "
-                    f"nor gathered so. Set it to False; what saves memory now is {instead}."
+                    f"{name} is True, and parameters stay in fp32: zero1 and fsdp gather them so, "
+                    "and each product quantizes them. Set it to False; "
+                    'data_parallel="fsdp" divides their memory by the data-parallel ranks.'
                 )
 
     def _row(self, pattern: str) -> FP8Recipe | None:

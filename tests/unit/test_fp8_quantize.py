@@ -172,8 +172,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"num_layers_at_start_in_bf16": -1}, "is -1; it must be an integer of 0 or more"),
     "mxfp8 scales": ({"scaling": "mxfp8", "power_of_two_scales": False}, "whose format says True"),
     "nvfp4 scales": ({"scaling": "nvfp4", "power_of_two_scales": True}, "whose format says False"),
-    "parameters": ({"fp8_param": True}, "fp8_param is True: .* bf16-true"),
-    "gathers": ({"fp8_param_gather": True}, "fp8_param_gather is True: .*fsdp"),
+    "parameters": ({"fp8_param": True}, "fp8_param is True, .* stay in fp32"),
+    "gathers": ({"fp8_param_gather": True}, "fp8_param_gather is True, .*fsdp"),
     "row": ({"modules": {"a.*": "fp16"}}, r"modules\['a.\*'\] is 'fp16'"),
     "nested rows": ({"modules": {"a": {"modules": {"b": "bf16"}}}}, "has patterns of its own"),
 }
