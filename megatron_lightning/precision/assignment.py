@@ -8,7 +8,7 @@ itself: names, parameters and checkpoints stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,15 +100,7 @@ def apply_recipe(
         if own is not None and path in present
     }
     in_bf16 = [path for path in found if path in present and path not in quantized]
-    others = [
-        path
-        for path, child in present.items()
-        if path not in found
-        and not isinstance(child, (nn.Embedding, VocabParallelEmbedding))
-        and not hasattr(child, "gemm")
-        and any(p.ndim > 1 for p in child.parameters(recurse=False))
-    ]
-    return Assignment(quantized, in_bf16, others)
+    return Assignment(quantized, in_bf16, _others(present, found))
 
 
 def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Recipe | None]:
@@ -129,11 +121,27 @@ def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Reci
     layers = _linears(module)
     found = {path: _recipe_of(path, layer, recipe, kept) for path, layer in layers.items()}
     if not any(found.values()):
+        others = _others(dict(module.named_modules()), found)
+        unlike = f" and others, which cannot be quantized: {_listed(others)}" if others else ""
         raise ConfigError(
             f"the recipe quantizes no layer of {type(module).__name__}, which has "
-            f"{len(found)} linear layers. Remove the plugin, or the rows that exclude them."
+            f"{len(found)} linear layers{unlike}. Remove the plugin, or the rows that exclude them."
         )
     return found
+
+
+def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[str]:
+    """Return the paths of modules that multiply by matrices of their own, and are not in ``found``;
+    embeddings do not multiply.
+    """
+    return [
+        path
+        for path, child in modules.items()
+        if path not in found
+        and not isinstance(child, (nn.Embedding, VocabParallelEmbedding))
+        and not hasattr(child, "gemm")
+        and any(p.ndim > 1 for p in child.parameters(recurse=False))
+    ]
 
 
 def remove_recipe(module: nn.Module) -> None:

@@ -185,6 +185,8 @@ EXACT: dict[str, Case] = {
         2, {"data_parallel": "fsdp", "recompute": RECOMPUTE["uniform"]}, replicas=2
     ),
     "hf-pp2": Case(2, {PP: 2}, "llama"),
+    "hf-experts-zb-h1": Case(2, ZB_H1, "mixtral"),
+    "hf-encoder-decoder": Case(2, {PP: 2}, "t5"),
 }
 BANDS: dict[str, Case] = {
     "compiled": Case(compiled=True, band=CUT),

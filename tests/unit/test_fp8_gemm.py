@@ -177,6 +177,12 @@ def test_recipes_that_fit_no_layer_are_refused(recipe: FP8Recipe, message: str) 
         apply_recipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), recipe)
 
 
+def test_a_model_of_other_layers_is_refused_with_their_names() -> None:
+    model = nn.ModuleDict({"mixer": nn.Conv1d(4, 4, 1), "words": nn.Embedding(4, 4)})
+    with pytest.raises(ConfigError, match=r"0 linear layers and others, .* quantized: mixer\."):
+        apply_recipe(model, FP8Recipe())
+
+
 # ------------------------------------------------------------------------------------------ experts
 
 
