@@ -5,6 +5,7 @@ that knows versions.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import sys
 import threading
@@ -33,6 +34,8 @@ __all__ = [
     "at_end_of_backward",
     "at_end_of_main_thread",
     "avoid_fused_inference",
+    "compiled",
+    "cpp_compilers",
     "default_store",
     "destroy_process_groups",
     "is_in_backward",
@@ -49,6 +52,10 @@ __all__ = [
     "takes_grouped_mm",
     "takes_scaled_grouped_mm",
 ]
+
+_MAX_GRAPHS = 64
+"""Of blocks that share code: kinds of layers x training, validation and inference x static and
+dynamic shapes x recomputed or not. torch stops at 8, and runs the rest uncompiled."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _FINISH_S = 10.0  # for gloo's threads to finish at the end of a job, on a busy machine
@@ -190,6 +197,31 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         # The limit of glibc's own, which stops growing once either is set.
         mallopt(_M_MMAP_THRESHOLD, 2**25)
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return ``torch.compile(function, **options)`` with a higher limit of graphs.
+
+    torch 2.13 has the limit as an option; before, it is read when a call compiles.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _MAX_GRAPHS
+    run: Callable[..., Any] = torch.compile(function, **options)
+    if "recompile_limit" in options:
+        return run
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+            return run(*args, **kwargs)
+
+    return call
+
+
+def cpp_compilers() -> list[str]:
+    """Return the names of the C++ compilers that inductor looks for."""
+    from torch._inductor import config
+
+    return [name for name in config.cpp.cxx if name]
 
 
 def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:

@@ -8,6 +8,8 @@ from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, get_args
 
 from megatron_lightning.config import (
+    CompileOptions,
+    CompileScope,
     ContextOptions,
     DataParallel,
     DataParallelOptions,
@@ -44,6 +46,32 @@ def check_options(
     if start_method not in get_args(StartMethod):
         raise ConfigError(
             f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".'
+        )
+
+
+def resolve_compile(compile: str | None, options: CompileOptions | None) -> CompileOptions | None:
+    """Return how blocks are compiled; None: they are not."""
+    if compile is not None and compile not in get_args(CompileScope):
+        raise ConfigError(
+            f'compile is {compile!r}, which is unknown. Set it to "block", which compiles each of '
+            "the repeated blocks of a model, or leave it out."
+        )
+    if compile is None and options is not None:
+        raise ConfigError(
+            "compile_options are given, and compile is not set, so that nothing is compiled. Set "
+            'compile to "block", or leave compile_options out.'
+        )
+    return None if compile is None else options or CompileOptions()
+
+
+def check_compiled_shards(data_parallel: str, num_shards: int, schedule: str) -> None:
+    """Check that compiled blocks whose weight gradients ``schedule`` defers keep their weights."""
+    if data_parallel == "fsdp" and num_shards > 1:
+        raise ConfigError(
+            f'compile="block", pipeline_schedule="{schedule}", which defers weight gradients, and '
+            'data_parallel="fsdp" cannot be combined: a compiled block defers with its weights, '
+            'which fsdp replaces. Set data_parallel to "zero1", pipeline_schedule to "1f1b" or '
+            '"interleaved", or leave compile out.'
         )
 
 

@@ -40,6 +40,8 @@ from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.saver import SaveReport
 from megatron_lightning.config import (
     CheckpointOptions,
+    CompileOptions,
+    CompileScope,
     ContextOptions,
     DataParallel,
     DataParallelOptions,
@@ -57,7 +59,12 @@ from megatron_lightning.parallel.nccl import read_nccl_options
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.rules import check_levels, check_options, check_process_groups
+from megatron_lightning.rules import (
+    check_levels,
+    check_options,
+    check_process_groups,
+    resolve_compile,
+)
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
@@ -105,6 +112,9 @@ class MegatronStrategy(ParallelStrategy):
             ranks; None: the defaults.
         recompute: Activations that the backward pass computes again or reads from the host; None:
             all are kept on the device.
+        compile: "block": compile the repeated blocks of the model with ``torch.compile``; None:
+            compile nothing.
+        compile_options: How they are compiled; None: the defaults.
         non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
             parameter and the micro-batch; "skip" skips the optimizer step; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
@@ -141,6 +151,8 @@ class MegatronStrategy(ParallelStrategy):
         data_parallel: DataParallel = "zero1",
         data_parallel_options: DataParallelOptions | None = None,
         recompute: RecomputeOptions | None = None,
+        compile: CompileScope | None = None,
+        compile_options: CompileOptions | None = None,
         non_finite: NonFinite = "ignore",
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | None = None,
@@ -178,6 +190,7 @@ class MegatronStrategy(ParallelStrategy):
             data_parallel=data_parallel,
             data=data_parallel_options or DataParallelOptions(),
             recompute=recompute or RecomputeOptions(),
+            compile=resolve_compile(compile, compile_options),
             non_finite=non_finite,
             checkpoint=checkpoint_options or CheckpointOptions(),
             sharding_plan=sharding_plan,
@@ -307,7 +320,11 @@ class MegatronStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         world_size = self._planned_world_size
         preflight.check_trainer(
-            self.options, world_size, self.precision_plugin, users_io(self._checkpoint_io)
+            self.options,
+            world_size,
+            self.precision_plugin,
+            users_io(self._checkpoint_io),
+            self.root_device,
         )
         check_layer_sync(
             self._layer_sync, self.root_device, self.layout.data_parallel_size(world_size)
@@ -453,6 +470,7 @@ class MegatronStrategy(ParallelStrategy):
         preflight.check_at_setup(self.options, self.context.world_size, self.module, trainer)
         run.place(self.precision_plugin)
         run.connect_pipeline(fitting=fitting)
+        run.compile_blocks()
         self.barrier()
         if fitting:
             self._setup_optimizers(trainer)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from megatron_lightning.config import (
     CheckpointOptions,
+    CompileOptions,
     ContextOptions,
     DataParallel,
     DataParallelOptions,
@@ -41,6 +42,8 @@ class StrategyOptions:
     """Buckets, communication and optimizer state of the data-parallel ranks."""
     recompute: RecomputeOptions
     """Activations that the backward pass computes again."""
+    compile: CompileOptions | None
+    """How the repeated blocks of the model are compiled; None: they are not."""
     non_finite: NonFinite
     """Response to infinite or NaN losses and gradients."""
     checkpoint: CheckpointOptions

@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.assembly.compile import compile_blocks, uncompile_blocks
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
@@ -199,6 +200,19 @@ class Run:
                 f"gradients{': ' if others else ''}{', '.join(others[:5])}"
                 f"{', …' if len(others) > 5 else ''}."
             )
+
+    def compile_blocks(self) -> None:
+        """Compile the blocks of this rank, for this run, if the options say so."""
+        options = self._options.compile
+        if options is None:
+            return
+        paths = compile_blocks(self.module, self.part, self._options.pipeline, options)
+        self.undo.callback(uncompile_blocks, self.module)
+        rank_zero_info(
+            f"MegatronStrategy: {len(paths)} blocks of this rank are compiled by "
+            f"{options.backend} when they first run: {', '.join(paths[:3])}"
+            f"{', …' if len(paths) > 3 else ''}."
+        )
 
     def _hide_example(self) -> None:
         """Keep summaries and graphs from running this rank's part as if it were the full module, or

@@ -75,6 +75,7 @@ class AttentionWatch(TorchFunctionMode):
         for path, child in self._uncalled.items():  # they are taken out later, when called
             hook = child.register_forward_pre_hook(self._called(path))
             self._undo.callback(hook.remove)
+        self._undo.enter_context(torch.compiler.set_stance("force_eager"))  # hooks see the calls
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

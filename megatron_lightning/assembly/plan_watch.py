@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lightning.assembly.compile import is_compiled
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear import ColumnParallelLinear
@@ -270,7 +271,7 @@ def _uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the submodules outside of compiled ones, which a new hook would compile again."""
     compiled: list[str] = []
     for path, child in module.named_modules():
-        if child._compiled_call_impl is not None or hasattr(child, "_orig_mod"):
+        if is_compiled(child):
             compiled.append(f"{path}." if path else "")
         elif not any(f"{path}.".startswith(outer) for outer in compiled):
             yield path, child

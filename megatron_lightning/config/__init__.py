@@ -14,6 +14,8 @@ from megatron_lightning.config.parallel import (
 )
 from megatron_lightning.config.training import (
     CheckpointOptions,
+    CompileOptions,
+    CompileScope,
     LossScaleOptions,
     NonFinite,
     RecomputeOptions,
@@ -32,6 +34,8 @@ from megatron_lightning.config.transformer import (
 __all__ = [
     "Activation",
     "CheckpointOptions",
+    "CompileOptions",
+    "CompileScope",
     "ContextExchange",
     "ContextOptions",
     "DataParallel",

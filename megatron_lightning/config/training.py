@@ -12,6 +12,8 @@ from megatron_lightning.errors import ConfigError
 NonFinite = Literal["ignore", "raise", "skip"]
 StartMethod = Literal["popen", "spawn", "fork"]
 SaveErrorAction = Literal["raise", "warn"]
+CompileScope = Literal["block"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,35 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         check_choice("on_save_error", self.on_save_error, get_args(SaveErrorAction))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """How blocks are compiled, with the names of ``torch.compile``."""
+
+    backend: str = "inductor"
+    """Compiler of the traced graphs."""
+    mode: CompileMode = "default"
+    """"max-autotune-no-cudagraphs" times several kernels for each product."""
+    dynamic: bool | None = None
+    """Whether sizes are symbols from the first graph on; False: a graph for each shape; None: from
+    the second shape on."""
+    fullgraph: bool = False
+    """Whether a block that cannot be traced as one graph is an error."""
+
+    def __post_init__(self) -> None:
+        if self.mode in ("reduce-overhead", "max-autotune"):
+            raise ConfigError(
+                f"mode of compile_options is {self.mode!r}, which replays CUDA graphs in memory of "
+                "their own, and activations of other micro-batches and layers would be "
+                'overwritten there. Set "default" or "max-autotune-no-cudagraphs".'
+            )
+        check_choice("mode of compile_options", self.mode, get_args(CompileMode))
+        if self.mode != "default" and self.backend != "inductor":
+            raise ConfigError(
+                f"mode={self.mode!r} of compile_options is a mode of inductor, and backend is "
+                f"{self.backend!r}. Leave one of them out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

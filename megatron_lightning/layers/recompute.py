@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 _CHEAP = (nn.LayerNorm, nn.RMSNorm, SwiGLU, nn.SiLU, nn.GELU, nn.ReLU)
 _ORIGINALS = "_megatron_recompute"
+_WRAPPED = "_megatron_wrapped"
 
 Forward = Callable[..., Any]
 
@@ -89,6 +91,7 @@ def apply_recompute(
 def remove_recompute(module: nn.Module) -> None:
     """Undo :func:`apply_recompute`."""
     for child in module.modules():
+        child.__dict__.pop(_WRAPPED, None)
         for name, value in child.__dict__.pop(_ORIGINALS, {}).items():
             if value is None:
                 child.__dict__.pop(name, None)
@@ -155,7 +158,21 @@ def _wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
     """
     attributes = module.__dict__
     attributes.setdefault(_ORIGINALS, {}).setdefault(name, attributes.get(name))
-    attributes[name] = partial(wrapper, getattr(module, name))
+    if name != "forward":
+        attributes[name] = partial(wrapper, getattr(module, name))
+        return
+    wrapped: dict[str, Forward] = attributes.setdefault(_WRAPPED, {})
+    wrapped[name] = partial(wrapper, wrapped.get(name) or module.forward)
+    # torch.compile recognizes the forward of an instance by the function of a bound method, which
+    # all modules share here, and anything else by its identity: a graph for each module.
+    attributes[name] = MethodType(forward, module)
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the wrapped forward of a module. Pickles take it by its name, and find the module's
+    own.
+    """
+    return self.__dict__[_WRAPPED]["forward"](*args, **kwargs)
 
 
 def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:

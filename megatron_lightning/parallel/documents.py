@@ -7,7 +7,7 @@ of queries and keys are computed at all. They are read once for each call of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,19 @@ class Documents:
 
     boundaries: tuple[tuple[int, ...], ...]
     """Boundaries of every row of the batch."""
+    table: Tensor = field(init=False, repr=False, compare=False)
+    """The same as a tensor on the CPU [rows, most boundaries of a row], filled up with the last
+    one: what compiled graphs take, which are the same for all documents."""
+
+    def __post_init__(self) -> None:
+        most = max(map(len, self.boundaries))
+        rows = [(*row, *row[-1:] * (most - len(row))) for row in self.boundaries]
+        object.__setattr__(self, "table", torch.tensor(rows, device="cpu"))
+
+    @classmethod
+    def of_table(cls, table: Tensor) -> Documents:
+        """Return the documents of a :attr:`table`."""
+        return cls(tuple(tuple(dict.fromkeys(row)) for row in table.tolist()))
 
     @classmethod
     def of_ids(cls, document_ids: Tensor) -> Documents:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
@@ -86,6 +85,9 @@ def _to_sequence(x: Tensor, group: AxisGroup) -> Tensor:
 def _all_to_all(blocks: Tensor, group: AxisGroup) -> Tensor:
     if group.process_group is None:
         return blocks
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group.process_group)
+    sizes = [1] * group.size
+    started = torch.ops._c10d_functional.all_to_all_single(
+        blocks.contiguous(), sizes, sizes, group.process_group.group_name
+    )
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(started)
     return received

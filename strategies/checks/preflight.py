@@ -5,6 +5,7 @@ layers, and at setup.
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.assembly import checks
 from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import TransformerConfig
@@ -22,6 +24,7 @@ from megatron_lightning.pipeline.advice import advice_on_full_batches
 from megatron_lightning.pipeline.metrics import check_persistent_states
 from megatron_lightning.rules import (
     check_accumulation,
+    check_compiled_shards,
     check_data_parallel,
     check_exchanged_heads,
     check_trained_experts,
@@ -31,6 +34,7 @@ from megatron_lightning.strategies.checks.callbacks import (
     check_checkpoint_links,
     warn_of_uploads,
 )
+from megatron_lightning.strategies.checks.compiler import check_compiler
 from megatron_lightning.strategies.checks.data import check_batches, check_config
 from megatron_lightning.strategies.checks.module import (
     check_module,
@@ -49,6 +53,7 @@ def check_trainer(
     world_size: int,
     precision: Precision | None,
     checkpoint_io: CheckpointIO | None,
+    device: torch.device,
 ) -> None:
     """Check the layout and the plugins, when the Trainer is constructed.
 
@@ -57,6 +62,7 @@ def check_trainer(
         world_size: Ranks of the job.
         precision: The Trainer's plugin.
         checkpoint_io: A plugin of the user's own; None: checkpoints are sharded directories.
+        device: Device of this process.
 
     Raises:
         ConfigError: If they cannot work together.
@@ -65,6 +71,11 @@ def check_trainer(
     check_data_parallel(grid, options.data_parallel, options.data)
     check_precision(precision, world_size)
     check_checkpoint_io(checkpoint_io, world_size)
+    if options.compile is not None:
+        check_compiler(options.compile, device)
+        if options.schedule.splits_backward:
+            num_shards, schedule = grid.size("dp-cp"), str(options.schedule)
+            check_compiled_shards(options.data_parallel, num_shards, schedule)
 
 
 def check_before_launch(
@@ -145,6 +156,8 @@ def check_layers(
         ConfigError: If they cannot run under the layout.
     """
     checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
+    if options.compile is not None:
+        check_blocks(module, options.pipeline)
     if options.layout.cp > 1:
         plans = find_plans(module, options.sharding_plan, options.layout.tp, options.layout.cp)
         name_exchanges(module, plans, options.sequence.cp_comm_type)

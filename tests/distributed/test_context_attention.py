@@ -190,8 +190,8 @@ def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
         return [op.tensor.numel() for op in operations if op.op is dist.isend]
 
     dist.batch_isend_irecv = counted("send", dist.batch_isend_irecv, sends)
-    dist.all_to_all_single = counted(
-        "all-to-all", dist.all_to_all_single, lambda _, x, **__: [x.numel()]
+    sequence_exchange._all_to_all = counted(
+        "all-to-all", sequence_exchange._all_to_all, lambda x, _: [x.numel()]
     )
     sequence_exchange.all_gather_start = counted(
         "gather", sequence_exchange.all_gather_start, lambda x, *_: [x.numel()]

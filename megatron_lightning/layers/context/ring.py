@@ -19,16 +19,15 @@ they have come home:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.context.blocks import Block, visible_blocks
-from megatron_lightning.layers.context.kernels import Output
+from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
+from megatron_lightning.layers.context.shared import differentiable
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
@@ -50,8 +49,7 @@ class RingAttention:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
         d].
         """
-        output: Tensor = _Ring.apply(q, k, v, _Plan(self.group, sequence, scale))  # type: ignore[no-untyped-call]
-        return output
+        return _attend(Inputs(q, k, v), self.group, sequence, scale)
 
 
 class _Passing:
@@ -75,57 +73,48 @@ class _Passing:
         return self._received
 
 
-class _Plan(Sharing):
-    """Blocks of every step of the ring."""
-
-    def steps(self, keys_and_values: Tensor) -> Iterator[tuple[Tensor, list[Block]]]:
-        """Yield the keys and values [2, b, g, s, d] of every rank, the own ones first, and the
-        blocks in which the rank's queries see them.
-        """
-        group, cached = self.group, self.sequence.num_cached
-        full = keys_and_values.shape[3] * group.size
-        if cached:
-            spans = (range(cached), range(cached, full))
-            yield keys_and_values, visible_blocks(spans[1:], spans, self.sequence)
-            return
-        queries = SequencePart(group.rank, group.size).spans(full)
-        for step in range(group.size):
-            last = step == group.size - 1
-            passing = None if last else _Passing(keys_and_values, group)
-            keys = SequencePart((group.rank - step) % group.size, group.size).spans(full)
-            yield keys_and_values, visible_blocks(queries, keys, self.sequence)
-            if passing is not None:
-                keys_and_values = passing.wait()
+def _steps(keys_and_values: Tensor, sharing: Sharing) -> Iterator[tuple[Tensor, list[Block]]]:
+    """Yield the keys and values [2, b, g, s, d] of every rank, the own ones first, and the blocks
+    in which the rank's queries see them.
+    """
+    group, sequence = sharing.group, sharing.sequence
+    cached, full = sequence.num_cached, keys_and_values.shape[3] * group.size
+    if cached:
+        spans = (range(cached), range(cached, full))
+        yield keys_and_values, visible_blocks(spans[1:], spans, sequence)
+        return
+    queries = SequencePart(group.rank, group.size).spans(full)
+    for step in range(group.size):
+        last = step == group.size - 1
+        passing = None if last else _Passing(keys_and_values, group)
+        keys = SequencePart((group.rank - step) % group.size, group.size).spans(full)
+        yield keys_and_values, visible_blocks(queries, keys, sequence)
+        if passing is not None:
+            keys_and_values = passing.wait()
 
 
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
-        merged = Merged(q, plan.scale)
-        for keys_and_values, visible in plan.steps(torch.stack([k, v])):
+class _Ring:
+    def __call__(self, inputs: Inputs, sharing: Sharing) -> Output:
+        merged = Merged(inputs.q, sharing.scale)
+        for keys_and_values, visible in _steps(torch.stack(inputs[1:]), sharing):
             merged.see(keys_and_values, visible)
-        output = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, merged.log_sum)
-        ctx.plan = plan
-        return output
+        return Output(merged.out.to(inputs.q.dtype), merged.log_sum)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, log_sum = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        gradients = Gradients(grad, q, Output(out, log_sum), plan.scale)
-        own: Tensor | None = None
+    def gradients(
+        self, grad: Tensor, inputs: Inputs, output: Output, sharing: Sharing
+    ) -> tuple[Tensor, Tensor]:
+        gradients = Gradients(grad, inputs.q, output, sharing.scale)
+        parts = _steps(torch.stack(inputs[1:]), sharing)
+        own = gradients.of(*next(parts))  # stays; what the other ranks add comes home at the end
         traveling: _Passing | None = None
-        for keys_and_values, visible in plan.steps(torch.stack([k, v])):
+        for keys_and_values, visible in parts:
             sums = gradients.of(keys_and_values, visible)
-            if own is None:
-                own = sums  # stays; what the other ranks add comes home at the end
-                continue
             if traveling is not None:
                 sums += traveling.wait()
-            traveling = _Passing(sums, plan.group)
-        if own is not None and traveling is not None:
+            traveling = _Passing(sums, sharing.group)
+        if traveling is not None:
             own += traveling.wait()
-        grad_k, grad_v = (None, None) if own is None else own.to(k.dtype)
-        return gradients.q.to(q.dtype), grad_k, grad_v, None
+        return gradients.q.to(inputs.q.dtype), own.to(inputs.k.dtype)
+
+
+_attend = differentiable("ring_attention", _Ring())

@@ -1,0 +1,138 @@
+"""``compile="block"``: the repeated blocks of a model, compiled one by one.
+
+A block is a unit of the pipeline (``pipeline.units``) that is one of several of its kind, or a
+numbered layer. Of each, ``forward`` is replaced on the instance, inside of what
+``nn.Module.__call__`` does around it: hooks (of FSDP2, of the pipeline, of users) stay outside of
+the graphs, parameters keep their names, and recomputation of a full block, which wraps ``forward``
+before, is traced as a part of it. Blocks of one kind share graphs, since the compiler's cache
+belongs to the code that they share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.compat import compiled
+from megatron_lightning.config import CompileOptions, PipelineOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.absent import is_absent
+from megatron_lightning.pipeline.partition import is_layer, unit_names
+from megatron_lightning.pipeline.units import find_pipelined
+
+
+class CompiledForward:
+    """A forward that is compiled when it is first called.
+
+    Copies and pickles of a module compile their own.
+
+    Args:
+        forward: What is compiled.
+        options: How.
+    """
+
+    def __init__(self, forward: Callable[..., Any], options: CompileOptions) -> None:
+        self.original = forward
+        """What is compiled."""
+        self._options = options
+        self._run = compiled(
+            forward,
+            backend=options.backend,
+            mode=None if options.mode == "default" else options.mode,
+            dynamic=options.dynamic,
+            fullgraph=options.fullgraph,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledForward, (self.original, self._options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward."""
+        return self._run(*args, **kwargs)
+
+
+def compile_blocks(
+    module: nn.Module, part: Part, pipeline: PipelineOptions, options: CompileOptions
+) -> list[str]:
+    """Compile the blocks of this rank's part, except those that the user has compiled.
+
+    Args:
+        module: The LightningModule, assembled.
+        part: Its description.
+        pipeline: Names the units, where the user does.
+        options: How they are compiled.
+
+    Returns:
+        The paths of the blocks that are compiled.
+    """
+    if part.partition is None:
+        path, units = _units(module, pipeline)
+    else:
+        path, units = part.path or "", part.partition.units
+    paths = []
+    for name in _blocks(module.get_submodule(path), units):
+        block = module.get_submodule(path).get_submodule(name)
+        if not is_absent(block) and not is_compiled(block):
+            block.__dict__["forward"] = CompiledForward(block.forward, options)
+            paths.append(f"{path}.{name}" if path else name)
+    return paths
+
+
+def uncompile_blocks(module: nn.Module) -> None:
+    """Undo :func:`compile_blocks`."""
+    for child in module.modules():
+        forward = child.__dict__.get("forward")
+        if isinstance(forward, CompiledForward):
+            del child.__dict__["forward"]
+            if child.forward != forward.original:  # recomputation had replaced it
+                child.__dict__["forward"] = forward.original
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of the module run compiled code."""
+    return (
+        module._compiled_call_impl is not None
+        or hasattr(module, "_orig_mod")
+        or isinstance(module.__dict__.get("forward"), CompiledForward)
+    )
+
+
+def check_blocks(module: nn.Module, pipeline: PipelineOptions) -> None:
+    """Check that a full module has blocks that can be compiled.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    reason = ""
+    try:
+        path, units = _units(module, pipeline)
+        if any(_blocks(module.get_submodule(path), units)):
+            return
+    except ConfigError as error:
+        reason = f" ({error})"
+    raise ConfigError(
+        f'compile="block" compiles the repeated blocks of a model, and {type(module).__name__} has '
+        f"none{reason}. Name units in PipelineOptions(units=[...]), several of them of one class, "
+        "or leave compile out and compile what you want: module.compile()."
+    )
+
+
+def _units(module: nn.Module, pipeline: PipelineOptions) -> tuple[str, Sequence[str]]:
+    path, _, units = find_pipelined(module, pipeline.units or ())
+    return path, unit_names(units)
+
+
+def _blocks(pipelined: nn.Module, units: Sequence[str]) -> Iterator[str]:
+    """Yield the units that are blocks: made of several modules, and numbered or one of several of
+    their class.
+    """
+    modules = {name: pipelined.get_submodule(name) for name in units}
+    kinds = Counter(map(type, modules.values()))
+    for name, child in modules.items():
+        repeated = is_layer(name) or kinds[type(child)] > 1
+        if repeated and child._modules and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield name

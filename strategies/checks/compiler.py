@@ -1,0 +1,40 @@
+"""Check of the compiler that ``torch.compile`` calls, before any process group exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import torch
+from torch._dynamo.backends.registry import list_backends
+
+from megatron_lightning import compat
+from megatron_lightning.config import CompileOptions
+from megatron_lightning.errors import ConfigError
+
+
+def check_compiler(options: CompileOptions, device: torch.device) -> None:
+    """Check that the backend exists, and that inductor can compile for ``device``.
+
+    Raises:
+        ConfigError: Naming what is missing.
+    """
+    known = list_backends(exclude_tags=())
+    if options.backend not in known:
+        raise ConfigError(
+            f"backend of compile_options is {options.backend!r}, which torch does not know. Set it "
+            f"to one of {', '.join(sorted(known))}."
+        )
+    if options.backend != "inductor":
+        return
+    if device.type == "cpu" and not any(map(shutil.which, compat.cpp_compilers())):
+        raise ConfigError(
+            'compile="block" writes kernels for the CPU in C++, and there is no compiler here '
+            f"(looked for {', '.join(compat.cpp_compilers())}). Install g++ or clang++, set the "
+            "environment variable CXX to one, or leave compile out."
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            'compile="block" writes kernels for CUDA in Triton, which is not installed. Install '
+            "triton, or leave compile out."
+        )

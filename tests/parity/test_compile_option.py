@@ -1,0 +1,71 @@
+"""``compile="block"`` trains as uncompiled blocks do, in one graph a mode.
+
+``aot_eager`` traces and differentiates as ``inductor`` does and runs eager kernels. Losses: 1e-6
+relative, rounding of fp32 (rotary embeddings are computed by another formula in a graph), at a
+learning rate where two steps of AdamW amplify it little. Norms: 1e-5, as in ``test_layouts``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from megatron_lightning.assembly.compile import is_compiled
+from megatron_lightning.config import CompileOptions, RecomputeOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.language_model import RECOMPUTE, losses_of, small_gpt
+from tests.helpers.ranks import run_ranks
+from tests.parity.test_compiled import PP, TP, ZBV, _Graphs
+
+LAYERS = 10
+"""More than the 8 graphs at which torch stops, if blocks did not share them."""
+
+
+def _train(layout: dict[str, Any], recompute: RecomputeOptions | None, compiled: bool) -> Any:
+    pl.seed_everything(3, verbose=False)
+    module, graphs = GPTLightningModule(small_gpt(LAYERS), learning_rate=1e-3), _Graphs()
+    options: dict[str, Any] = {}
+    if compiled:
+        options = {"compile": "block", "compile_options": CompileOptions(backend="aot_eager")}
+    strategy = MegatronStrategy(recompute=recompute, **layout, **options)
+    results = losses_of(module, strategy, [graphs])
+    assert not any("compile" in name or "_orig_mod" in name for name in module.state_dict())
+    assert not any(is_compiled(child) for child in module.modules())  # after the run
+    return results, graphs.count, graphs.breaks
+
+
+def _compare(layout: dict[str, Any], recompute: RecomputeOptions | None) -> list[Any]:
+    return [_train(layout, recompute, compiled)[:3] for compiled in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "kind"),
+    [
+        pytest.param(1, {}, "selective", id="selective"),
+        pytest.param(2, {TP: 2}, "none", id="tp2"),
+        pytest.param(2, {"context_parallel_size": 2}, "none", id="cp2"),
+        pytest.param(4, {**ZBV, TP: 2}, "none", id="tp2-zbv", marks=pytest.mark.slow),
+        pytest.param(4, {TP: 2, PP: 2, "micro_batch_size": 1}, "none", id="tp2-pp2",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_compiled_blocks_train_as_plain_ones(world: int, layout: dict[str, Any], kind: str) -> None:
+    for plain, compiled in run_ranks(world, _compare, layout, RECOMPUTE[kind], timeout_s=200):
+        (losses, norms, val), (expected, expected_norms, expected_val) = compiled[0], plain[0]
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert val == pytest.approx(expected_val, rel=1e-6)
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        assert compiled[1] == 2 and not compiled[2]  # training and validation
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(ConfigError, match='Set it to "block"'):
+        MegatronStrategy(compile="model")
+    with pytest.raises(ConfigError, match="nothing is compiled"):
+        MegatronStrategy(compile_options=CompileOptions())
+    with pytest.raises(ConfigError, match="CUDA graphs"):
+        CompileOptions(mode="reduce-overhead")
