@@ -48,6 +48,7 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
     )
 
 
+@torch.no_grad()
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the speed of products of square matrices that take at least 10 ms, in FLOP/s, the best
     of three; takes about 0.1 s on a CPU.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -115,7 +114,6 @@ class ThroughputMonitor(pl.Callback):
         self.progress_bar = tuple(progress_bar)
         self._config: TransformerConfig | None = None
         self._flops_of_length: dict[int, float] = {}  # of a sample
-        self._peaks: dict[str, DevicePeak] = {}  # by precision
         self._data_ranks = 1
         self._consumed = [0, 0]  # samples and tokens over all ranks, when ranks last agreed
         self._new = [0, 0]  # and on this rank since then
@@ -264,16 +262,11 @@ class ThroughputMonitor(pl.Callback):
         if self.peak_tflops is not None:
             self._peak = DevicePeak(self.peak_tflops * 1e12, "given")
             return
-        key = f"{trainer.strategy.root_device} {trainer.precision}"
-        if key not in self._peaks:
-            with torch.no_grad():
-                self._peaks[key] = device_peak(
-                    trainer.strategy.root_device, trainer.strategy.precision_plugin
-                )
-        self._peak = self._peaks[key]
+        strategy = trainer.strategy
+        self._peak = device_peak(strategy.root_device, strategy.precision_plugin)
         rank_zero_info(
-            f"ThroughputMonitor: MFU of {self._peak.flops_per_s / 1e12:.4g} TFLOP/s a device: "
-            f"{self._peak.source}."
+            f"ThroughputMonitor: MFU relates to {self._peak.flops_per_s / 1e12:.4g} TFLOP/s a "
+            f"device, {self._peak.source}."
         )
 
     # --------------------------------------------------------------------------------------- values

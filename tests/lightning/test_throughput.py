@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMPr
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from megatron_lightning.callbacks import SpeedMonitor, ThroughputMonitor
+from megatron_lightning.callbacks import MemoryMonitor, SpeedMonitor, ThroughputMonitor
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
@@ -27,6 +27,7 @@ from tests.helpers.language_model import SEQUENCE, VOCABULARY, small_gpt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
+from tests.lightning.support import Lines
 
 BATCH = {"tokens": torch.zeros(4, 16, dtype=torch.long)}
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 30}
@@ -207,6 +208,41 @@ def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
         run.batch(1.0)
 
 
+def test_a_gpu_is_waited_for_at_logging_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of a GPU that is half a second behind the host."""
+    run = _Run(monkeypatch, ThroughputMonitor())
+    waits: list[float] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.at = run.now + 0.5
+
+        def synchronize(self) -> None:
+            waits.append(self.at)
+            run.now = max(run.now, self.at)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert waits and end.at <= waits[-1], "the device has not come there"
+            return (end.at - self.at) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    run.trainer.strategy.root_device = torch.device("cuda", 0)
+    run.monitor.on_train_start(run.trainer, run.module)
+    for step in range(1, 7):
+        monkeypatch.setattr(
+            "megatron_lightning.callbacks.throughput.is_logging_step",
+            lambda trainer, step=step: step % 3 == 0,
+        )
+        run.batch(2.0)
+    assert len(waits) == 2
+    assert run.logged["step_time"] == pytest.approx((2.0 * 5 + 0.5) / 5)
+    assert run.monitor.overhead == pytest.approx(0.0)  # the wait is not the monitor's
+
+
 # ------------------------------------------------------------------------------------------- fits
 
 
@@ -346,17 +382,23 @@ def test_progress_bar_metrics_csv_and_overhead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monitor = SpeedMonitor(flops_per_token=1e6, tokens="ids")
+    monitor, memory, lines = (
+        SpeedMonitor(flops_per_token=1e6, tokens="ids"),
+        MemoryMonitor(),
+        Lines(),
+    )
     assert isinstance(monitor, ThroughputMonitor)
     fit = trainer(
-        "auto", max_steps=16, log_every_n_steps=8, callbacks=[monitor, bar()],
-        logger=CSVLogger(tmp_path), enable_progress_bar=True, limit_val_batches=0,
+        "auto", max_steps=16, log_every_n_steps=8, callbacks=[monitor, memory, bar()],
+        logger=[CSVLogger(tmp_path), lines], enable_progress_bar=True, limit_val_batches=0,
     )  # fmt: skip
     fit.fit(_Slow(), ToyData(batch_size=4))
     assert isinstance(fit.logger, CSVLogger)
     with open(Path(fit.logger.log_dir, "metrics.csv")) as file:
         rows = [row for row in csv.DictReader(file) if row["throughput/mfu"]]
     assert [row["step"] for row in rows] == ["7", "15"]
+    other = [values for _, values in lines.lines if "throughput/mfu" in values]
+    assert [float(row["throughput/mfu"]) for row in rows] == [v["throughput/mfu"] for v in other]
     assert {name for name in rows[0] if name.startswith("throughput/")} == {
         f"throughput/{key}" for key in KEYS
     }
@@ -367,3 +409,4 @@ def test_progress_bar_metrics_csv_and_overhead(
     assert shown <= fit.progress_bar_metrics.keys()
     assert "tokens_per_second" in "".join(capsys.readouterr())
     assert 0 < monitor.overhead < 0.01, monitor.overhead
+    assert 0 < memory.overhead < 0.01, memory.overhead
