@@ -33,6 +33,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models.hf_plans import transformers_models
+from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.checks.module import built_module
@@ -122,7 +123,7 @@ def place_module(
         n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)
     }
     check_replicas(built, part.specs, context)
-    if options.data_parallel == "fsdp" and part.units is None and context.dp_cp.size > 1:
+    if options.data_parallel == "fsdp" and part.units is None and has_replicas(context):
         units = shard_units(
             module,
             part,

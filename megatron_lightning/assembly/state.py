@@ -21,7 +21,7 @@ from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_s
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import holds_tensors
 from megatron_lightning.layers.styles import VocabParallel
-from megatron_lightning.optim.fully_sharded import local_rows
+from megatron_lightning.optim.sharded_unit import local_part
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
@@ -50,9 +50,10 @@ class ModuleState:
         spec = self._spec(name, tensor)
         writes = is_writer(spec, self.context)
         if isinstance(tensor, DTensor) and self.part.units is not None:
-            rows, start = local_rows(tensor)
-            return TensorShards.flat(
-                saved_as, spec, rows, start, writes=writes, replicas=self.part.units.groups.replicas
+            own, box = local_part(tensor)
+            replicas = self.part.units.groups[spec.data_axes].replicas
+            return TensorShards.local(
+                saved_as, spec.part(box), own, writes=writes, replicas=replicas
             )
         return TensorShards.local(
             saved_as, spec, tensor, writes=writes, replicas=self.context.axis(spec.data_axes)

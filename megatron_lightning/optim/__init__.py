@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from megatron_lightning.optim.distributed import DistributedOptimizer
     from megatron_lightning.optim.loss_scale import DynamicLossScale
+    from megatron_lightning.optim.muon import Muon
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
     from megatron_lightning.optim.reducer import GradientReducer
     from megatron_lightning.optim.schedules import LRSchedule, ScheduledLR
@@ -28,6 +29,7 @@ __all__ = [
     "DynamicLossScale",
     "GradientReducer",
     "LRSchedule",
+    "Muon",
     "ParamGroup",
     "ScheduledLR",
     "clip_grads_by_norm_",
@@ -45,6 +47,7 @@ __getattr__, __dir__ = lazy_attributes(
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
         "GradientReducer": "megatron_lightning.optim.reducer",
         "LRSchedule": "megatron_lightning.optim.schedules",
+        "Muon": "megatron_lightning.optim.muon",
         "NO_DECAY": "megatron_lightning.optim.param_groups",
         "ParamGroup": "megatron_lightning.optim.param_groups",
         "ScheduledLR": "megatron_lightning.optim.schedules",

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.cpu_exchange import Messages
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
 BUCKET_ALIGNMENT = 128
@@ -108,6 +108,17 @@ class ParameterShard:
     is_main: bool = False
     """Whether ``value`` itself is the fp32 main param of a parameter that is used in lower
     precision."""
+    box: Box | None = None
+    """Range of the local parameter; None: the elements from ``start`` on."""
+
+    def shards(self, spec: ShardSpec, tensor: Tensor) -> list[Shard]:
+        """Return the shards of the global parameter of which a tensor like ``value`` consists."""
+        if self.is_full:
+            return spec.shards(tensor)
+        if self.box is None:
+            return spec.flat_shards(tensor, self.start)
+        part = spec.part(self.box)
+        return part.shards(tensor.view(part.local_shape))
 
     @classmethod
     def full(cls, parameter: nn.Parameter, gradient: Tensor | None = None) -> ParameterShard:

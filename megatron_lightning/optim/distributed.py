@@ -29,10 +29,12 @@ from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import OptimizerEntry, Target
 from megatron_lightning.optim.matrices import (
     MatrixExchange,
+    is_several,
     is_split,
     matrix_groups,
     require_undivided,
     steps_matrices,
+    tensor_group,
 )
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
@@ -177,9 +179,7 @@ class DistributedOptimizer(OptimizerState):
             tensor = nn.Parameter(_host_copy(shard.value, dtype))
         elif dtype != shard.value.dtype:
             tensor = shard.target = nn.Parameter(shard.value.to(dtype))
-        return Target(
-            tensor, spec.shards if shard.is_full else partial(spec.flat_shards, start=shard.start)
-        )
+        return Target(tensor, partial(shard.shards, spec))
 
     def _exchange_matrices(self) -> list[MatrixExchange]:
         """Prepare matrices that are divided over ranks, or fused from several, to be stepped in
@@ -193,17 +193,20 @@ class DistributedOptimizer(OptimizerState):
         for entry in self._all_entries():
             if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
                 continue
-            rows = self._reducer.rows_of(entry.name)
-            if rows is not None:
-                shared.setdefault(rows[1], []).append((entry, rows[0]))
+            part = self._reducer.part_of(entry.name)
+            if part is not None:
+                shared.setdefault(part[1], []).append((entry, part[0]))
             elif entry.shard is not None:
                 require_undivided(entry, entry.shard, context)
                 if is_split(entry.spec, context):
-                    shared.setdefault(context.tp, []).append((entry, entry.spec))
-                elif entry.spec.fused_rows:
+                    group = tensor_group(entry.spec, context)
+                    shared.setdefault(group, []).append((entry, entry.spec))
+                elif is_several(entry.spec):
                     shared.setdefault(ALONE, []).append((entry, entry.spec))
         device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
-        return [MatrixExchange(held, group, device) for group, held in shared.items()]
+        # In one order on all ranks.
+        groups_in_order = sorted(shared, key=lambda group: group.name)
+        return [MatrixExchange(shared[group], group, device) for group in groups_in_order]
 
     def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
         context = self._reducer.context

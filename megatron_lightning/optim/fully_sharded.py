@@ -10,6 +10,9 @@ flat range, which optimizers, norms and checkpoints treat like a ZeRO-1 shard.
     reshard_after_forward    2 x micro-batch  1 (or micro-batch)  of one unit, all gradients
     not                      1                1 (or micro-batch)  of all units, all gradients
 
+Experts are units inside of these (``sharded_unit``), sharded over the ranks that hold the same
+experts: another group, and otherwise alike.
+
 With a reduce-scatter in each micro-batch, full gradients are held for one unit only.
 
 With several instances (hybrid sharding, https://arxiv.org/abs/2304.11277 section 3.2.2) the shards
@@ -17,8 +20,7 @@ are those of a group of neighboring ranks: gathers and reduce-scatters stay insi
 reduced shards are all-reduced over the groups.
 
 Parameters that FSDP2 cannot manage are treated as under ZeRO-1: tied ones, scalars, those of
-another dtype than their unit, and those outside of the units. So are experts', over the ranks that
-hold the same experts (``edp``), which are others than those of a unit.
+another dtype than their unit, and those outside of the units.
 """
 
 from __future__ import annotations
@@ -33,13 +35,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.compat import GradientHooks, set_grad_dtype
+from megatron_lightning.compat import GradientHooks
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.buckets import DataGroups, main_dtype
+from megatron_lightning.optim.sharded_unit import (
+    Division,
+    Unit,
+    allocate,
+    callable_modules,
+    divided_dim,
+    divisions,
+    local_part,
+)
 from megatron_lightning.optim.unit_backward import StageBackward
 from megatron_lightning.optim.unit_order import UnitOrder
 from megatron_lightning.parallel.context import ParallelContext
@@ -62,48 +73,6 @@ class StageRoot(nn.Module):
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``run(*args, **kwargs)``."""
         return run(*args, **kwargs)
-
-
-class Unit:
-    """One module whose parameters FSDP2 shards.
-
-    Args:
-        path: Path of the module.
-        module: The module, an nn.Module and an FSDPModule.
-    """
-
-    def __init__(self, path: str, module: Any) -> None:
-        self.path = path
-        self.module = module
-        self.shards: dict[str, DTensor] = {
-            n: p for n, p in module.named_parameters(path) if isinstance(p, DTensor)
-        }
-        """Name -> what this rank keeps of a parameter."""
-        self.gathered: dict[str, nn.Parameter] = {}
-        """Name -> the full parameter, a leaf of autograd, from the first call on. It stays the same
-        object, whose memory comes and goes with the gathers ("FSDP and autograd" in
-        torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
-
-    def begin_call(self) -> None:
-        """Prepare the full parameters in the first call; a collective, which spares FSDP2 its
-        own.
-        """
-        if self.gathered:
-            return
-        self.module.unshard()
-        self.gathered = {
-            name: p for name, p in self.module.named_parameters(self.path) if name in self.shards
-        }
-        for name, gathered in self.gathered.items():
-            GradientHooks(self.shards[name]).move(gathered, self.shards[name])
-            set_grad_dtype(gathered, main_dtype(gathered.dtype))
-
-    def __str__(self) -> str:
-        names = list(self.shards)
-        return (
-            f"{self.path} (with the parameters "
-            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-        )
 
 
 class ShardedUnits:
@@ -149,49 +118,44 @@ class ShardedUnits:
             else options.reshard_after_forward
         )
         instances = options.num_distributed_optimizer_instances
-        self.groups = DataGroups.of(context.dp_cp, context, sharded=True, num_instances=instances)
-        """Groups whose ranks hold different shards, and whose ranks hold the same ones."""
-        if self.groups.shard.process_group is None:
+        self.groups = {
+            group.name: DataGroups.of(group, context, sharded=True, num_instances=instances)
+            for group in (context.dp_cp, context.edp)
+        }
+        """``ShardSpec.data_axes`` -> groups whose ranks hold different shards of such parameters,
+        and whose ranks hold the same ones."""
+        self._meshes = {
+            axes: DeviceMesh.from_group(groups.shard.process_group, context.device.type)
+            for axes, groups in self.groups.items()
+            if groups.shard.process_group is not None
+        }
+        if not self._meshes:
             raise ShardingError(
-                f"units are sharded over data-parallel ranks, and with {self.groups.all.size} in "
+                f"units are sharded over data-parallel ranks, and with {context.dp_cp.size} in "
                 "groups of one each rank would keep everything. Leave the module as it is."
             )
-        self._mesh = DeviceMesh.from_group(self.groups.shard.process_group, context.device.type)
         hooks = {name: GradientHooks(parameter) for name, parameter in module.named_parameters()}
         uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         manageable = {
-            id(parameter)
+            id(parameter): specs[name].data_axes
             for name, parameter in module.named_parameters()
             if uses[id(parameter)] == 1
             and name not in excluded
-            and not specs[name].is_expert
+            and specs[name].data_axes in self._meshes
             and specs[name].global_shape
         }
-        paths = {child: path for path, child in module.named_modules()}
+        self._paths = {child: path for path, child in module.named_modules()}
         self.units: list[Unit] = []
         """The units of all stages, whose positions in this list are their indices."""
         self._backwards: dict[int, StageBackward] = {}
         self._calls: dict[int, nn.Module] = {}
         unfilled: list[str] = []
-        for stage, names in stages.items():
-            candidates = [
-                child for name in names for child in _callable_modules(module.get_submodule(name))
+        for stage, paths in stages.items():
+            modules = [
+                child for path in paths for child in callable_modules(module.get_submodule(path))
             ]
-            sharded = {
-                child: managed for child in candidates if (managed := _managed(child, manageable))
-            }
-            first = len(self.units)
-            for index, (child, managed) in enumerate(sharded.items(), first):
-                self._shard(child, managed, stage, index)
-                unfilled += _allocate(paths[child], child, context.device)
-            self._make_root(stage, list(sharded), module, root)
-            self.units += [Unit(paths[child], child) for child in sharded]
-            self._backwards[stage] = StageBackward(
-                {index: self.units[index].module for index in range(first, len(self.units))},
-                partial(self._trained_order, stage),
-                reshard=self._reshard,
-                every=options.reduce_every_microbatch,
-            )
+            unfilled += self._shard_stage(stage, modules, manageable, context.device)
+            self._make_root(stage, modules, module, root)
         self.names = frozenset(name for unit in self.units for name in unit.shards)
         """Names of the sharded parameters."""
         self.unfilled = tuple(unfilled)
@@ -199,27 +163,61 @@ class ShardedUnits:
         for unit in self.units:
             for name, shard in unit.shards.items():
                 hooks[name].move(shard)
-        self._order = UnitOrder([str(unit) for unit in self.units], context.dp_cp, context.device)
+        # Ranks that share experts, and those that share the rest, are all among these.
+        callers = context.axis("tp-dp-cp") if "edp" in manageable.values() else context.dp_cp
+        self._order = UnitOrder([str(unit) for unit in self.units], callers, context.device)
 
-    def _shard(
-        self, unit: nn.Module, managed: Sequence[nn.Parameter], stage: int, index: int
-    ) -> None:
-        """Shard some parameters of one unit."""
-        low = self.compute_dtype
+    def _shard_stage(
+        self,
+        stage: int,
+        modules: Sequence[nn.Module],
+        manageable: Mapping[int, str],
+        device: torch.device,
+    ) -> list[str]:
+        """Shard the pipeline units of a stage; return the names of the parameters to be filled."""
+        first, unfilled = len(self.units), []
+        outer: dict[int, int] = {}
+        for module in modules:
+            found = divisions(module, manageable)
+            start = len(self.units)
+            for index, division in enumerate(found, start):
+                path = self._paths[division.module]
+                own = {id(parameter) for parameter in division.parameters}
+                names = {n for n, p in division.module.named_parameters(path) if id(p) in own}
+                self._shard(division, stage, index)
+                unfilled += allocate(path, division.module, device)
+                groups = self.groups[division.data_axes]
+                self.units.append(Unit(path, division.module, names, groups))
+                if division.module is not module and found[-1].module is module:
+                    outer[index] = start + len(found) - 1
+        self._backwards[stage] = StageBackward(
+            {index: self.units[index].module for index in range(first, len(self.units))},
+            partial(self._trained_order, stage),
+            outer=outer,
+            reshard=self._reshard,
+            every=self._options.reduce_every_microbatch,
+        )
+        return unfilled
+
+    def _shard(self, division: Division, stage: int, index: int) -> None:
+        """Shard some parameters of one module."""
+        unit, low, axes = division.module, self.compute_dtype, division.data_axes
         # What is sharded are the fp32 main params; the gathered parameters are cast.
         if low is not None:
-            for parameter in managed:
+            for parameter in division.parameters:
                 parameter.data = parameter.data.to(main_dtype(parameter.dtype))
         # FSDP2's hooks gather. Ours run before them: in backward the first registered one, in
         # forward the last one.
         unit.register_forward_hook(
             _uncompiled(lambda _, __, output: self._watch_backward(output, stage, index))
         )
-        kept = {id(parameter) for parameter in managed}
+        kept = {id(parameter) for parameter in division.parameters}
+        size = self.groups[axes].shard.size
         sharded = fully_shard(
             unit,
-            mesh=self._mesh,
+            mesh=self._meshes[axes],
             reshard_after_forward=self._reshard,
+            shard_placement_fn=lambda p: Shard(divided_dim(p.shape, size, axes)),
             mp_policy=MixedPrecisionPolicy(param_dtype=low, cast_forward_inputs=False),
             ignored_params={
                 parameter for parameter in unit.parameters() if id(parameter) not in kept
@@ -233,6 +231,9 @@ class ShardedUnits:
             before.append(sizes(args, kwargs))
             self._order.called(index)
             self.units[index].begin_call()
+            # A recomputation inside of a backward that needs the parameters next.
+            again = self._backwards[stage].is_running
+            sharded.set_reshard_after_forward(self._reshard and not again, recurse=False)
 
         def returned(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
             _check_sizes(str(self.units[index]), before.pop(), sizes(args, kwargs))
@@ -247,16 +248,17 @@ class ShardedUnits:
                 tensor.register_hook(lambda _: self._backwards[stage].reached(index))  # type: ignore[no-untyped-call]
 
     def _make_root(
-        self, stage: int, units: Sequence[nn.Module], module: nn.Module, path: str | None
+        self, stage: int, modules: Sequence[nn.Module], module: nn.Module, path: str | None
     ) -> None:
-        """Shard a module around the sharded units of a stage, so that FSDP2 prefetches gathers."""
+        """Shard a module around the pipeline units of a stage, so that FSDP2 prefetches gathers."""
+        units = [child for child in modules if _is_sharded(child)]
         # The LightningModule itself is not called: every unit is a root of its own.
         if path == "" or not units:
             return
         root = StageRoot(units) if path is None else module.get_submodule(path)
         fully_shard(
             root,
-            mesh=self._mesh,
+            mesh=next(iter(self._meshes.values())),
             ignored_params={p for p in root.parameters() if not isinstance(p, DTensor)},
         )
         if path is None:
@@ -273,7 +275,12 @@ class ShardedUnits:
 
     def describe(self) -> str:
         """Return one sentence on what is sharded and how."""
-        ranks, instances = self.groups.shard.size, self.groups.replicas.size
+        dense, experts = self.groups["dp-cp"], self.groups["edp"]
+        has_experts = any(unit.groups is experts for unit in self.units)
+        instances = max(dense.replicas.size, experts.replicas.size)
+        ranks = f"{dense.shard.size} ranks" + (
+            f" (experts: {experts.shard.size})" if has_experts else ""
+        )
         kept = "gathered for each use" if self._reshard else "gathered once a step"
         reduced = (
             "after every micro-batch" if self._options.reduce_every_microbatch else "once a step"
@@ -282,7 +289,7 @@ class ShardedUnits:
         copies = f", {instances} times" if instances > 1 else ""
         return (
             f"Of these, {len(self.units)} units with {len(self.names)} parameters are shards over "
-            f"{ranks} ranks{copies}{low}, {kept}; gradients are reduce-scattered {reduced}."
+            f"{ranks}{copies}{low}, {kept}; gradients are reduce-scattered {reduced}."
         )
 
     def call(self, stage: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +300,7 @@ class ShardedUnits:
         return run(*args, **kwargs) if root is None else root(run, *args, **kwargs)
 
     def fill(self, name: str, parameter: DTensor, full: Tensor, spec: ShardSpec) -> None:
-        """Take over this rank's rows of an initial value.
+        """Take over this rank's part of an initial value.
 
         Args:
             name: One of :attr:`unfilled`.
@@ -301,9 +308,9 @@ class ShardedUnits:
             full: Its global value, of ``spec.global_shape``.
             spec: The spec of the parameter that was sharded.
         """
-        rows, start = local_rows(parameter)
-        used = self.compute_dtype or rows.dtype
-        for shard in spec.flat_shards(rows, start):
+        own, box = local_part(parameter)
+        used = self.compute_dtype or own.dtype
+        for shard in spec.part(box).shards(own):
             # Main params begin at what is used, as they do where the module was built in that
             # dtype.
             shard.data.copy_(full[shard.box.slices].to(used))
@@ -357,49 +364,8 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
-def _managed(unit: nn.Module, manageable: Set[int]) -> list[nn.Parameter]:
-    """Return the parameters of a unit that FSDP2 can shard: those of the dtype that most elements
-    have.
-    """
-    dtypes = Counter[torch.dtype]()
-    for parameter in unit.parameters():
-        dtypes[parameter.dtype] += parameter.numel()
-    main = max(dtypes, key=lambda dtype: dtypes[dtype], default=None)
-    return [
-        p
-        for p in unit.parameters()
-        if id(p) in manageable and p.dtype == main and p.is_floating_point()
-    ]
-
-
-def _allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
-    """Allocate the parameters that were sharded on ``meta``, without filling them; return their
-    names.
-    """
-    shards = {
-        name: p for name, p in unit.named_parameters() if isinstance(p, DTensor) and p.is_meta
-    }
-    memory = {name: torch.empty_like(shard, device=device) for name, shard in shards.items()}
-    # FSDP2 looks at its shards again after this.
-    unit.load_state_dict(memory, strict=False, assign=True)
-    return [f"{path}.{name}" if path else name for name in shards]
-
-
-def _callable_modules(unit: nn.Module) -> list[nn.Module]:
-    """Return the unit, or the entries of a container, which is never called."""
-    if isinstance(unit, nn.ModuleList | nn.ModuleDict):
-        return [child for entry in unit.children() for child in _callable_modules(entry)]
-    return [unit]
-
-
-def local_rows(tensor: DTensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor sharded along dim 0, flattened, and the index of their
-    first element.
-    """
-    rows = tensor.to_local().detach()
-    per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * per_rank, tensor.shape[0])
-    return rows.reshape(-1), first * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0)
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _check_sizes(unit: str, before: list[int], after: list[int]) -> None:

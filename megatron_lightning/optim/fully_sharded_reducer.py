@@ -1,11 +1,13 @@
 """The gradient reduction of one optimizer step where FSDP2 shards the units.
 
 FSDP2 gathers parameters. Their gradients stay with them, summed over micro-batches, until the unit
-is reduced here: packed by the rank that keeps the rows, each parameter padded to as many rows as
-the first rank has.
+is reduced here: packed by the rank that keeps them, each parameter's rows padded to as many as the
+first rank has.
 
     | p0: rank 0's rows | p1: rank 0's rows | ... | p0: rank 1's rows | p1: rank 1's rows | ...
     |                 to rank 0                   |                 to rank 1               | ...
+
+Experts may be divided along another dim than their first (``sharded_unit``), evenly.
 
 The rest is reduced in buckets as under ZeRO-1.
 """
@@ -19,27 +21,27 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.optim.buckets import DataGroups, ParameterShard, main_dtype
-from megatron_lightning.optim.fully_sharded import ShardedUnits, Unit, local_rows
+from megatron_lightning.optim.buckets import ParameterShard, main_dtype
+from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.matrices import is_split
 from megatron_lightning.optim.reducer import GradientReducer, Usage
 from megatron_lightning.optim.reduction import Reduction
+from megatron_lightning.optim.sharded_unit import Unit, local_part
 from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
 
 class UnitGradients:
-    """The reduction of one unit's gradients, from this rank's sums to its rows of the sums over all
+    """The reduction of one unit's gradients, from this rank's sums to its part of the sums over all
     ranks.
 
     Args:
         unit: The unit.
         names: Names of the parameters.
-        groups: The ranks that shard the rows.
         sent_as: Dtype in which gradients travel; None: that in which they are summed.
         bytes_communicated: Counts the size of the buffers given to each collective.
     """
@@ -48,11 +50,10 @@ class UnitGradients:
         self,
         unit: Unit,
         names: Sequence[str],
-        groups: DataGroups,
         sent_as: torch.dtype | None,
         bytes_communicated: Counter[str],
     ) -> None:
-        self._unit = unit
+        self.unit, groups = unit, unit.groups
         self._ranks = groups.shard.size
         self._within = replace(groups, replicas=ALONE)
         self._across = replace(
@@ -60,44 +61,45 @@ class UnitGradients:
         )
         self._sent = sent_as, bytes_communicated
         self._places: dict[str, slice] = {}
-        self._size = 0  # elements of one rank's rows
+        self._size = 0  # elements of one rank's part
         for name in names:
-            shape = unit.shards[name].shape
-            padded = -(-shape[0] // self._ranks) * math.prod(shape[1:])
+            shape, dim = list(unit.shards[name].shape), _dim(unit.shards[name])
+            shape[dim] = -(-shape[dim] // self._ranks)
+            padded = math.prod(shape)
             self._places[name] = slice(self._size, self._size + padded)
             self._size += padded
         self.used: set[str] = set()
         """Parameters that received a gradient on this rank in this step."""
-        self._sum: Tensor | None = None  # this rank's rows, summed over the reductions
+        self._sum: Tensor | None = None  # this rank's part, summed over the reductions
         self._reduction: Reduction | None = None  # in progress, inside an instance or between them
-        self._rows: Tensor | None = None  # this rank's rows of it
+        self._part: Tensor | None = None  # this rank's part of it
         self._last = False
 
     def clear(self) -> None:
         """Forget the gradients of a step."""
-        for parameter in self._unit.gathered.values():
+        for parameter in self.unit.gathered.values():
             parameter.grad = None
         self.used.clear()
-        self._sum = self._reduction = self._rows = None
+        self._sum = self._reduction = self._part = None
 
     def start(self, last: bool) -> None:
         """Begin to reduce the gradients; ``last`` if it is the last reduction of the step."""
         if self._size:
             buffer = self._pack().view(-1)
             self._reduction, self._last = Reduction(buffer, self._within, *self._sent), last
-            self._rows = buffer[self._within.shard_of(buffer.numel())]
+            self._part = buffer[self._within.shard_of(buffer.numel())]
 
     def wait(self) -> None:
-        """Wait for the reduction that was started, and free the other ranks' rows."""
-        if self._reduction is None or self._rows is None:
+        """Wait for the reduction that was started, and free the other ranks' parts."""
+        if self._reduction is None or self._part is None:
             return
         self._reduction.finish()
-        self._sum = self._rows.clone() if self._sum is None else self._sum.add_(self._rows)
+        self._sum = self._part.clone() if self._sum is None else self._sum.add_(self._part)
         self._reduction = Reduction(self._sum, self._across, *self._sent) if self._last else None
-        self._rows = None
+        self._part = None
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the sums; return this rank's rows, padded, by name."""
+        """Wait for the sums; return this rank's parts, padded, by name."""
         if self._reduction is not None:
             self._reduction.finish()
         return (
@@ -110,19 +112,23 @@ class UnitGradients:
         """Move the gradients into one buffer [ranks, size]; what has none, and the padding, is
         zero.
         """
-        like = next(iter(self._unit.shards.values()))
+        like = next(iter(self.unit.shards.values()))
         buffer = torch.zeros(
             self._ranks, self._size, dtype=main_dtype(like.dtype), device=like.device
         )
         for name, place in self._places.items():
-            parameter = self._unit.gathered.get(name)
+            parameter = self.unit.gathered.get(name)
             gradient = None if parameter is None else parameter.grad
             if parameter is None or gradient is None or not gradient.numel():
                 continue
-            rows = -(-parameter.shape[0] // self._ranks)
-            full = parameter.shape[0] // rows  # ranks that have as many rows as the first
+            dim = _dim(self.unit.shards[name])
+            gradient = gradient.movedim(dim, 0)
+            rows = -(-len(gradient) // self._ranks)
+            full = len(gradient) // rows  # ranks that have as many rows as the first
             rest = gradient[full * rows :].reshape(-1)
-            buffer[:full, place] = gradient[: full * rows].reshape(full, -1)
+            even = gradient[: full * rows].reshape(full, rows, *gradient.shape[1:])
+            part = even.movedim(1, dim + 1)
+            buffer[:full, place].view(part.shape).copy_(part)
             if rest.numel():
                 buffer[full, place][: rest.numel()] = rest
             self.used.add(name)
@@ -159,43 +165,43 @@ class FullyShardedReducer(GradientReducer):
         }
         self.parameters = dict(parameters)
         for name, parameter in self._in_units.items():
-            shard = _rows_shard(parameter, is_main=units.compute_dtype is not None)
+            shard = _shard_of(parameter, is_main=units.compute_dtype is not None)
             if shard is not None:
                 self.shards[name] = shard
         self._gradients = [
             UnitGradients(
                 unit,
                 [name for name in unit.shards if name in self._in_units],
-                units.groups,
                 self._sent_as,
                 self.bytes_communicated,
             )
             for unit in units.units
         ]
-        self._started: UnitGradients | None = None
+        # Those of a data group, by the name of the group: one at a time, to bound the memory.
+        self._started: dict[str, UnitGradients] = {}
         units.reduce_by(self._reduce_unit)
         instances = self.options.num_distributed_optimizer_instances
         self._exchange_group = context.divide(context.axis("tp-dp-cp"), instances)[0]
         """The ranks that together hold each parameter of this stage once."""
-        # Further groups to sum over -> parameters of the units.
-        self._partial: dict[tuple[AxisGroup, ...], list[str]] = {}
+        # Data group, and further groups to sum over -> parameters of the units.
+        self._partial: dict[tuple[AxisGroup, tuple[AxisGroup, ...]], list[str]] = {}
         for name in self._in_units:
             groups = [context.axis(axis) for axis in specs[name].partial_over]
-            self._partial.setdefault(tuple(group for group in groups if group.size > 1), []).append(
-                name
-            )
+            sums = tuple(group for group in groups if group.size > 1)
+            data_group = units.groups[specs[name].data_axes].all
+            self._partial.setdefault((data_group, sums), []).append(name)
 
-    def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's rows of a matrix, which may be empty, and the ranks that
+    def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
+        """Return the spec of this rank's part of a matrix, which may be empty, and the ranks that
         together hold it.
         """
         if name not in self._in_units:
             return None
-        parameter, spec = self._in_units[name], self.specs[name]
-        _, start = local_rows(parameter)
-        row = parameter.numel() // parameter.shape[0]
-        group = self._exchange_group if is_split(spec, self.context) else self.units.groups.shard
-        return spec.rows(start // row, parameter.to_local().shape[0]), group
+        spec = self.specs[name]
+        _, box = local_part(self._in_units[name])
+        divided = is_split(spec, self.context)
+        group = self._exchange_group if divided else self.units.groups[spec.data_axes].shard
+        return spec.part(box), group
 
     @property
     def exchanges(self) -> bool:
@@ -219,29 +225,30 @@ class FullyShardedReducer(GradientReducer):
     def begin_step(self) -> None:
         """Begin the accumulation of one optimizer step: there is no gradient yet."""
         super().begin_step()
-        self._wait_for_unit()  # of an abandoned step
+        self._wait_for_units()  # of an abandoned step
         for gradients in self._gradients:
             gradients.clear()
         self.units.accumulate()
 
     def _reduce_unit(self, index: int, last: bool) -> None:
-        """Begin to reduce a unit, overlapping the backward of the previous one: one at a time, to
-        bound the memory.
-        """
-        self._wait_for_unit()
-        self._started = self._gradients[index]
-        self._started.start(last)
+        """Begin to reduce a unit, overlapping the backward of the previous one."""
+        gradients = self._gradients[index]
+        over = gradients.unit.groups.all.name
+        if over in self._started:
+            self._started.pop(over).wait()
+        self._started[over] = gradients
+        gradients.start(last)
 
-    def _wait_for_unit(self) -> None:
-        if self._started is not None:
-            self._started.wait()
-            self._started = None
+    def _wait_for_units(self) -> None:
+        for gradients in self._started.values():
+            gradients.wait()
+        self._started.clear()
 
     def finish(self, scale: float | Tensor = 1.0) -> None:
         """Complete the reduction: the shards are summed over the other axes, scaled, and handed to
         the optimizers.
         """
-        self._wait_for_unit()
+        self._wait_for_units()
         super().finish(scale)
         sums: dict[str, Tensor] = {}
         for gradients in self._gradients:
@@ -251,7 +258,7 @@ class FullyShardedReducer(GradientReducer):
                 if name not in self._unused
             )
         self.units.reshard()
-        for groups, names in self._partial.items():
+        for (_, groups), names in self._partial.items():
             for group in groups:
                 self._sum_over(group, [sums[name] for name in names if name in sums])
         if sums and (isinstance(scale, Tensor) or scale != 1.0):
@@ -268,13 +275,10 @@ class FullyShardedReducer(GradientReducer):
             super()._launch_in_order(everything=True)
 
     def _usage(self) -> list[Usage]:
-        used, data_group = (
-            set[str]().union(*(gradients.used for gradients in self._gradients)),
-            self.units.groups.all,
-        )
+        used = set[str]().union(*(gradients.used for gradients in self._gradients))
         units = [
             Usage(names, [name in used for name in names], sums, data_group)
-            for sums, names in self._partial.items()
+            for (data_group, sums), names in self._partial.items()
         ]
         return super()._usage() + units
 
@@ -290,13 +294,22 @@ class FullyShardedReducer(GradientReducer):
             shard.copy_(summed)
 
 
-def _rows_shard(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
-    """Return this rank's rows, which share the sharded parameter's memory; None: it has none."""
-    rows, start = local_rows(parameter)
-    if rows.numel() == 0:
+def _dim(tensor: DTensor) -> int:
+    """Return the dim along which a tensor is sharded."""
+    [placement] = tensor.placements
+    return placement.dim if isinstance(placement, Shard) else 0
+
+
+def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
+    """Return this rank's part, which shares the sharded parameter's memory; None: it has none."""
+    own, box = local_part(parameter)
+    if own.numel() == 0:
         return None
-    is_full = rows.numel() == parameter.numel()
-    value = rows.view(parameter.shape) if is_full else rows
+    is_full = own.numel() == parameter.numel()
+    value = own.view(parameter.shape) if is_full else own.view(-1)
     target = nn.Parameter(value)
     set_grad_dtype(target, main_dtype(value.dtype))
-    return ParameterShard(start, is_full, value, value, target, is_main=is_main)
+    start = sum(
+        first * math.prod(parameter.shape[dim + 1 :]) for dim, first in enumerate(box.offset)
+    )
+    return ParameterShard(start, is_full, value, value, target, is_main=is_main, box=box)

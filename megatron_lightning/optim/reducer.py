@@ -144,8 +144,8 @@ class GradientReducer:
         """Return whether data-parallel ranks step different shards of a parameter."""
         return name in self.bucket_of and self.bucket_of[name].sharded
 
-    def rows_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's rows of a matrix and the ranks that hold the others; None:
+    def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
+        """Return the spec of this rank's part of a matrix and the ranks that hold the others; None:
         it is not divided here.
         """
         return None

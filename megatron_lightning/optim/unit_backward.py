@@ -14,6 +14,12 @@ gathers parameters is, on every rank:
 
 Autograd runs in reverse order: when it has reached a unit, the gradients of later units are
 complete. A unit that it did not reach is gathered and reduced anyway, between the units around it.
+
+A unit inside of another one (experts in a layer) is reached after it, and complete when it is:
+
+    backward reaches 1            gather 1, gather the one inside ahead
+    ... reaches the one inside    gather 0 ahead
+    backward reaches 0            reduce 1 and the one inside, gather the one inside 0 ahead
 """
 
 from __future__ import annotations
@@ -32,11 +38,13 @@ class StageBackward:
         units: Mapping[int, Any],
         order: Callable[[], Sequence[int]],
         *,
+        outer: Mapping[int, int],
         reshard: bool,
         every: bool,
     ) -> None:
         self._units = units
         self._order = order
+        self._outer = outer  # unit -> the one that it is inside of
         self._reshard = reshard
         self._every = every
         self.reduce: Callable[[int, bool], None] = lambda unit, last: None
@@ -48,6 +56,11 @@ class StageBackward:
         self._last = self._running = False
         self._reached: set[int] = set()
         self._done: set[int] = set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward pass is under way, in which forwards are recomputations."""
+        return self._running
 
     def reset(self) -> None:
         """Begin a step: the gradients of a backward pass are not the last ones."""
@@ -72,8 +85,7 @@ class StageBackward:
             self._begin()
             self._running = True
             at_end_of_backward(self._end)
-        for later in self._pending(self._later.get(unit, ())):
-            self._leave(later, gather=True)
+        self._leave(self._pending(self._later.get(unit, ())), lambda _: True)
         self._reached.add(unit)
 
     def _begin(self) -> None:
@@ -84,36 +96,53 @@ class StageBackward:
     def _learn(self, order: Sequence[int]) -> None:
         first = {unit: order.index(unit) for unit in dict.fromkeys(order)}
         last = {unit: place for place, unit in enumerate(order)}
+        ends = self._ends(order)
         self._later = {
-            unit: [other for other in first if first[other] > last[unit]] for unit in first
+            unit: [
+                other
+                for other in dict.fromkeys(ends)
+                if first[other] > last[unit] and self._outer.get(other) != unit
+            ]
+            for unit in dict.fromkeys(ends)
         }
-        self._next = {unit: order[place - 1] if place else unit for unit, place in last.items()}
+        self._next = {unit: ends[place - 1] if place else unit for place, unit in enumerate(ends)}
         for unit, following in self._next.items():
             # By default FSDP2 prefetches the unit that ran before, which at the first unit is one
             # of another micro-batch.
             self._units[unit].set_modules_to_backward_prefetch([self._units[following]])
 
+    def _ends(self, order: Sequence[int]) -> list[int]:
+        """Return the units in the order in which their calls end, given that in which they
+        begin.
+        """
+        ends: list[int] = []
+        for unit in order:
+            inside = bool(ends) and ends[-1] == self._outer.get(unit)
+            ends.insert(len(ends) - inside, unit)
+        return ends
+
     def _end(self) -> None:
         """Complete the first units, and those that the backward pass did not reach."""
-        for unit in self._pending(self._later):
-            self._leave(unit, gather=self._has_backward(unit))
+        self._leave(self._pending(self._later), self._has_backward)
         self._running = False
 
     def _has_backward(self, unit: int) -> bool:
         """Return whether the unit's output depends on trained parameters of the stage."""
-        before = list(self._later)[: list(self._later).index(unit) + 1]
+        before = list(self._later)[: list(self._later).index(self._outer.get(unit, unit)) + 1]
         return any(p.requires_grad for other in before for p in self._units[other].parameters())
 
-    def _leave(self, unit: int, *, gather: bool) -> None:
-        """Complete a unit after its backward; gather it if this rank did not reach it, as other
+    def _leave(self, units: Sequence[int], is_gathered: Callable[[int], bool]) -> None:
+        """Complete units after their backward; gather those that this rank did not reach, as other
         ranks do.
         """
-        if unit not in self._reached:
-            self.reached(unit)
-            if gather and self._reshard:
-                self._units[unit].unshard()
-                self._units[self._next[unit]].unshard(async_op=True)
-        self._complete(unit)
+        for unit in units:
+            if unit not in self._reached:
+                self.reached(unit)
+                if is_gathered(unit) and self._reshard:
+                    self._units[unit].unshard()
+                    self._units[self._next[unit]].unshard(async_op=True)
+        for unit in self._pending(reversed(units)):
+            self._complete(unit)
 
     def _complete(self, unit: int) -> None:
         self._done.add(unit)

@@ -91,9 +91,9 @@ class ShardSpec:
     """Global name of the parameter that this one is a copy of (tied embeddings); None: it is the
     owner."""
     fused_rows: tuple[int, ...] = ()
-    """Rows of the logical matrices that are stacked, period after period, in dim 0 of the global
-    tensor: (f, f) for gate and up, (n/g x d, d, d) for query, key and value of each group; (): it
-    is one matrix."""
+    """Rows of the logical matrices that are stacked, period after period, in the rows (dim -2) of
+    the global tensor: (f, f) for gate and up, (n/g x d, d, d) for query, key and value of each
+    group; (): it is one matrix, or [E, rows, columns] one of each expert."""
     stacked_dim: int = 0
     """Dim along which several boxes are stacked."""
 
@@ -239,13 +239,9 @@ class ShardSpec:
         shape, dim = self.boxes[0].shape, self.stacked_dim
         return (*shape[:dim], sum(box.shape[dim] for box in self.boxes), *shape[dim + 1 :])
 
-    def rows(self, start: int, count: int) -> ShardSpec:
-        """Return the spec of ``count`` rows (entries of dim 0) of the local tensor from row
-        ``start`` on.
-        """
-        others = self.local_shape[1:]
-        rows = Box((start, *(0 for _ in others)), (count, *others))
-        return replace(self, boxes=tuple(box for box, _ in self._global_boxes(rows)))
+    def part(self, local: Box) -> ShardSpec:
+        """Return the spec of a range of the local tensor: of some rows, for example."""
+        return replace(self, boxes=tuple(box for box, _ in self._global_boxes(local)))
 
     def shard(self, full: Tensor) -> Tensor:
         """Return this rank's local tensor (a new one) of the global tensor."""

@@ -29,6 +29,8 @@ TP, PP, VPP, CP, EP, ETP, MICRO = (
 DATA = "data_parallel"
 FSDP = {DATA: "fsdp"}
 HYBRID = {"data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)}
+ZERO3 = {"data_parallel_options": DataParallelOptions(reshard_after_forward=True)}
+ZERO2 = {"data_parallel_options": DataParallelOptions(reduce_every_microbatch=True)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
@@ -49,6 +51,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-etp2-fsdp": (4, {EP: 2, ETP: 2, **FSDP}),
     "etp2-dp2-fsdp": (4, {ETP: 2, **FSDP}),
     "ep2-pp2-fsdp": (4, {EP: 2, PP: 2, MICRO: 2, **FSDP}),
+    "tp4-ep2-fsdp": (4, {TP: 4, ETP: 1, EP: 2, **FSDP}),  # only experts have copies
+    "cp2-fsdp": (4, {CP: 2, **FSDP}),
+    "dp4-fsdp-recompute": (4, {"recompute": RECOMPUTE["uniform"], **FSDP}),
+    "ep2-fsdp-selective": (4, {EP: 2, "recompute": RECOMPUTE["selective"], **FSDP}),
+    "ep2-zero3": (4, {EP: 2, MICRO: 1, **FSDP, **ZERO3, "recompute": RECOMPUTE["block"]}),
+    "ep2-zero2": (4, {EP: 2, MICRO: 1, **FSDP, **ZERO2}),
+    "pp2-fsdp-zb-h1": (4, {PP: 2, MICRO: 2, **FSDP, "pipeline_schedule": "zb-h1"}),
+    "ep4-dp2-fsdp": (8, {EP: 4, **FSDP}),  # half of an expert on a rank
+    "ep2-dp4-fsdp-hybrid": (8, {EP: 2, **FSDP, **HYBRID}),
+    "ep2-etp2-dp2-fsdp": (8, {EP: 2, ETP: 2, **FSDP}),
+    "ep2-pp2-vpp2-fsdp": (8, {EP: 2, PP: 2, VPP: 2, MICRO: 2, **FSDP}),
+    "tp2-pp2-fsdp-zero3": (8, {TP: 2, ETP: 1, PP: 2, MICRO: 2, **FSDP, **ZERO3}),
     "ep2-tp2": (4, {EP: 2, TP: 2}),
     "ep2-etp2": (4, {EP: 2, ETP: 2}),
     "ep2-pp2": (4, {EP: 2, PP: 2, MICRO: 2}),
