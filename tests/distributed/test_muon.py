@@ -8,6 +8,7 @@ fused or a sharded matrix stepped as it is stored differs by the size of the upd
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,12 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim import ChainedOptimizer, DistributedOptimizer, GradientReducer
+from megatron_lightning.optim import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    GradientReducer,
+    Muon,
+)
 from megatron_lightning.optim.matrices import names_of_matrices
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.shards import TensorShards
@@ -28,13 +34,18 @@ ADAMW: dict[str, Any] = {"lr": 1e-2}
 STEPS = 3
 TOLERANCE = STEPS * MUON["lr"] * 2**-7
 
+EXPERTS = 4
+Sizes = tuple[int, int, int]  # tp, ep, etp
+
 # name -> (shape, cut dim, blocks, fused rows); "qkv": 2 groups of 4 + 2 + 2 rows, "fc1": gate and
-# up.
+# up. Experts are stacked.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None, int, tuple[int, ...]]] = {
     "qkv": ((16, 6), 0, 1, (4, 2, 2)),
     "fc1": ((20, 6), 0, 2, (10, 10)),
     "fc2": ((6, 10), 1, 1, ()),
     "router": ((4, 6), None, 1, ()),
+    "experts.fc1": ((EXPERTS, 20, 6), 1, 2, (10, 10)),
+    "experts.fc2": ((EXPERTS, 6, 10), 2, 1, ()),
     "norm": ((6,), None, 1, ()),
 }
 
@@ -47,6 +58,9 @@ def parts_of(name: str, whole: Tensor) -> list[Tensor]:
             for part in (range(4), range(4, 6), range(6, 8))
         ]
         return [whole[part] for part in rows]
+    if name.startswith("experts"):
+        name = name.removeprefix("experts.")
+        return [part for index in range(EXPERTS) for part in parts_of(name, whole[index])]
     return list(whole.chunk(2)) if name == "fc1" else [whole]
 
 
@@ -90,22 +104,36 @@ def reference() -> dict[str, tuple[list[np.ndarray], list[np.ndarray]]]:
     }
 
 
+def spec_of(name: str, context: ParallelContext) -> ShardSpec:
+    shape, dim, blocks, fused = SHAPES[name]
+    if dim is None:
+        return ShardSpec.replicated(shape)
+    group = context.etp if name.startswith("experts") else context.tp
+    on: dict[str, Any] = {"size": group.size, "rank": group.rank, "axis": group.name}
+    spec = ShardSpec.split(shape, dim=dim, blocks=blocks, **on)
+    if name.startswith("experts"):
+        on = {"size": context.ep.size, "rank": context.ep.rank, "axis": "ep"}
+        spec = ShardSpec.split(shape, dim=0, **on).crossed(spec)
+    return replace(spec, fused_rows=fused)
+
+
 def build(
-    tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions
+    sizes: Sizes, dtype: torch.dtype, sharded: bool, options: DataParallelOptions
 ) -> tuple[Any, ...]:
-    context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tp))
-    specs = {}
-    for name, (shape, dim, blocks, fused) in SHAPES.items():
-        spec = ShardSpec.replicated(shape)
-        if dim is not None:
-            spec = ShardSpec.split(shape, dim=dim, size=tp, rank=context.tp.rank, blocks=blocks)
-        specs[name] = ShardSpec(spec.global_shape, spec.boxes, spec.sharded_over, fused_rows=fused)
+    tp, ep, etp = sizes
+    layout = ParallelLayout(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    context = ParallelContext(layout)
+    specs = {name: spec_of(name, context) for name in SHAPES}
     parameters = {
         name: nn.Parameter(spec.shard(initial(name)).to(dtype)) for name, spec in specs.items()
     }
     matrices = [parameter for name, parameter in parameters.items() if name != "norm"]
     optimizer = ChainedOptimizer(
-        torch.optim.Muon(matrices, **MUON), torch.optim.AdamW([parameters["norm"]], **ADAMW)
+        Muon(matrices, **MUON), torch.optim.AdamW([parameters["norm"]], **ADAMW)
     )
     matrices = names_of_matrices([optimizer], parameters)
     reducer = GradientReducer(
@@ -122,11 +150,17 @@ def step(
 ) -> None:
     reducer.begin_step()
     reducer.sync = True
-    shards = {name: reducer.specs[name].shard(gradient(name, number)) for name in parameters}
+    context = reducer.context
+    copies = {name: context.axis(reducer.specs[name].data_axes).size for name in parameters}
+    # Of a mean over data-parallel ranks; what an expert sees comes from all of them.
+    shards = {
+        name: reducer.specs[name].shard(gradient(name, number)) * context.dp_cp.size / copies[name]
+        for name in parameters
+    }
     sum(
         (parameter.float() * shards[name]).sum() for name, parameter in parameters.items()
     ).backward()
-    reducer.finish(1.0 / reducer.context.dp_cp.size)
+    reducer.finish(1.0 / context.dp_cp.size)
     view.optimizer.step(lambda: None)  # with a closure, as Lightning does
 
 
@@ -137,18 +171,18 @@ def name_and_key(state: TensorShards) -> tuple[str, str]:
 
 
 def train(
-    tp: int, dtype: torch.dtype, sharded: bool, options: DataParallelOptions
+    sizes: Sizes, dtype: torch.dtype, sharded: bool, options: DataParallelOptions
 ) -> dict[str, Any]:
     """Train, save after the first step, and train the rest again from there with everything created
     again."""
-    _, parameters, reducer, view = build(tp, dtype, sharded, options)
+    _, parameters, reducer, view = build(sizes, dtype, sharded, options)
     owned = sum(p.numel() for group in view.optimizer.param_groups for p in group["params"])
     for number in range(STEPS):
         step(parameters, reducer, view, number)
         if number == 0:
             saved = [(t, [data.clone() for _, data in t.shards]) for t in view.state_tensors()]
             weights = {name: p.detach().clone() for name, p in parameters.items()}
-    _, again, reducer, resumed = build(tp, dtype, sharded, options)
+    _, again, reducer, resumed = build(sizes, dtype, sharded, options)
     for name, parameter in again.items():
         parameter.data.copy_(weights[name])
     allocated = resumed.allocate_state(
@@ -185,17 +219,19 @@ def assemble(shape: tuple[int, ...], boxes: list[Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp", "sharded", "dtype", "options"),
+    ("ranks", "sizes", "sharded", "dtype", "options"),
     [
-        (1, 1, False, torch.float32, {}),
-        (2, 1, True, torch.float32, {}),
-        (4, 2, True, torch.float32, {"optimizer_cpu_offload": True}),
-        (4, 2, True, torch.bfloat16, {}),
-        pytest.param(2, 2, False, torch.float32, {}, marks=pytest.mark.slow),
-        pytest.param(4, 2, False, torch.float32, {}, marks=pytest.mark.slow),
+        (1, (1, 1, 1), False, torch.float32, {}),
+        (2, (1, 1, 1), True, torch.float32, {}),
+        (4, (2, 2, 1), True, torch.float32, {"optimizer_cpu_offload": True}),
+        (4, (2, 1, 2), True, torch.bfloat16, {}),
+        pytest.param(2, (2, 1, 2), False, torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param(4, (2, 2, 2), False, torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param(4, (1, 2, 2), True, torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param(4, (2, 1, 1), True, torch.float32, {}, marks=pytest.mark.slow),
         pytest.param(
             8,
-            2,
+            (2, 2, 2),
             True,
             torch.float32,
             {"num_distributed_optimizer_instances": 2},
@@ -204,15 +240,17 @@ def assemble(shape: tuple[int, ...], boxes: list[Any]) -> Tensor:
     ],
 )
 def test_every_layout_steps_logical_matrices(
-    ranks: int, tp: int, sharded: bool, dtype: torch.dtype, options: dict[str, Any]
+    ranks: int, sizes: Sizes, sharded: bool, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    results = run_ranks(ranks, train, tp, dtype, sharded, DataParallelOptions(**options))
+    results = run_ranks(ranks, train, sizes, dtype, sharded, DataParallelOptions(**options))
+    tp, ep, etp = sizes
     expected = reference()
     # bf16 weights are rounded masters, and the gradients were rounded to bf16 as well: 2^-8 of
     # weights up to 3
     tolerance = TOLERANCE if dtype == torch.float32 else TOLERANCE + 3 * 2**-7
     for name, (shape, dim, _, _) in SHAPES.items():
-        holders = results[: tp if dim is not None else 1]  # of data-parallel replicas the first
+        parts = ep * etp if name.startswith("experts") else tp
+        holders = results[: parts if dim is not None else 1]  # of replicas the first
         whole = assemble(shape, [box for result in holders for box in result["values"][name]])
         for part, value in zip(parts_of(name, whole), expected[name][0], strict=True):
             np.testing.assert_allclose(part.numpy(), value, rtol=0, atol=tolerance, err_msg=name)
@@ -238,6 +276,27 @@ def test_every_layout_steps_logical_matrices(
         assert total == sum(
             n * (tp if SHAPES[name][1] is None else 1) for name, n in numels.items()
         )
+
+
+def test_stacked_weights_without_a_strategy() -> None:
+    """Each expert's update is torch's of its matrix, to the bit; the momentum is stacked."""
+    stack = nn.Parameter(torch.randn(3, 4, 5))
+    apart = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    plain = nn.Parameter(torch.randn(4, 2))
+    ours, torchs = Muon([stack, plain], **MUON), torch.optim.Muon(apart, **MUON)
+    for _ in range(2):
+        stack.grad = torch.randn(3, 4, 5)
+        for matrix, part in zip(apart, stack.grad, strict=True):
+            matrix.grad = part.clone()
+        ours.step()
+        torchs.step()
+    assert torch.equal(stack, torch.stack(apart))
+    momenta = [torchs.state[matrix]["momentum_buffer"] for matrix in apart]
+    assert torch.equal(ours.state[stack]["momentum_buffer"], torch.stack(momenta))
+    with pytest.raises(ConfigError, match=r"shape \(5,\), which is neither a matrix nor a stack"):
+        Muon([{"params": [stack]}, {"params": [nn.Parameter(torch.ones(5))]}])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Muon([])
 
 
 def test_a_chain_shares_groups_and_state() -> None:

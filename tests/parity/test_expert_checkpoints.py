@@ -42,6 +42,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "ep2-tp2": (4, {EP: 2, TP: 2}),
     "ep2-pp2": (4, {EP: 2, PP: 2, MICRO: 2}),
     "ep4-fsdp": (4, {EP: 4, "data_parallel": "fsdp"}),
+    "ep2-fsdp": (4, {EP: 2, "data_parallel": "fsdp"}),
+    "etp2-fsdp": (4, {ETP: 2, "data_parallel": "fsdp"}),
     "ep2-tp2-fsdp": (4, {EP: 2, TP: 2, "data_parallel": "fsdp"}),
 }
 """Name -> ranks and options; None: plain Lightning."""
@@ -134,7 +136,11 @@ def _slow(*values: Any) -> Any:
     ("saved_by", "read_by"),
     [
         ("ep4", "ep2-etp2"),
+        ("ep2-fsdp", "ep2-etp2"),
         _slow("ep4", "one"),
+        _slow("one", "ep2-fsdp"),
+        _slow("ep2-fsdp", "etp2-fsdp"),
+        _slow("etp2-fsdp", "ep4-fsdp"),
         _slow("ep2-etp2", "ep4"),
         _slow("ep2-etp2", "ep2-pp2"),
         _slow("ep2-pp2", "ep2-tp2"),
@@ -173,7 +179,8 @@ def test_plain_lightning_and_a_layout_read_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [_slow("ep2-tp2"), _slow("ep4"), _slow("ep2-pp2"), _slow("ep4-fsdp")]
+    "layout",
+    [_slow("ep2-tp2"), _slow("ep4"), _slow("ep2-pp2"), _slow("ep4-fsdp"), _slow("ep2-fsdp")],
 )
 def test_resuming_is_bit_equal(layout: str, tmp_path: Path) -> None:
     """With dropout, and with random factors of the router's inputs."""

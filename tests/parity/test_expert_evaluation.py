@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-tp2 without sp": (4, {EP: 2, TP: 2, ETP: 1, SP: False}),
     "ep2-pp2": (4, {EP: 2, PP: 2, MICRO: 1}),
     "ep2-etp2": (4, {EP: 2, ETP: 2}),
+    "ep2-fsdp": (4, {EP: 2, "data_parallel": "fsdp"}),
 }
 
 

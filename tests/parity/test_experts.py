@@ -90,7 +90,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
 }
 SPREAD = {
-    "softmax": ["ep2", "cp2-ep2", "ep2-tp2", "ep2-pp2"],
+    "softmax": ["ep2", "cp2-ep2", "ep2-tp2", "ep2-pp2", "ep2-dp2-fsdp", "tp4-ep2-fsdp"],
     "sequence": ["ep2-etp2"],
     "gather": ["ep2"],
 }

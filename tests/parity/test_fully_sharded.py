@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallelOptions, LossScaleOptions
+from megatron_lightning.config import DataParallelOptions, LossScaleOptions, MoEConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -29,6 +29,8 @@ RTOL = 1e-5
 RESUMED_STEPS = 5
 TP, PP, VPP = (f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "virtual_pipeline"))
 TIED = {"share_embeddings_and_output_weights": True}
+EP = "expert_model_parallel_size"
+EXPERTS = {"moe": MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=24)}
 RESHARD = DataParallelOptions(reshard_after_forward=True)
 KEEP = DataParallelOptions(reshard_after_forward=False)
 EVERY = DataParallelOptions(reduce_every_microbatch=True)
@@ -71,6 +73,7 @@ CASES: dict[int, list[Case]] = {
         ("hybrid", TIED, {"data_parallel_options": HYBRID}, 1),
         ("hybrid-zero2", {}, {"micro_batch_size": 1, "data_parallel_options": HYBRID_EVERY}, 2),
         ("pp2-offload", {}, {PP: 2, "micro_batch_size": 1, "data_parallel_options": OFFLOAD}, 1),
+        ("experts", EXPERTS, {TP: 2, EP: 2, "micro_batch_size": 2}, 1),
         (
             "zbv-zero3",
             {},

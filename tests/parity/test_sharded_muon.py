@@ -1,5 +1,5 @@
-"""Muon under ``data_parallel="fsdp"``: matrices are put together over data- and tensor-parallel
-ranks, as one device has them.
+"""Muon under ``data_parallel="fsdp"``, and of experts in every layout: matrices are put together
+over data- and tensor-parallel ranks, as one device has them.
 
 torch's Muon orthogonalises in bf16, where a gradient that differs in its last fp32 digit may round
 to another value (2^-8), which five iterations amplify by up to 3.4^5 in the directions of small
@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import read_full
-from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.config import DataParallelOptions, MoEConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.optim import ChainedOptimizer
+from megatron_lightning.optim import ChainedOptimizer, Muon
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -33,7 +33,12 @@ RTOL = 1e-5  # as in test_layouts
 # iterations amplify that by up to 3.4^5, about 500. Updates have singular values about 1: a matrix
 # that is stepped in pieces is wrong by LR.
 TOLERANCE = LR * 1e-6 * 500
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+TP, PP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 FSDP = {"data_parallel": "fsdp"}
 OPTIONS: dict[str, Any] = {
     # Rows of matrices that do not divide; the last rank has none of the small ones.
@@ -60,12 +65,35 @@ OPTIONS: dict[str, Any] = {
         },
     ),
 }
+BIAS = {"add_bias_linear": True, "normalization": "LayerNorm"}
+MOE = {"moe": MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=24)}
+EXPERTS: dict[str, Any] = {
+    # Parts of every expert: two of its rows, or of its columns.
+    "fsdp3": (3, 3, FSDP),
+    # One expert on a rank, and half of two: matrices of four ranks.
+    "ep2-fsdp2": (4, 4, {**FSDP, EP: 2}),
+    "etp2-fsdp2": (4, 4, {**FSDP, ETP: 2}),
+    "tp4-ep2-fsdp2": (4, 1, {**FSDP, TP: 4, ETP: 1, EP: 2}),
+    "ep2-etp2": (4, 4, {EP: 2, ETP: 2}),
+    "ep2-zero1": (4, 4, {EP: 2}),
+    "ep2-pp2": (4, 2, {EP: 2, PP: 2, "micro_batch_size": 1}),
+    "ep4-etp2-ddp": (8, 4, {EP: 4, TP: 2, "data_parallel": "ddp"}),
+    "tp2-ep2-etp2-fsdp2": (8, 4, {**FSDP, TP: 2, EP: 2}),
+    "ep2-etp2-hybrid": (8, 4, {**OPTIONS["tp2-hybrid"][2], EP: 2}),
+}
+LAYOUTS = {
+    **{name: (*case, BIAS) for name, case in OPTIONS.items()},
+    **{f"experts-{name}": (*case, MOE) for name, case in EXPERTS.items()},
+}
+"""Name -> ranks, data-parallel size, options, model."""
 
 
 class _WithMuon(GPTLightningModule):
     def configure_optimizers(self) -> Any:
         inside = {
-            name for name, p in self.named_parameters() if ".layers." in name and p.dim() == 2
+            name
+            for name, p in self.named_parameters()
+            if ".layers." in name and name.endswith("weight") and p.dim() > 1
         }
         matrices = [p for name, p in self.named_parameters() if name in inside]
         rest = [p for name, p in self.named_parameters() if name not in inside]
@@ -85,16 +113,20 @@ def _orthogonalised(
 
 
 def _train(
-    options: dict[str, Any], replicas: int, precision: str, steps: int, save: str, load: str | None
+    options: dict[str, Any],
+    replicas: int,
+    model: dict[str, Any],
+    precision: str,
+    steps: int,
+    save: str,
+    load: str | None,
 ) -> list[float]:
     """Train until ``steps`` are taken, those of the checkpoint included, and save."""
     record = Losses()
     fit = trainer(
         MegatronStrategy(**options), max_steps=steps, callbacks=[record], precision=precision
     )
-    module = _WithMuon(
-        _config(num_layers=2, add_bias_linear=True, normalization="LayerNorm"), learning_rate=1e-3
-    )
+    module = _WithMuon(_config(num_layers=2, **model), learning_rate=1e-3)
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonalised):
         fit.fit(
             module,
@@ -124,23 +156,33 @@ def _tensors(path: str) -> dict[str, torch.Tensor]:
         pytest.param("hybrid-offload", "32-true", marks=pytest.mark.slow),
         pytest.param("tp2-hybrid", "32-true", marks=pytest.mark.slow),
         pytest.param("tp2-fsdp2", "bf16-true", marks=pytest.mark.slow),
+        ("experts-etp2-fsdp2", "32-true"),
+        *(
+            pytest.param(f"experts-{name}", "32-true", marks=pytest.mark.slow)
+            for name in EXPERTS
+            if name != "etp2-fsdp2"
+        ),
     ],
 )
 def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) -> None:
-    world, replicas, options = OPTIONS[layout]
+    world, replicas, options, model = LAYOUTS[layout]
     one, sharded = str(tmp_path / "one"), str(tmp_path / "sharded")
-    expected = run_ranks(1, _train, {}, 1, precision, STEPS, one, None, timeout_s=100)[0]
+    expected = run_ranks(1, _train, {}, 1, model, precision, STEPS, one, None, timeout_s=100)[0]
     # In bf16 the gradients of other sums differ by a digit, and so may the weights, which are about
     # 1.
     rel, rounding = (RTOL, 0.0) if precision == "32-true" else (2**-7, 2**-7)
     for norms in run_ranks(
-        world, _train, options, replicas, precision, STEPS, sharded, None, timeout_s=100
+        world, _train, options, replicas, model, precision, STEPS, sharded, None, timeout_s=100
     ):
         assert norms == pytest.approx(expected, rel=rel)
     values, found = _tensors(one), _tensors(sharded)
     assert found.keys() == values.keys()
-    matrices = [name for name, value in values.items() if ".layers." in name and value.dim() == 2]
-    assert len(matrices) == 8
+    matrices = [
+        name
+        for name, value in values.items()
+        if ".layers." in name and name.endswith("weight") and value.dim() > 1
+    ]
+    assert len(matrices) == (8 if model is BIAS else 10)
     for name in matrices:
         torch.testing.assert_close(
             found[name].float(), values[name].float(), rtol=rel, atol=TOLERANCE + rounding
@@ -148,14 +190,21 @@ def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in OPTIONS if name != "pp2-fsdp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(name for name in OPTIONS if name != "pp2-fsdp2"),
+        *(f"experts-{name}" for name in EXPERTS if "-fsdp" in name),
+    ],
+)
 def test_what_is_saved_is_exact(layout: str, tmp_path: Path) -> None:
     """Saved by shards, read and saved by one device, and by shards again: the same bits."""
-    world, replicas, options = OPTIONS[layout]
+    world, replicas, options, model = LAYOUTS[layout]
     shards, one, again = (str(tmp_path / name) for name in ("shards", "one", "again"))
-    run_ranks(world, _train, options, replicas, "32-true", 1, shards, None, timeout_s=100)
-    run_ranks(1, _train, {}, 1, "32-true", 1, one, shards, timeout_s=100)
-    run_ranks(world, _train, options, replicas, "32-true", 1, again, one, timeout_s=100)
+    case = options, replicas, model, "32-true", 1
+    run_ranks(world, _train, *case, shards, None, timeout_s=100)
+    run_ranks(1, _train, {}, 1, model, "32-true", 1, one, shards, timeout_s=100)
+    run_ranks(world, _train, *case, again, one, timeout_s=100)
     saved = _tensors(shards)
     for path in (one, again):
         read = _tensors(path)
