@@ -11,8 +11,9 @@ fp32 (``optim/buckets.py``, ``optim/fully_sharded.py``; padding of buckets is le
              + gathered units          every_microbatch of
                                        one unit, + 4 N / n
 
-fsdp's shards are the main params, and it leaves experts and shared embeddings to zero1. Activations
-are those of ``activations.py``.
+n counts data x context parallel ranks, and for experts those that hold the same ones. fsdp's shards
+are the main params, and it leaves shared embeddings to zero1. Activations are those of
+``activations.py``.
 """
 
 from __future__ import annotations
@@ -239,26 +240,33 @@ class _State:
         self._options = options
         tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
         tied |= {EMBEDDING} if config.num_predicting_layers else set()
-        # What fsdp shards, by unit: experts and shared embeddings it does not.
-        managed = {unit: count_unit(config, layout, unit).dense for unit in units}
-        if mode != "fsdp" or shards[0] == 1:
-            managed = {}
-        managed = {unit: n for unit, n in managed.items() if unit not in tied}
-        sharded = sum(managed.values())
-        left = ParameterCount(self.parameters.dense - sharded, self.parameters.experts)
+        # What fsdp shards, by unit: all but shared embeddings.
+        counted = [count_unit(config, layout, unit) for unit in units if unit not in tied]
+        managed = [
+            ParameterCount(unit.dense if shards[0] > 1 else 0, unit.experts if shards[1] > 1 else 0)
+            for unit in counted
+            if mode == "fsdp"
+        ]
+        of_units = sum(managed, ParameterCount(0))
+        sharded = of_units.total
+        left = ParameterCount(
+            self.parameters.dense - of_units.dense, self.parameters.experts - of_units.experts
+        )
         per_optimizer = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
         main = precision.main_bytes
         over = shards if mode != "ddp" else (1, 1)
         stepped = left.dense / over[0] + left.experts / over[1]
-        own_shard = sharded / shards[0]
+        own_shard = of_units.dense / shards[0] + of_units.experts / shards[1]
         self.optimizer_bytes = round((per_optimizer + main) * stepped + per_optimizer * own_shard)
         if options.optimizer_cpu_offload:
             self.optimizer_bytes = 0
         reshards = options.reshard_after_forward
         if reshards is None:
             reshards = num_microbatches == 1
-        largest = max(managed.values(), default=0)
-        gathered = 2 * largest if reshards else sharded  # the next unit arrives beside this one
+        largest = max((unit.total for unit in managed), default=0)
+        # The next unit, without its experts, arrives beside this one.
+        beside = max((unit.dense for unit in managed), default=0)
+        gathered = largest + beside if reshards else sharded
         self.weights_bytes = round(
             precision.weight_bytes * left.total
             + (main or precision.weight_bytes) * own_shard

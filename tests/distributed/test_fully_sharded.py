@@ -16,14 +16,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallelOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, MoEConfig, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 from tests.parity.test_layouts import GLOBAL_BATCH, _config, _samples
 
-PP, VPP, TP = (f"{axis}_model_parallel_size" for axis in ("pipeline", "virtual_pipeline", "tensor"))
+PP, VPP, TP, EP = (
+    f"{axis}_model_parallel_size" for axis in ("pipeline", "virtual_pipeline", "tensor", "expert")
+)
+ETP = "expert_tensor_parallel_size"
+MOE = MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=24)
 RESHARD = DataParallelOptions(reshard_after_forward=True)
 EVERY = DataParallelOptions(reduce_every_microbatch=True)
 BOTH = DataParallelOptions(reshard_after_forward=True, reduce_every_microbatch=True)
@@ -194,6 +198,62 @@ def test_a_rank_builds_no_more_than_its_shard_and_one_parameter(options: dict[st
     assert allowed < 0.6 * whole, "the bound would say nothing"
     for grown in run_ranks(WORLD, _grown, {"data_parallel": "fsdp", **options}, timeout_s=110):
         assert whole // WORLD <= grown <= allowed, (grown / MIB, allowed / MIB, whole / MIB)
+
+
+class _Experts(pl.Callback):
+    """Counts between steps the bytes of experts' parameters that are on this rank: the shards, and
+    what is still gathered; also the shards of their optimizer state."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int, int]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        units = [unit for unit in trainer.strategy.part.units.units if "experts" in unit.path]
+        shards = [shard.to_local() for unit in units for shard in unit.shards.values()]
+        gathered = [p for unit in units for p in unit.gathered.values()]
+        held = {shard.data_ptr() for shard in shards}
+        [optimizer] = trainer.optimizers
+        stepped = [t for t in optimizer.state if t.data_ptr() in held]
+        moments = [optimizer.state[t]["exp_avg"].nbytes for t in stepped]
+        self.found.append(
+            (
+                sum(shard.untyped_storage().nbytes() for shard in shards),
+                sum(p.untyped_storage().nbytes() for p in gathered),
+                sum(moments),
+            )
+        )
+
+
+def _expert_bytes(options: dict[str, Any]) -> list[tuple[int, int, int]]:
+    counting = _Experts()
+    strategy = MegatronStrategy(data_parallel="fsdp", **options)
+    fit = trainer(strategy, max_steps=3, callbacks=[counting])
+    module = GPTLightningModule(_config(moe=MOE), learning_rate=1e-3)
+    fit.fit(module, DataLoader(_samples(), batch_size=2))
+    return counting.found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, {EP: 2}),  # one of two experts
+        (4, {TP: 2, ETP: 2, "data_parallel_options": RESHARD, "micro_batch_size": 1}),
+        pytest.param(4, {EP: 2, "micro_batch_size": 1}, marks=pytest.mark.slow),
+        pytest.param(4, {TP: 4, ETP: 1, EP: 2}, marks=pytest.mark.slow),
+        pytest.param(8, {EP: 4}, marks=pytest.mark.slow),  # half of one expert
+        pytest.param(8, {}, marks=pytest.mark.slow),  # half of every expert
+    ],
+)
+def test_a_rank_keeps_its_share_of_the_experts(ranks: int, options: dict[str, Any]) -> None:
+    """Between steps E / ep / edp of their parameters, and of each moment; nothing of the others.
+    Bytes are counted."""
+    config = _config(moe=MOE)
+    full = 4 * config.num_layers * MOE.num_experts * 3 * config.hidden_size * config.expert_ffn_size
+    # ep x etp x edp ranks hold every expert once.
+    shares = [full // ranks, 0]
+    for found in run_ranks(ranks, _expert_bytes, options, timeout_s=100):
+        assert [list(step[:2]) for step in found] == [shares] * 3
+        assert [step[2] for step in found] == [0, full // ranks, full // ranks]
 
 
 def _initial(options: dict[str, Any] | None) -> dict[str, Any]:
