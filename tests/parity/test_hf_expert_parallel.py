@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {EP: 2}),
     "ep2-ddp": (2, {EP: 2, "data_parallel": "ddp"}),
     "ep2-dp2": (4, {EP: 2}),
+    "ep2-dp2-fsdp": (4, {EP: 2, "data_parallel": "fsdp"}),
     "ep2-pp2": (4, {EP: 2, PP: 2, "micro_batch_size": 1}),
 }
 TABLE = {"model.model.layers.*.mlp.experts": DispatchedExperts()}

@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.config import DataParallelOptions, MoEConfig
+from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer, Muon
+from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -187,6 +189,13 @@ def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) 
         torch.testing.assert_close(
             found[name].float(), values[name].float(), rtol=rel, atol=TOLERANCE + rounding
         )
+
+
+def test_gate_and_up_of_an_expert_are_two_matrices() -> None:
+    specs = named_shard_specs(GPTModel(_config(num_layers=1, **MOE)))
+    experts = "decoder.layers.0.mlp.experts.linear_fc"
+    assert specs[f"{experts}1.weight"].fused_rows == (24, 24)
+    assert specs[f"{experts}2.weight"].fused_rows == ()
 
 
 @pytest.mark.slow
