@@ -16,6 +16,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.engine import Engine
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -30,12 +31,17 @@ class CoreAttention(nn.Module):
         in_fp32: Compute scores, softmax and context in fp32, under autocast as well.
     """
 
+    engine: Engine | None = None
+    """Computes attention over the sequences that it takes."""
+
     def __init__(self, dropout: float, *, in_fp32: bool = False) -> None:
         super().__init__()
         self.dropout = Dropout(dropout)
         self.in_fp32 = in_fp32
         self.exchange: ContextBackend | None = None
         """Attention over the ranks that share a sequence; None: every rank has all of it."""
+        self.cp_comm_type: str | None = None
+        """Name of the exchange."""
         self.takes_parts = True
         """Whether inputs are this rank's parts of sequences now, where ranks share them."""
 
@@ -63,6 +69,8 @@ class CoreAttention(nn.Module):
         """
         sequence = sequence or SequenceInfo()
         scale = q.shape[3] ** -0.5 if scale is None else scale
+        if self.engine is not None and self.engine.takes(q, sequence):
+            return self.engine(q, k, v, sequence, scale)
         size = v.shape[3]
         q, k, v = _with_equal_heads(q, k, v)
         if self.in_fp32:

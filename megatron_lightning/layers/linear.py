@@ -231,7 +231,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks], or [..., out] with ``gather_output``."""
-        if self.group.size == 1 or not (self.copy_input or self.sequence_parallel):
+        if self.engine is not None and self.engine.takes(x):
+            y = self.engine(x)
+        elif self.group.size == 1 or not (self.copy_input or self.sequence_parallel):
             y = linear(x, self, self.bias)
         else:
             weight, owner = hide(x, self)
@@ -384,6 +386,8 @@ class RowParallelLinear(_ParallelLinear):
         if self.group.size == 1:
             return linear(x, self, self.bias)
         x = x if self.input_is_parallel else scatter(x, self.group, -1)
+        if self.engine is not None and self.engine.takes(x):
+            return self.engine(x)
         y = linear(x, self, None, scatter=self.sequence_axis)
         if not self.sequence_parallel:
             y = reduce_from_axis(y, self.group)

@@ -197,22 +197,32 @@ def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
 
 def _checkpoint(module: nn.Module, name: str) -> None:
     """Recompute a method of ``module`` in backward."""
+    children = tuple(module.modules())
     drawing = tuple(
-        child
-        for child in module.modules()
-        if isinstance(getattr(child, "streams", None), RngStreams)
+        child for child in children if isinstance(getattr(child, "streams", None), RngStreams)
     )
-    _wrap(module, name, partial(_checkpointed, drawing=drawing))
+    _wrap(module, name, partial(_checkpointed, drawing=drawing, children=children))
 
 
-def _checkpointed(forward: Forward, /, *args: Any, drawing: Sequence[Any], **kwargs: Any) -> Any:
+def _checkpointed(
+    forward: Forward,
+    /,
+    *args: Any,
+    drawing: Sequence[Any],
+    children: Sequence[nn.Module],
+    **kwargs: Any,
+) -> Any:
     """Run ``forward`` and keep only its inputs; ``drawing``: the modules in it that have named
-    random streams.
+    random streams; ``children``: all modules in it.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         forward, args = _with_distinct(forward, args)
+        engines = (vars(child).get("engine") for child in children)
+        own = next((e.checkpoint for e in engines if e is not None and e.checkpoint), None)
+        if own is not None:
+            return own(forward, *args, use_reentrant=False, **kwargs)
     streams = next((child.streams for child in drawing if getattr(child, "active_p", True)), None)
     if streams is None:  # the only form that torch.compile traces into the compiled layer
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

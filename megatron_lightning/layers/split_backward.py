@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import never_drop
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.layers.engine import Engine
 from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, product
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -32,6 +33,8 @@ class Splittable:
     weight: Tensor
     gemm: Gemm = Gemm()
     """Products of the layer."""
+    engine: Engine | None = None
+    """Computes the layer instead of ``gemm``."""
     hidden_weight: HiddenWeight | None = None
     """Set while gradients may be deferred."""
 
@@ -201,7 +204,7 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
     for name, module in present_modules(root):
         if type(module) is nn.Linear:
             module.__class__ = SplitLinear
-        if isinstance(module, Splittable):
+        if isinstance(module, Splittable) and module.engine is None:
             module.hidden_weight = HiddenWeight(module, store)
             split.append(name)
         elif not isinstance(module, nn.Embedding) and any(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,12 @@ class TransformerLayer(nn.Module):
     """Attention and feed-forward or experts, each with a norm before and added to the residual
     stream (pre-norm).
     """
+
+    read_by: ClassVar[Mapping[str, str]] = {
+        "input_layernorm": "self_attention",
+        "pre_mlp_layernorm": "mlp",
+    }
+    """Norm -> the module that alone reads its output, so that both may be computed as one."""
 
     def __init__(
         self, config: TransformerConfig, rotary: RotaryEmbedding | None, kind: LayerKind = "dense"

@@ -72,7 +72,8 @@ class ContextAttention:
                 f"attention_dropout={core.dropout.p} cannot be combined with "
                 f"context_parallel_size={context.cp.size}. Set it to 0."
             )
-        core.exchange = BACKENDS[self._exchange(context)](context)
+        core.cp_comm_type = exchange = self._exchange(context)
+        core.exchange = BACKENDS[exchange](context)
         return module
 
     def _exchange(self, context: ParallelContext) -> ContextExchange:
