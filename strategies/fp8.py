@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -16,10 +16,13 @@ from typing_extensions import override
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
-from megatron_lightning.precision.backends import Backend, choose_backend
+from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
 from megatron_lightning.precision.history import AmaxHistory, advance
 from megatron_lightning.precision.native import find_gpu
 from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
+from megatron_lightning.precision.transformer_engine.library import load as load_library
+from megatron_lightning.precision.transformer_engine.recipes import check_available, check_recipe
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 
 
@@ -33,7 +36,8 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         recipe: Which layers are quantized, and how.
         backend: Who multiplies: ``native`` runs on the FP8 units of a GPU; ``emulation`` on any
             device, with the same scales and rounding, slower than bf16. ``auto`` is ``native``
-            where it can run.
+            where it can run. ``transformer_engine``, by name only, computes whole layers by
+            NVIDIA's library.
 
     Raises:
         ConfigError: If the backend cannot run here.
@@ -41,18 +45,32 @@ class MegatronFP8Precision(MegatronMixedPrecision):
 
     def __init__(self, recipe: FP8Recipe | None = None, backend: Backend = "auto") -> None:
         self.recipe = FP8Recipe() if recipe is None else recipe
-        self.backend = choose_backend(backend, self.recipe, find_gpu())
+        self.backend = _check_backend(backend, self.recipe)
         self._asked = backend
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
         self._assigned: Assignment | None = None
         self._context: ParallelContext | None = None
         self._loaded: dict[str, Tensor] = {}  # histories, until the layers are quantized
+        self._engines: TransformerEngine | None = None
+        self._engine_state: dict[str, Any] = {}  # until the layers have engines
 
     def quantize_layers(
-        self, module: pl.LightningModule, context: ParallelContext, undo: ExitStack
+        self,
+        module: pl.LightningModule,
+        context: ParallelContext,
+        undo: ExitStack,
+        *,
+        caches_weights: bool = True,
     ) -> None:
-        """Quantize this rank's layers until ``undo`` is closed."""
+        """Quantize this rank's layers until ``undo`` is closed.
+
+        ``caches_weights``: whether full weights exist between micro-batches, so that their codes
+        may be kept.
+        """
         self.device = context.device.type
+        if self._asked == "transformer_engine":
+            self._attach_engines(module, context, undo, caches_weights)
+            return
         self._context = context
         # Of this rank's device, which may be a CPU beside GPUs.
         self.backend = choose_backend(self._asked, self.recipe, find_gpu(context.device))
@@ -71,6 +89,53 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         self._loaded = {name: history.entries for name, history in self._histories()}
         remove_recipe(module)
         self._assigned = self._context = None
+
+    # --------------------------------------------------------------------------- Transformer Engine
+
+    def _attach_engines(
+        self,
+        module: pl.LightningModule,
+        context: ParallelContext,
+        undo: ExitStack,
+        caches_weights: bool,
+    ) -> None:
+        library = load_library(has_gpu=find_gpu(context.device) is not None)
+        check_available(self.recipe, library)
+        self._engines = engines = TransformerEngine(self.recipe, library)
+        engines.load_state_dict(self._engine_state)
+        summary = engines.attach(module, context, caches_weights=caches_weights)
+        undo.callback(self._detach_engines, module, engines)
+        rank_zero_info(f"MegatronFP8Precision: {summary}")
+
+    def _detach_engines(self, module: pl.LightningModule, engines: TransformerEngine) -> None:
+        self._engine_state = engines.detach(module)
+        self._engines = None
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Around the forward of one micro-batch."""
+        quantizing = nullcontext() if self._engines is None else self._engines.step()
+        with quantizing, super().forward_context():
+            yield
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of the backward of one micro-batch."""
+        return nullcontext() if self._engines is None else self._engines.backward()
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients."""
+        with self.backward_context():
+            super().backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; codes of weights that were kept are those of the step before."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self._engines is not None:
+            self._engines.weights_changed()
+        return result
 
     # -------------------------------------------------------------------------------------- history
 
@@ -109,8 +174,10 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         before = [gemm.notes for gemm in gemms]
         for gemm in gemms:
             gemm.notes = False
+        engines = nullcontext() if self._engines is None else self._engines.without_notes()
         try:
-            yield
+            with engines:
+                yield
         finally:
             for gemm, notes in zip(gemms, before, strict=True):
                 gemm.notes = notes
@@ -126,6 +193,9 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the histories of all pipeline ranks; all ranks call this."""
+        if self._engines is not None:
+            state = self._engines.state_dict()
+            return {"transformer_engine": state} if state else {}
         own = {name: history.entries for name, history in self._histories()}
         context = self._context
         if context is None or not self.recipe.has_history:
@@ -136,6 +206,9 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the histories, now or when the layers are quantized."""
         self._loaded = dict(state_dict.get("amax_histories", {}))
+        self._engine_state = dict(state_dict.get("transformer_engine", {}))
+        if self._engines is not None:
+            self._engines.load_state_dict(self._engine_state)
         self._load_histories()
 
     def _load_histories(self) -> None:
@@ -161,3 +234,12 @@ def _joined(own: dict[str, Tensor], context: ParallelContext) -> dict[str, Tenso
     parts: list[Any] = [None] * context.pp.size
     dist.all_gather_object(parts, own, group=context.pp.process_group)
     return {name: entries for part in parts for name, entries in part.items()}
+
+
+def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transformer_engine"]:
+    """Return the backend that computes, as far as this process can tell."""
+    if backend == "transformer_engine":
+        check_recipe(recipe)
+        load_library(has_gpu=find_gpu() is not None)
+        return "transformer_engine"
+    return choose_backend(backend, recipe, find_gpu())

@@ -151,7 +151,12 @@ class Run:
             self.module, self.part, self._ranks.context, self._options, precision
         )
         if isinstance(precision, MegatronFP8Precision):
-            precision.quantize_layers(self.module, self._ranks.context, self.undo)
+            precision.quantize_layers(
+                self.module,
+                self._ranks.context,
+                self.undo,
+                caches_weights=self._part.units is None,
+            )
 
     # ---------------------------------------------------------------------------------------- setup
 

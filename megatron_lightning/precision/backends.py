@@ -42,6 +42,9 @@ class Gpu(NamedTuple):
 def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
     """Return the backend that multiplies; ``auto`` is native if all recipes can run so.
 
+    Transformer Engine does not multiply for our layers: it computes them
+    (:mod:`megatron_lightning.precision.transformer_engine`).
+
     Args:
         backend: Name that the user gave.
         recipe: The recipe, with its rows.
@@ -64,10 +67,6 @@ def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
         raise ConfigError(f"backend is 'native': {'; '.join(found)}. {_instead(gpu)}")
     if backend == "kitchen":
         reason = "Kitchen is not public, and not part of this package"
-    elif backend == "transformer_engine":
-        here = "" if gpu is not None else ", and this machine has no CUDA device"
-        needs = "; ".join(f"scaling={scaling} would need {NEEDS[scaling]}" for scaling in scalings)
-        reason = f"layers of Transformer Engine are not part of this version{here}; {needs}"
     else:
         reason = f"it is unknown; the backends are {', '.join(get_args(Backend))}"
     raise ConfigError(f"backend is {backend!r}: {reason}. {_instead(gpu)}")

@@ -17,8 +17,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only, tree_structure
-from megatron_lightning.parallel.numbers import number_on
 
+from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.advice import advice_on_few_microbatches
@@ -153,6 +153,7 @@ class PipelinedSteps(Steps):
             call,
             indices=indices,
             around=partial(self._around, hook),
+            around_backward=getattr(self._scope.precision, "backward_context", nullcontext),
             begin_microbatch=self._begin_microbatch,
             reports=self.reports,
             variable_shapes=self._scope.options.pipeline.variable_seq_lengths,

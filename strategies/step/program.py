@@ -4,8 +4,8 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +35,7 @@ class UserProgram:
         indices: Further arguments of the step.
         crossing: Runs the stages where the step calls the pipelined module; None with one stage.
         around: Returns what is put around one forward.
+        around_backward: Returns what is put around one backward.
         begin_microbatch: Called with the micro-batch before its forward.
         reports: Takes what layers report.
         training: Where gradients go; None: there is no backward.
@@ -51,6 +52,7 @@ class UserProgram:
         *,
         crossing: StageCrossing | None,
         around: Callable[[], AbstractContextManager[None]],
+        around_backward: Callable[[], AbstractContextManager[Any]],
         begin_microbatch: Callable[[int], None],
         reports: StepReports,
         training: Training | None,
@@ -63,6 +65,7 @@ class UserProgram:
         self._indices = indices
         self._crossing = crossing
         self._around = around
+        self._around_backward = around_backward
         self._begin_microbatch = begin_microbatch
         self._reports = reports
         self._training = training
@@ -188,11 +191,14 @@ class UserProgram:
         """
         return microbatch if self._variable_shapes else self._signatures[microbatch]
 
-    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context in which a backward may recompute the forward of a stage."""
+    @contextmanager
+    def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around a backward, which may recompute the forward of a stage."""
         crossing = self._crossing
         self._reports.begin(microbatch)
-        return nullcontext() if crossing is None else crossing.recomputing(stage, microbatch)
+        own = nullcontext() if crossing is None else crossing.recomputing(stage, microbatch)
+        with self._around_backward(), own:
+            yield
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Mark the stage's gradients as complete at exit; their reduction starts."""

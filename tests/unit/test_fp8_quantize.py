@@ -3,7 +3,6 @@ that cannot be."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,12 +185,10 @@ def test_what_a_recipe_cannot_be_is_refused_by_name(case: str) -> None:
         FP8Recipe(**options)
 
 
-@pytest.mark.parametrize("backend", ["native", "transformer_engine", "kitchen", "cublas"])
+@pytest.mark.parametrize("backend", ["native", "kitchen", "cublas"])
 def test_backends_that_cannot_run_are_refused_by_name(backend: str) -> None:
-    with pytest.raises(ConfigError, match=f"backend is '{backend}': .*emulation") as error:
+    with pytest.raises(ConfigError, match=f"backend is '{backend}': .*emulation"):
         choose_backend(backend, FP8Recipe(scaling="mxfp8"), None)
-    if backend == "transformer_engine":
-        assert re.search("no CUDA device; scaling=mxfp8 .*Blackwell", str(error.value))
     assert choose_backend("auto", FP8Recipe(scaling="nvfp4"), None) == "emulation"
 
 

@@ -1,0 +1,289 @@
+"""Transformer Engine for the layers of one module: attaches engines, and keeps what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.precision.assignment import recipes_of_layers
+from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.precision.transformer_engine.build import Builder, check_layer
+from megatron_lightning.precision.transformer_engine.engines import ModuleEngine, PassedNorm
+from megatron_lightning.precision.transformer_engine.fusion import (
+    find_fusions,
+    has_engine,
+    is_untouched,
+)
+from megatron_lightning.precision.transformer_engine.layers import put_engine, remove_engines
+from megatron_lightning.precision.transformer_engine.library import Library
+from megatron_lightning.precision.transformer_engine.random import StreamTracker
+from megatron_lightning.precision.transformer_engine.recipes import check_recipe, te_recipe
+from megatron_lightning.precision.transformer_engine.state import (
+    join_states,
+    latest_amax,
+    load_state,
+    read_state,
+)
+
+
+class TransformerEngine:
+    """Computes the layers that a recipe quantizes by Transformer Engine.
+
+    Args:
+        recipe: The recipe.
+        library: Transformer Engine.
+
+    Raises:
+        ConfigError: If Transformer Engine has not this recipe.
+    """
+
+    def __init__(self, recipe: FP8Recipe, library: Library) -> None:
+        check_recipe(recipe)
+        self.recipe = recipe
+        self.library = library
+        self.engines: dict[str, ModuleEngine] = {}
+        """Engines with quantized products, by the path of their layer."""
+        self._scalings: dict[str, FP8Recipe] = {}
+        self._made: list[tuple[FP8Recipe, Any]] = []
+        self._context: ParallelContext | None = None
+        self._tracker: StreamTracker | None = None
+        self._in_step = False
+        self._weights_version = 0
+        self._caches = True
+        self._loaded: dict[str, Any] = {}
+
+    # --------------------------------------------------------------------------------------- layers
+
+    def attach(self, module: nn.Module, context: ParallelContext, *, caches_weights: bool) -> str:
+        """Give this rank's layers their engines; return a sentence for the log.
+
+        Args:
+            module: This rank's part of the module.
+            context: Groups of this rank.
+            caches_weights: Whether quantized weights are kept between the micro-batches of a step;
+                False where the full weights exist for the time of a layer only.
+
+        Raises:
+            ConfigError: If a pattern of the recipe matches nothing, or a layer has no counterpart.
+        """
+        self._context = context
+        self._tracker = StreamTracker(context.rng)
+        self._caches = caches_weights
+        self._made = []
+        remove_engines(module)
+        recipes = recipes_of_layers(module, self.recipe)
+        present = dict(present_modules(module))
+        build = Builder(self.library, context, self)
+        own = {p: r for p, r in recipes.items() if r is not None and p in present}
+        for path, recipe in own.items():
+            check_layer(path, present[path], recipe.scaling)
+        fused = self._attach_fused(present, own, build)
+        self._attach_linears(present, own, build)
+        norms = self._attach_others(present, build)
+        self._restore()
+        return (
+            f"{len(own)} layers of this rank are {len(self.engines)} modules of Transformer Engine "
+            f"{self.library.version}, {fused} of them with the norm before; {norms} other norms "
+            "and attention are, too."
+        )
+
+    def _attach_linears(
+        self, present: dict[str, nn.Module], recipes: dict[str, FP8Recipe], build: Builder
+    ) -> None:
+        """Attach the linear layers and experts that are in no fused module."""
+        for path, recipe in recipes.items():
+            if path in self.engines or path.rpartition(".")[0] in self.engines:
+                continue
+            layer = present[path]
+            if type(layer) is nn.Linear and "forward" in vars(layer):
+                raise ConfigError(
+                    f"recompute_modules or offload_modules name {path}, a linear layer that "
+                    "Transformer Engine computes. Name the module around it."
+                )
+            own_recipe = self._row(recipe)
+            engine = (
+                build.grouped(layer, own_recipe)
+                if isinstance(layer, GroupedLinear)
+                else build.linear(layer, own_recipe)
+            )
+            self._put(path, layer, engine, recipe)
+
+    def _attach_fused(
+        self, present: dict[str, nn.Module], recipes: dict[str, FP8Recipe], build: Builder
+    ) -> int:
+        fusions = find_fusions(present, recipes)
+        for fusion in fusions:
+            norm: Any = present[fusion.norm]
+            target: Any = present[fusion.target]
+            if fusion.activation is None:
+                recipe = recipes[fusion.target]
+                engine = build.norm_linear(norm, target, self._row(recipe))
+            else:
+                recipe = recipes[f"{fusion.target}.linear_fc1"]
+                engine = build.norm_mlp(norm, target, fusion.activation, self._row(recipe))
+            self._put(fusion.target, target, engine, recipe)
+            put_engine(norm, PassedNorm())
+        return len(fusions)
+
+    def _attach_others(self, present: dict[str, nn.Module], build: Builder) -> int:
+        """Attach norms and attention, which are not quantized; return the number of norms."""
+        norms = 0
+        for layer in present.values():
+            if isinstance(layer, CoreAttention):
+                put_engine(layer, build.attention(layer))
+            elif has_engine(layer) and is_untouched(layer):
+                put_engine(layer, build.norm(layer))  # type: ignore[arg-type]
+                norms += 1
+        return norms
+
+    def _put(self, path: str, layer: nn.Module, engine: ModuleEngine, recipe: FP8Recipe) -> None:
+        put_engine(layer, engine)
+        self.engines[path] = engine
+        self._scalings[path] = recipe
+
+    def detach(self, module: nn.Module) -> dict[str, Any]:
+        """Let the layers compute by themselves again; return this rank's state."""
+        state = read_state(self.engines, self.library.version)
+        remove_engines(module)
+        self.engines = {}
+        self._scalings = {}
+        self._context = None
+        return state
+
+    # ----------------------------------------------------------------------------------------- step
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return the context of one forward of a micro-batch.
+
+        Its end reduces the largest values of delayed scaling over the ranks that share the layers.
+        """
+        return nullcontext() if self._context is None else self._quantizing(self._context)
+
+    @contextmanager
+    def _quantizing(self, context: ParallelContext) -> Iterator[None]:
+        group = _sharing(context)
+        with self.library.pytorch.autocast(
+            enabled=True, recipe=self._te_recipe(self.recipe), amax_reduction_group=group
+        ):
+            self._in_step = True
+            try:
+                yield
+            finally:
+                self._in_step = False
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward: an outer one, so that a forward that is computed again
+        inside reduces nothing.
+        """
+        if self._context is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.library.pytorch.autocast(enabled=False)
+        return context
+
+    @contextmanager
+    def without_notes(self) -> Iterator[None]:
+        """Inside the block no largest value enters the histories: it is taken out at the end."""
+        before = {path: row.clone() for path, row in latest_amax(self.engines)}
+        try:
+            yield
+        finally:
+            for path, row in latest_amax(self.engines):
+                row.copy_(before[path]) if path in before else row.zero_()
+
+    @property
+    def checkpoint(self) -> Callable[..., Any]:
+        """Transformer Engine's ``checkpoint``, which computes a forward again with the scales of
+        the first, and draws from our streams.
+        """
+        get_tracker = None if self._tracker is None else partial(_return, self._tracker)
+        return partial(self.library.pytorch.checkpoint, get_rng_state_tracker=get_tracker)
+
+    def scope(self, recipe: Any) -> AbstractContextManager[Any]:
+        """See :class:`~.engines.Surroundings`."""
+        if recipe is None or not self._in_step or self._context is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.library.pytorch.autocast(
+            enabled=True, recipe=recipe, amax_reduction_group=_sharing(self._context)
+        )
+        return context
+
+    def weights_changed(self) -> None:
+        """Quantize the weights again in the next forward: of every layer's first micro-batch."""
+        self._weights_version += 1
+
+    def is_first_microbatch(self, engine: ModuleEngine) -> bool | None:
+        """See :class:`~.engines.Surroundings`; evaluation, which may swap weights, caches
+        nothing.
+        """
+        if not self._caches or not torch.is_grad_enabled():
+            return None
+        is_first = engine.cached_version != self._weights_version
+        engine.cached_version = self._weights_version
+        return is_first
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the layers of all pipeline ranks; all ranks call this."""
+        context = self._context
+        if context is None or not self.recipe.has_history:
+            return {}
+        own = read_state(self.engines, self.library.version)
+        if context.pp.size == 1:
+            return own
+        states: list[Any] = [None] * context.pp.size
+        dist.all_gather_object(states, own, group=context.pp.process_group)
+        return join_states(states)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state, now or when engines are attached."""
+        self._loaded = dict(state)
+        self.weights_changed()
+        if self.engines:
+            self._restore()
+
+    def _restore(self) -> None:
+        delayed = {
+            path: self._te_recipe(recipe)
+            for path, recipe in self._scalings.items()
+            if recipe.scaling == "delayed"
+        }
+        load_state(self.engines, self._loaded, delayed)
+        self._loaded = {}
+
+    # -------------------------------------------------------------------------------------- recipes
+
+    def _row(self, recipe: FP8Recipe) -> Any:
+        """Return the recipe of a layer; None: that of the step."""
+        return None if recipe == self.recipe else self._te_recipe(recipe)
+
+    def _te_recipe(self, recipe: FP8Recipe) -> Any:
+        """Return Transformer Engine's recipe: one object for equal ones of ours."""
+        for known, made in self._made:
+            if known == recipe:
+                return made
+        reduces = self._context is not None and _sharing(self._context) is not None
+        made = te_recipe(recipe, self.library, reduces=reduces)
+        self._made.append((recipe, made))
+        return made
+
+
+def _sharing(context: ParallelContext) -> Any:
+    """Return the process group of the ranks that share the layers; None: this one alone."""
+    group = context.axis("tp-dp-cp")
+    return group.process_group if group.size > 1 else None
+
+
+def _return(tracker: StreamTracker) -> StreamTracker:
+    return tracker

@@ -1,0 +1,219 @@
+"""Modules of Transformer Engine that compute layers with the layers' own parameters.
+
+An engine is no child module of its layer, so that names and checkpoints do not change. It binds the
+parameters at every call, because sharded data parallelism exchanges them. Copies and pickles of a
+layer have None in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.sequence_info import SequenceInfo
+
+Parameters = Callable[[], Mapping[str, Tensor]]
+
+
+class Surroundings(Protocol):
+    """What engines ask the backend during a step."""
+
+    def scope(self, recipe: Any) -> AbstractContextManager[Any]:
+        """Return the context in which a layer with its own recipe runs."""
+        ...
+
+    @property
+    def checkpoint(self) -> Callable[..., Any]:
+        """See :class:`~megatron_lightning.layers.engine.Engine`."""
+        ...
+
+    def is_first_microbatch(self, engine: ModuleEngine) -> bool | None:
+        """Return whether the weights have changed since the engine's last call; None: nothing is
+        cached.
+        """
+        ...
+
+
+class ModuleEngine:
+    """Computes a layer by a module.
+
+    Args:
+        layer: The layer.
+        module: Transformer Engine's module, whose own parameters are on ``meta``.
+        parameters: Returns the layer's parameters by the module's names.
+        around: The backend.
+        recipe: Recipe of the layer, where it is not the step's.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        module: Any,
+        parameters: Parameters,
+        around: Surroundings,
+        recipe: Any = None,
+    ) -> None:
+        self.module = module
+        self.cached_version = -1
+        """Version of the weights of which the module has quantized copies."""
+        self.checkpoint: Callable[..., Any] | None = around.checkpoint
+        self._layer = layer
+        self._parameters = parameters
+        self._around = around
+        self._recipe = recipe
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def takes(self, x: Tensor, *args: Any) -> bool:
+        """See :class:`~megatron_lightning.layers.engine.Engine`; tensors without values are for the
+        layer.
+        """
+        return not isinstance(x, FakeTensor)
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """Compute the layer."""
+        self.module._parameters.update(self._parameters())
+        if self.module.training != self._layer.training:
+            self.module.train(self._layer.training)
+        with self._around.scope(self._recipe):
+            return self._compute(x, *args)
+
+    def _compute(self, x: Tensor, *args: Any) -> Tensor:
+        out: Tensor = self.module(x)
+        return out
+
+    def _is_first(self) -> bool | None:
+        return self._around.is_first_microbatch(self)
+
+
+class NormEngine(ModuleEngine):
+    """Computes a norm."""
+
+
+class LinearEngine(ModuleEngine):
+    """Computes a linear layer, or a norm and what follows it.
+
+    Args:
+        sequence_dim: Dim of the sequence, which Transformer Engine gathers and scatters along the
+            first.
+        given: The other arguments, by name.
+    """
+
+    def __init__(self, *args: Any, sequence_dim: int = 0, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._dim = sequence_dim
+
+    def _compute(self, x: Tensor, *args: Any) -> Tensor:
+        x = x.transpose(0, self._dim) if self._dim else x
+        out: Tensor = self.module(x, is_first_microbatch=self._is_first())
+        return out.transpose(0, self._dim).contiguous() if self._dim else out
+
+
+class GroupedEngine(ModuleEngine):
+    """Computes the experts of a layer; rows of each are padded to what the recipe multiplies.
+
+    Args:
+        pad: Adds rows of zeros.
+        unpad: Removes them.
+        given: The other arguments.
+    """
+
+    def __init__(self, *args: Any, pad: Any, unpad: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._pad = pad
+        self._unpad = unpad
+
+    def _compute(self, x: Tensor, *args: Any) -> Tensor:
+        (counts,) = args
+        sizes = counts.tolist()  # Transformer Engine reads them on the host
+        padded, padded_sizes = self._pad(x, sizes)
+        out: Tensor = self.module(
+            padded, torch.tensor(padded_sizes), is_first_microbatch=self._is_first()
+        )
+        out = self._unpad(out, sizes)
+        return out
+
+
+class AttentionEngine:
+    """Computes causal, full and sliding-window attention over sequences of one document.
+
+    Args:
+        core: The layer.
+        build: Returns a ``DotProductAttention`` for heads (n, g), sizes (d, e) and a scale; they
+            are known at the first call.
+    """
+
+    checkpoint: Callable[..., Any] | None = None
+
+    def __init__(
+        self,
+        core: CoreAttention,
+        build: Callable[[tuple[int, int], tuple[int, int], float], Any],
+    ) -> None:
+        self._core = core
+        self._build = build
+        self._modules: dict[tuple[Any, ...], Any] = {}
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def takes(self, x: Tensor, *args: Any) -> bool:
+        """Return whether there is a form for these sequences: documents that share a row, cached
+        keys and attention in fp32 are the layer's own.
+        """
+        sequence: SequenceInfo = args[0]
+        core = self._core
+        windowed = sequence.window is not None and core.exchange is not None
+        return (
+            sequence.documents is None
+            and not sequence.num_cached
+            and not windowed
+            and not core.in_fp32
+            and (core.exchange is None or core.takes_parts)
+            and not isinstance(x, FakeTensor)
+        )
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, e] to [s, b, n*e]."""
+        k, v, sequence, scale = args
+        key = ((x.shape[2], k.shape[2]), (x.shape[3], v.shape[3]), scale)
+        if key not in self._modules:
+            self._modules[key] = self._build(*key)
+        module = self._modules[key]
+        module.train(self._core.training)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, k, v = (tensor.to(dtype) for tensor in (x, k, v))
+        window = None if sequence.window is None else (sequence.window, 0)
+        out: Tensor = module(
+            x.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            attn_mask_type="causal" if sequence.causal else "no_mask",
+            window_size=window,
+        )
+        return out
+
+
+class PassedNorm:
+    """Engine of a norm that the engine of the next layer computes: returns its input."""
+
+    checkpoint: Callable[..., Any] | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def takes(self, x: Tensor, *args: Any) -> bool:
+        """See :class:`~megatron_lightning.layers.engine.Engine`."""
+        return not isinstance(x, FakeTensor)
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """Return ``x``."""
+        return x

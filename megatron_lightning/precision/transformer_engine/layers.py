@@ -1,0 +1,66 @@
+"""torch's own layers with a place for an engine; they become these, and plain again, by a change of
+class.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_lightning.layers.engine import Engine
+
+
+class EngineLinear(nn.Linear):
+    """An ``nn.Linear`` that an engine computes."""
+
+    engine: Engine | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        if self.engine is not None and self.engine.takes(input):
+            return self.engine(input)
+        return super().forward(input)
+
+
+class EngineRMSNorm(nn.RMSNorm):
+    """An ``nn.RMSNorm`` that an engine computes."""
+
+    engine: Engine | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize [..., size]."""
+        if self.engine is not None and self.engine.takes(x):
+            return self.engine(x)
+        return super().forward(x)
+
+
+class EngineLayerNorm(nn.LayerNorm):
+    """An ``nn.LayerNorm`` that an engine computes."""
+
+    engine: Engine | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize [..., size]."""
+        if self.engine is not None and self.engine.takes(input):
+            return self.engine(input)
+        return super().forward(input)
+
+
+_WITH_ENGINE: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: EngineLinear,
+    nn.RMSNorm: EngineRMSNorm,
+    nn.LayerNorm: EngineLayerNorm,
+}
+_PLAIN = {changed: plain for plain, changed in _WITH_ENGINE.items()}
+
+
+def put_engine(layer: nn.Module, engine: Engine) -> None:
+    """Let ``engine`` compute ``layer``."""
+    layer.__class__ = _WITH_ENGINE.get(type(layer), type(layer))
+    layer.engine = engine  # type: ignore[assignment]
+
+
+def remove_engines(module: nn.Module) -> None:
+    """Let all layers of ``module`` compute by themselves."""
+    for child in module.modules():
+        vars(child).pop("engine", None)
+        child.__class__ = _PLAIN.get(type(child), type(child))

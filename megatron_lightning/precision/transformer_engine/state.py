@@ -1,0 +1,98 @@
+"""Scales and histories of Transformer Engine's layers as tensors and JSON.
+
+Its own ``_extra_state`` of delayed scaling is a pickle, which a checkpoint does not load. What the
+pickle holds is read and written here instead; other recipes have no state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.precision.transformer_engine.engines import ModuleEngine
+
+_DIRECTIONS = ("fwd", "bwd")
+_TENSORS = ("scale", "amax_history")
+_ABOUT = "about"
+
+
+def read_state(engines: Mapping[str, ModuleEngine], version: str) -> dict[str, Any]:
+    """Return the state of the layers that have one: ``path.scale_fwd`` and the like -> tensor, and
+    ``about``: JSON of Transformer Engine's version and the number of products of each layer.
+    """
+    tensors: dict[str, Any] = {}
+    products: dict[str, int] = {}
+    for path, engine in engines.items():
+        meta = engine.module.fp8_meta
+        for direction in _DIRECTIONS:
+            scaling = meta.get(f"scaling_{direction}")
+            for name in _TENSORS:
+                value = getattr(scaling, name, None)
+                if isinstance(value, Tensor) and hasattr(scaling, "amax_history"):
+                    tensors[f"{path}.{name}_{direction}"] = value.detach().cpu()
+                    products[path] = int(meta["num_gemms"])
+    if not tensors:
+        return {}
+    return tensors | {_ABOUT: json.dumps({"version": version, "num_gemms": products})}
+
+
+def latest_amax(engines: Mapping[str, ModuleEngine]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the row of every forward history, by the path of its layer, into which Transformer
+    Engine writes the largest values of the forward at hand.
+    """
+    for path, engine in engines.items():
+        scaling = engine.module.fp8_meta.get("scaling_fwd")
+        history = getattr(scaling, "amax_history", None)
+        if history is not None:
+            yield path, history[0]
+
+
+def join_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the states of all pipeline ranks as one."""
+    states = [state for state in states if state]
+    if not states:
+        return {}
+    about = [json.loads(state[_ABOUT]) for state in states]
+    products = {path: n for own in about for path, n in own["num_gemms"].items()}
+    joined = {name: value for state in states for name, value in state.items()}
+    return joined | {_ABOUT: json.dumps({"version": about[0]["version"], "num_gemms": products})}
+
+
+def load_state(
+    engines: Mapping[str, ModuleEngine], state: Mapping[str, Any], recipes: Mapping[str, Any]
+) -> None:
+    """Restore :func:`read_state`, of a joined state as well.
+
+    Args:
+        engines: Engines by the path of their layer.
+        state: What was saved.
+        recipes: Transformer Engine's recipe of each layer with delayed scaling.
+
+    Raises:
+        CheckpointError: If the checkpoint has no state of a layer.
+    """
+    if not state:
+        return
+    products = json.loads(state[_ABOUT])["num_gemms"]
+    if missing := sorted(recipes.keys() - products.keys()):
+        raise CheckpointError(
+            f"the checkpoint has Transformer Engine's scales of {len(products)} layers and none of "
+            f"{', '.join(missing[:3])}: it was saved with another recipe, or other recomputed "
+            "modules. Set those that it was saved with, or scaling to current."
+        )
+    for path, recipe in recipes.items():
+        module = engines[path].module
+        meta = module.fp8_meta
+        meta["recipe"] = recipe
+        meta["num_gemms"] = products[path]
+        module.init_fp8_meta_tensors(recipe)
+        for direction in _DIRECTIONS:
+            scaling = meta[f"scaling_{direction}"]
+            scaling.scale.copy_(state[f"{path}.scale_{direction}"])
+            history = state[f"{path}.amax_history_{direction}"]
+            length = min(len(history), len(scaling.amax_history))
+            scaling.amax_history[:length].copy_(history[:length])

@@ -1,0 +1,271 @@
+"""Trainings by the Transformer Engine backend with a package that computes in fp32, against torch's
+own layers on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import RecomputeOptions
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
+from tests.helpers.fake_transformer_engine import installed
+from tests.helpers.ranks import run_ranks
+from tests.helpers.te_contract import STATE
+from tests.helpers.trainers import Losses, trainer
+from tests.helpers.transformer_engine_cases import GPT, LLAMA, MOE, config
+
+TP, PP, VPP, EP = (
+    f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline", "expert")
+)
+CP = "context_parallel_size"
+BATCH, SEQUENCE, STEPS = 8, 32, 3
+MICRO = 2
+DELAYED = FP8Recipe(scaling="delayed", amax_history_len=16)
+RECOMPUTE = RecomputeOptions(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+
+
+class InFp32(MegatronFP8Precision):
+    """The plugin without torch's autocast: layers that are not quantized compute in fp32, too."""
+
+    def autocast_context_manager(self) -> Any:
+        return nullcontext()
+
+
+class Module(GPTLightningModule):
+    """Keeps the first sum of gradients apart from momentum: plain SGD."""
+
+    sequence_dims = {"tokens": 1, "labels": 1}  # noqa: RUF012
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _data(batch_size: int, steps: int) -> DataLoader[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, 40, (BATCH * steps, SEQUENCE + 1), generator=generator)
+    rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
+    return DataLoader(rows, batch_size=batch_size)
+
+
+def _fit(
+    strategy: dict[str, Any],
+    options: dict[str, Any],
+    recipe: FP8Recipe | None,
+    *,
+    replicas: int = 1,
+    steps: int = STEPS,
+    batches: int = STEPS,
+    callbacks: tuple[pl.Callback, ...] = (),
+    **of_trainer: Any,
+) -> tuple[list[float], list[float]]:
+    """Return losses and gradient norms; without a recipe those of torch's layers."""
+    pl.seed_everything(1)
+    record, ckpt_path = Losses(), of_trainer.pop("ckpt_path", None)
+    plugins = [] if recipe is None else [InFp32(recipe, backend="transformer_engine")]
+    fit = trainer(
+        MegatronStrategy(**{"micro_batch_size": MICRO, **strategy}),
+        max_steps=steps,
+        callbacks=[record, *callbacks],
+        plugins=plugins,
+        **of_trainer,
+    )
+    module = Module(config(**{"num_layers": 2, "init_method_std": 0.1, **options}))
+    fit.fit(module, _data(BATCH // replicas, batches), ckpt_path=ckpt_path)
+    return record.losses, record.norms
+
+
+def _with_engines(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with installed():
+        result = body(*args, **kwargs)
+        flags = list(STATE.first_flags.values())
+        return result, flags, list(STATE.reductions), {name for name, _ in STATE.calls}
+
+
+def _by_engines(strategy: dict[str, Any], options: dict[str, Any], **others: Any) -> Any:
+    recipe = others.pop("recipe", DELAYED)
+    return _with_engines(_fit, strategy, options, recipe, **others)
+
+
+def _compared(strategy: dict[str, Any], options: dict[str, Any], others: dict[str, Any]) -> Any:
+    return _by_engines(strategy, options, **others)
+
+
+SINGLE = {"micro_batch_size": 1}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "one": (1, {}, LLAMA, {}),
+    "native": (1, {"micro_batch_size": None}, GPT, {}),
+    "tp2-pp2": (4, {TP: 2, PP: 2}, LLAMA, {}),
+    "tp2-biases": (2, {TP: 2}, GPT, {}),
+    "tp2-without-sp": (2, {TP: 2, "sequence_parallel": False}, GPT, {}),
+    "vpp2": (2, {PP: 2, VPP: 2}, {**LLAMA, "num_layers": 4}, {}),
+    "zb-h1": (2, {PP: 2, "pipeline_schedule": "zb-h1"}, LLAMA, {}),
+    "recompute": (2, {PP: 2, "recompute": RECOMPUTE}, LLAMA, {}),
+    "dp2": (2, SINGLE, LLAMA, {"replicas": 2}),
+    "fsdp2": (2, {"data_parallel": "fsdp", **SINGLE}, LLAMA, {"replicas": 2}),
+    "cp2": (2, {CP: 2}, LLAMA, {}),
+    "experts-tp2": (2, {TP: 2}, MOE, {}),
+    "experts-ep2": (2, {EP: 2, **SINGLE}, MOE, {"replicas": 2}),
+}
+FAST = ("tp2-pp2", "recompute", "experts-tp2")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CASES]
+)
+def test_layouts_equal_torchs_layers_on_one_process(case: str) -> None:
+    """1e-5: sums in another order. Every module's calls in a step begin with True and go on with
+    False, whatever the schedule, or are None where shards are gathered for a layer only. Largest
+    values are reduced over the ranks that share the layers, once for every forward, and never by
+    one that is computed again."""
+    ranks, strategy, options, others = CASES[case]
+    size = strategy.get("micro_batch_size", MICRO)
+    plain = {"micro_batch_size": size}
+    [(losses, norms)] = run_ranks(1, _fit, plain, options, None, timeout_s=100)
+    tensor = strategy.get(TP, 1) * strategy.get(CP, 1)
+    sharing = tensor * others.get("replicas", 1) if EP not in strategy else 2
+    for result, flags, reductions, calls in run_ranks(
+        ranks, _compared, strategy, options, others, timeout_s=110
+    ):
+        own, own_norms = result
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        if others.get("replicas", 1) == 1:
+            assert own == pytest.approx(losses, rel=1e-5)
+        microbatches = 1 if size is None else BATCH // others.get("replicas", 1) // size
+        recomputed = "recompute" in strategy
+        calls_a_step = microbatches * (1 + recomputed)
+        once = [True] + [False] * (calls_a_step - 1)
+        if strategy.get("data_parallel") == "fsdp":
+            once = [None] * calls_a_step
+        if PP in strategy:  # each stage has run once without gradients, to learn what it sends
+            assert all(flag.pop(0) is None for flag in flags)
+        assert flags and all(flag == once * STEPS for flag in flags)
+        assert set(reductions) == {sharing}
+        stages = strategy.get(VPP, 1)
+        assert len(reductions) <= len(flags) * STEPS * microbatches * stages
+        assert ("checkpoint" in calls) == recomputed
+
+
+def test_weights_are_quantized_once_for_accumulated_batches() -> None:
+    [(_, flags, _, _)] = run_ranks(1, _accumulated)
+    # 2 batches of 4 micro-batches a step.
+    assert flags and all(flag == ([True] + [False] * 7) * 2 for flag in flags)
+
+
+def _accumulated() -> Any:
+    return _by_engines({}, LLAMA, steps=2, batches=4, accumulate_grad_batches=2)
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+
+def _saved(folder: str) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, filename="at", every_n_train_steps=2, save_top_k=1)
+
+
+class _State(pl.Callback):
+    """Keeps this rank's weights and the plugin's state at the start."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.scales: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self.scales = dict(trainer.precision_plugin.state_dict().get("transformer_engine", {}))
+
+
+def _moved(folder: str, layout: dict[str, Any]) -> Any:
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": (_saved(folder),)}
+    with installed():
+        full, _ = _fit(layout, LLAMA, DELAYED, steps=4, batches=4)
+        _fit(layout, LLAMA, DELAYED, steps=2, batches=4, **options)
+        path, by_engines, by_torch = f"{folder}/at.ckpt", _State(), _State()
+        again, _ = _fit(
+            layout, LLAMA, DELAYED, steps=4, batches=4, ckpt_path=path, callbacks=(by_engines,)
+        )
+    plain, _ = _fit(layout, LLAMA, None, steps=4, batches=4, ckpt_path=path, callbacks=(by_torch,))
+    equal = all(torch.equal(by_engines.weights[n], w) for n, w in by_torch.weights.items())
+    same_names = list(by_engines.weights) == list(by_torch.weights)
+    histories = [
+        value.count_nonzero().item()
+        for name, value in by_engines.scales.items()
+        if name.endswith("amax_history_fwd")
+    ]
+    return full, again, plain, equal and same_names, histories
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {PP: 2}),
+        pytest.param(4, {TP: 2, PP: 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_move_between_backends(
+    ranks: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """Resumed training is bit-equal with its scales, and torch's layers continue from the same
+    weights bit by bit, to 1e-5 as before."""
+    for full, again, plain, equal, histories in run_ranks(
+        ranks, _moved, str(tmp_path), layout, timeout_s=110
+    ):
+        assert again[-2:] == full[-2:]
+        assert plain[-2:] == pytest.approx(full[-2:], rel=1e-5)
+        assert equal
+        assert len(histories) == 6 and min(histories) > 0  # of both stages
+
+
+# --------------------------------------------------------------------------------------- evaluation
+
+
+class _Swap(pl.Callback):
+    """Other weights during validation, as averaging has."""
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.kept = [p.detach().clone() for p in module.parameters()]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(module.parameters(), self.kept, strict=True):
+                parameter.copy_(value)
+
+
+def _evaluated(validates: bool) -> Any:
+    with installed():
+        pl.seed_everything(1)
+        plugin = InFp32(DELAYED, backend="transformer_engine")
+        fit = trainer(
+            MegatronStrategy(micro_batch_size=MICRO), max_steps=2, plugins=[plugin],
+            callbacks=[_Swap()], val_check_interval=1, limit_val_batches=int(validates),
+        )  # fmt: skip
+        module = Module(config(**LLAMA))
+        fit.fit(module, _data(BATCH, 2), _data(BATCH, 1))
+        left = [name for name, child in module.named_modules() if "engine" in vars(child)]
+        state = {n: v.tolist() for n, v in plugin._engine_state.items() if n != "about"}
+        return list(STATE.first_flags.values()), len(STATE.reductions), left, state
+
+
+def test_evaluation_keeps_no_codes_and_notes_nothing_and_a_run_leaves_the_module() -> None:
+    [(flags, reductions, left, state)] = run_ranks(1, _evaluated, True)
+    [(*_, expected)] = run_ranks(1, _evaluated, False)
+    assert state == expected and state
+    training, validation = [True, False, False, False], [None] * 4
+    assert flags and all(flag == (training + validation) * 2 for flag in flags)
+    assert reductions == 3 * 4 * 2  # modules, micro-batches, steps
+    assert not left
