@@ -35,6 +35,20 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
         )
 
 
+def check_compiled_precision(plugin: Precision | None) -> None:
+    """Check the Trainer's precision, for blocks that are compiled.
+
+    Raises:
+        ConfigError: If Transformer Engine computes their layers.
+    """
+    if getattr(plugin, "backend", None) == "transformer_engine":
+        raise ConfigError(
+            'compile="block" and MegatronFP8Precision(backend="transformer_engine"): its layers '
+            "are kernels already, with which torch.compile makes no graph of a block. Leave "
+            "compile out, or set backend to native."
+        )
+
+
 def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
     """Check the user's checkpoint plugin.
 

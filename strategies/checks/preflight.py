@@ -44,7 +44,11 @@ from megatron_lightning.strategies.checks.module import (
     planned_module,
     sequence_dims_of,
 )
-from megatron_lightning.strategies.checks.plugins import check_checkpoint_io, check_precision
+from megatron_lightning.strategies.checks.plugins import (
+    check_checkpoint_io,
+    check_compiled_precision,
+    check_precision,
+)
 from megatron_lightning.strategies.options import StrategyOptions
 
 
@@ -73,6 +77,7 @@ def check_trainer(
     check_checkpoint_io(checkpoint_io, world_size)
     if options.compile is not None:
         check_compiler(options.compile, device)
+        check_compiled_precision(precision)
         if options.schedule.splits_backward:
             num_shards, schedule = grid.size("dp-cp"), str(options.schedule)
             check_compiled_shards(options.data_parallel, num_shards, schedule)

@@ -71,10 +71,12 @@ def checkpoint(*args: Any, **kwargs: Any) -> Any:
         now, STATE.recomputing = tracker.get_states(), True
         tracker.set_states(states)
         enabled, recipe, _ = outer[-1] if outer else (False, None, None)
-        with autocast(enabled=enabled, recipe=recipe):
-            yield
-        STATE.recomputing = False
-        tracker.set_states(now)
+        try:
+            with autocast(enabled=enabled, recipe=recipe):
+                yield
+        finally:  # torch's checkpoint leaves early, by an exception
+            STATE.recomputing = False
+            tracker.set_states(now)
 
     return torch_checkpoint(*args, context_fn=lambda: (nullcontext(), again()), **kwargs)
 

@@ -168,6 +168,18 @@ def _accumulated() -> Any:
     return _by_engines({}, LLAMA, steps=2, batches=4, accumulate_grad_batches=2)
 
 
+def _dropped() -> Any:
+    options = {**LLAMA, "hidden_dropout": 0.2}
+    with installed():
+        return [_fit({TP: 2, **more}, options, DELAYED) for more in ({}, {"recompute": RECOMPUTE})]
+
+
+def test_a_forward_that_is_computed_again_draws_the_same() -> None:
+    """Transformer Engine restores our streams, from which sequence shards draw."""
+    for once, again in run_ranks(2, _dropped, timeout_s=100):
+        assert once == again
+
+
 # -------------------------------------------------------------------------------------- checkpoints
 
 

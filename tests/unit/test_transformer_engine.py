@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_lightning.precision.transformer_engine.library import Library, loa
 from megatron_lightning.precision.transformer_engine.recipes import check_recipe, te_recipe
 from megatron_lightning.precision.transformer_engine.state import load_state, read_state
 from megatron_lightning.strategies import MegatronFP8Precision
+from megatron_lightning.strategies.checks.plugins import check_compiled_precision
 from tests.helpers.fake_transformer_engine import installed
 from tests.helpers.fake_transformer_engine_modules import Linear
 from tests.helpers.te_contract import State
@@ -116,7 +118,9 @@ def test_a_package_that_is_not_installed() -> None:
 
 
 def test_a_cpu_is_refused_before_launch() -> None:
-    with pytest.raises(ConfigError, match=r"CUDA devices only.*Run on a GPU; or set backend"):
+    with pytest.raises(
+        ConfigError, match=r"CUDA devices only.*Run on a GPU, or set backend to emulation"
+    ):
         MegatronFP8Precision(FP8Recipe(), backend="transformer_engine")
 
 
@@ -262,6 +266,18 @@ def test_linear_layers_that_are_recomputed_alone(library: Library) -> None:
     )
     with pytest.raises(ConfigError, match=r"linear_proj, a linear layer.*Name the module around"):
         _attached(library, model=model)
+
+
+def test_compiled_blocks_are_refused(fake: State) -> None:
+    plugin = MegatronFP8Precision(FP8Recipe(scaling="current"), backend="transformer_engine")
+    with pytest.raises(ConfigError, match="Leave compile out, or set backend to native"):
+        check_compiled_precision(plugin)
+
+
+def test_plugins_are_pickled_without_the_library(fake: State) -> None:
+    """As launchers send them to the processes that they start."""
+    plugin = MegatronFP8Precision(FP8Recipe(scaling="current"), backend="transformer_engine")
+    assert pickle.loads(pickle.dumps(plugin)).backend == "transformer_engine"
 
 
 # -------------------------------------------------------------------------------------------- state

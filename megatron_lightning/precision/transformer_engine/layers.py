@@ -4,6 +4,8 @@ class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from megatron_lightning.layers.engine import Engine
@@ -45,12 +47,14 @@ class EngineLayerNorm(nn.LayerNorm):
         return super().forward(input)
 
 
-_WITH_ENGINE: dict[type[nn.Module], type[nn.Module]] = {
+_WITH_ENGINE: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.Linear: EngineLinear,
     nn.RMSNorm: EngineRMSNorm,
     nn.LayerNorm: EngineLayerNorm,
 }
-_PLAIN = {changed: plain for plain, changed in _WITH_ENGINE.items()}
+_PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {
+    changed: plain for plain, changed in _WITH_ENGINE.items()
+}
 
 
 def put_engine(layer: nn.Module, engine: Engine) -> None:

@@ -40,9 +40,10 @@ def load(*, has_gpu: bool) -> Library:
         ConfigError: If it cannot be used here: with what is missing, and what would work.
     """
     if not has_gpu:
-        raise _refusal(
-            "Transformer Engine computes on CUDA devices only, and this machine has none",
-            "Run on a GPU",
+        raise ConfigError(
+            "backend is 'transformer_engine': Transformer Engine computes on CUDA devices only, "
+            "and there is none here. Run on a GPU, or set backend to emulation, which runs on any "
+            "device."
         )
     if find_spec("transformer_engine") is None:
         raise _refusal("the package transformer_engine is not installed", f"Install it: {INSTALL}")
@@ -69,7 +70,7 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        cause = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise _refusal(
             f"transformer_engine is installed, and `import {name}` fails ({cause}), as it does "
             "without its core library, its torch extension transformer_engine_torch, or libraries "

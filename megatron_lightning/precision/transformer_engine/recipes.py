@@ -17,13 +17,14 @@ environment. ``num_layers_*_in_bf16`` and ``modules`` decide which layers get an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.library import Library
 
-_AVAILABLE = {
+_AVAILABLE: Mapping[str, str] = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
