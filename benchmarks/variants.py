@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron_lightning.config import DataParallel, TransformerConfig
+from megatron_lightning.config import CompileScope, DataParallel, TransformerConfig
 from megatron_lightning.modules.gpt import Batch, GPTLightningModule
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
@@ -196,6 +196,7 @@ def megatron(
     dp: int = 1,
     num_microbatches: int = 1,
     data_parallel: DataParallel = "ddp",
+    compile: CompileScope | None = None,
 ) -> Strategy:
     """Return our strategy."""
     samples = shape.batch // dp // num_microbatches
@@ -204,6 +205,7 @@ def megatron(
         pipeline_model_parallel_size=pp,
         data_parallel=data_parallel,
         micro_batch_size=samples if num_microbatches > 1 else None,
+        compile=compile,
     )
 
 
