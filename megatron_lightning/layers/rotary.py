@@ -139,9 +139,9 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(cosines, sines)
         out = x.new_empty((x.shape[1], x.shape[0], *x.shape[2:])).transpose(0, 1)
         half = cosines.shape[-1]
-        sizes = (half, half, x.shape[-1] - 2 * half)
-        first, second, rest = x.split(sizes, dim=-1)
-        out_first, out_second, out_rest = out.split(sizes, dim=-1)
+        sizes = [half, half, x.shape[-1] - 2 * half]
+        first, second, rest = torch.split(x, sizes, dim=-1)
+        out_first, out_second, out_rest = torch.split(out, sizes, dim=-1)
         torch.mul(first, cosines, out=out_first).addcmul_(second, sines, value=-1.0)
         torch.mul(second, cosines, out=out_second).addcmul_(first, sines)
         out_rest.copy_(rest)

@@ -40,7 +40,7 @@ def memory_advice(*, allocated: int, reserved: int, total: int, is_expandable: b
 
 def explain_out_of_memory(error: BaseException) -> None:
     """Add advice to an out-of-memory error of this rank's GPU; other errors stay as they are."""
-    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
         return
     settings = f"{os.getenv('PYTORCH_ALLOC_CONF', '')},{os.getenv('PYTORCH_CUDA_ALLOC_CONF', '')}"
     advice = memory_advice(
