@@ -143,8 +143,8 @@ class _Watch(LiveBytes):
         name = str(func).rpartition(".")[0]
         if name == "c10d.send":
             self.sent["send"] += sum(x.nbytes for x in args[0])
-        elif name == "c10d.alltoall_base_":
-            self.sent["all-to-all"] += args[1].nbytes
+        elif name == "_c10d_functional.all_to_all_single":
+            self.sent["all-to-all"] += args[0].nbytes
         elif name in ("megatron_lightning.all_gather", "megatron_lightning.reduce_scatter"):
             self.sent[name.partition(".")[2]] += args[0].nbytes
         elif name.startswith("c10d.") and not name.startswith("c10d.recv"):
