@@ -44,7 +44,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   predict     run the prediction loop
   preprocess  tokenize text into indexed files
   generate    continue prompts with a trained model
-  checkpoint  inspect, verify, reshard, consolidate, average or prune checkpoints
+  checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file
 
@@ -199,8 +199,9 @@ def _run(command: str, options: list[str]) -> None:
             raise SystemExit(2)
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.commands import COMMANDS as TOOLS
+        from megatron_lightning.models.upcycling import upcycle
 
-        _use_tool(TOOLS, options)
+        _use_tool({**TOOLS, "upcycle": upcycle}, options)
     else:
         nearest = suggestion(command, COMMANDS)
         raise ConfigError(
@@ -245,13 +246,16 @@ def _call(
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action="config", help="Path to a configuration file.")
     _add_options(parser, function, required_as_positional)
-    return function(**_arguments(function, parser.parse_args(_underscored(options))))
+    settings = parser.instantiate_classes(parser.parse_args(_underscored(options)))
+    return function(**_arguments(function, settings))
 
 
 def _add_options(
     parser: ArgumentParser, function: Callable[..., Any], required_as_positional: bool
 ) -> None:
-    """Add the parameters of ``function``; a list takes several words, and a bool needs no value."""
+    """Add the parameters of ``function``; a list takes several words, a bool needs no value, and
+    what is keyword-only is never positional.
+    """
     documented = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {param.arg_name: param.description for param in documented.params}
     parser.description = documented.short_description
@@ -269,7 +273,8 @@ def _add_options(
                 if required_as_positional
                 else {"type": bool, "nargs": "?", "const": True}
             )
-        positional = required and required_as_positional
+        is_named = parameter.kind is parameter.KEYWORD_ONLY
+        positional = required and required_as_positional and not is_named
         if not positional:
             settings |= {"required": True} if required else {"default": default}
         parser.add_argument(name if positional else f"--{name}", help=described[name], **settings)
