@@ -2,8 +2,8 @@
 and tensor parallelism.
 
 ``aot_eager`` traces, differentiates and partitions as ``inductor`` does, and runs the kernels of
-eager mode; ``inductor`` writes kernels of its own. Both round otherwise than uncompiled layers, whose
-rotations and SwiGLU are operations of their own.
+eager mode; ``inductor`` writes kernels of its own. Both round otherwise than uncompiled layers,
+whose rotations and SwiGLU are operations of their own.
 """
 
 from __future__ import annotations
