@@ -211,7 +211,6 @@ CASES = {**EXACT, **BANDS}
 FAST = [
     ("delayed", "interleaved"),
     ("mxfp8", "latent-zb-h1"),
-    ("current", "hf-tp2-pp2"),
     ("delayed", "output-zb-h1"),
 ]
 

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "experts-tp2": (2, {TP: 2}, MOE, {}),
     "experts-ep2": (2, {EP: 2, **SINGLE}, MOE, {"replicas": 2}),
 }
-FAST = ("tp2-pp2", "recompute", "experts-tp2")
+FAST = ("tp2-pp2", "experts-tp2")
 
 
 @pytest.mark.parametrize(

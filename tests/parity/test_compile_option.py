@@ -47,7 +47,7 @@ def _compare(layout: dict[str, Any], recompute: RecomputeOptions | None) -> list
     [
         pytest.param(1, {}, "selective", id="selective"),
         pytest.param(2, {TP: 2}, "none", id="tp2"),
-        pytest.param(2, {"context_parallel_size": 2}, "none", id="cp2"),
+        pytest.param(2, {"context_parallel_size": 2}, "none", id="cp2", marks=pytest.mark.slow),
         pytest.param(4, {**ZBV, TP: 2}, "none", id="tp2-zbv", marks=pytest.mark.slow),
         pytest.param(4, {TP: 2, PP: 2, "micro_batch_size": 1}, "none", id="tp2-pp2",
                      marks=pytest.mark.slow),
