@@ -246,7 +246,9 @@ def _call(
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action="config", help="Path to a configuration file.")
     _add_options(parser, function, required_as_positional)
-    settings = parser.instantiate_classes(parser.parse_args(_underscored(options)))
+    # Named ``instantiate`` from jsonargparse 4.49 on, which warns of the older name.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    settings = instantiate(parser.parse_args(_underscored(options)))
     return function(**_arguments(function, settings))
 
 
