@@ -515,7 +515,8 @@ def test_an_error_in_a_step_keeps_its_traceback(
         (["preprocess", "--input", "x"], "output_prefix"),
         (
             ["checkpoint"],
-            "checkpoint needs a tool: inspect, verify, reshard, consolidate, average, prune, upcycle.",
+            "checkpoint needs a tool: inspect, verify, reshard, consolidate, average, prune, "
+            "upcycle.",
         ),
         (
             ["checkpoint", "prune", "x", "--keep-last", "two"],
