@@ -34,6 +34,8 @@ class TokenOrder:
     """t."""
     width: int
     """w."""
+    is_full: bool
+    """Whether there is a row for every slot, and a slot for every row."""
 
     @classmethod
     def of(cls, chosen: Tensor, probs: Tensor, num_choices: int | None) -> TokenOrder:
@@ -52,13 +54,13 @@ class TokenOrder:
             width = int(counted.sum(1).max()) if num_tokens else 0
             slots = tokens * width + (counted.cumsum(1) - 1)[tokens, experts]
             slots = slots.where(counted[tokens, experts], num_tokens * width)
-            return cls(tokens, experts, slots, counts, num_tokens, width)
+            return cls(tokens, experts, slots, counts, num_tokens, width, is_full=False)
         # The number of rows is known, and nothing has to wait for the device. topk returns
         # equal values in any order.
         choices = chosen.to(torch.uint8).topk(num_choices, dim=1).indices.sort(dim=1).values
         experts, slots = choices.flatten().sort(stable=True)
         tokens = slots // num_choices
-        return cls(tokens, experts, slots, counts, num_tokens, num_choices)
+        return cls(tokens, experts, slots, counts, num_tokens, num_choices, is_full=True)
 
     def rows(self, x: Tensor) -> Tensor:
         """Map tokens [t, h] to rows [n, h]."""
@@ -67,9 +69,8 @@ class TokenOrder:
 
     def sums(self, rows: Tensor) -> Tensor:
         """Map rows [n, h] to the sum of every token's [t, h]."""
-        slots = rows.new_zeros(self.num_tokens * self.width + 1, rows.shape[1])
-        slots = slots.index_copy(0, self.slots, rows)[:-1]
-        return slots.view(self.num_tokens, self.width, rows.shape[1]).sum(1)
+        sums: Tensor = _Sums.apply(rows, self)  # type: ignore[no-untyped-call]
+        return sums
 
     def weights(self, probs: Tensor) -> Tensor:
         """Map weights [t, E] to those of the rows [n, 1]."""
@@ -77,6 +78,8 @@ class TokenOrder:
 
 
 class _Rows(torch.autograd.Function):
+    """Copies tokens to their rows forward, sums a token's rows backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
@@ -86,3 +89,25 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         order: TokenOrder = ctx.order
         return order.sums(grad), None
+
+
+class _Sums(torch.autograd.Function):
+    """Sums a token's rows forward, copies tokens to their rows backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: TokenOrder) -> Tensor:
+        ctx.order = order
+        num_slots, h = order.num_tokens * order.width, rows.shape[1]
+        # Every slot of a full order is written; others have one more, which no sum reads.
+        slots = rows.new_empty(num_slots, h) if order.is_full else rows.new_zeros(num_slots + 1, h)
+        slots = slots.index_copy_(0, order.slots, rows)[:num_slots]
+        return slots.view(order.num_tokens, order.width, h).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        order: TokenOrder = ctx.order
+        rows = order.rows(grad)
+        if order.is_full:
+            return rows, None
+        unused = order.slots == order.num_tokens * order.width
+        return rows.masked_fill(unused[:, None], 0.0), None
