@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import machine
@@ -60,8 +60,13 @@ class Llama(pl.LightningModule):
 
     def __init__(self, config: TransformerConfig, *, compiled: bool = False) -> None:
         super().__init__()
-        self.model: Any = LlamaForCausalLM(llama_config(config))
+        self.model: Any = self.build(config)
         self.compiled = compiled
+
+    def build(self, config: TransformerConfig) -> nn.Module:
+        """Return the model."""
+        model: nn.Module = LlamaForCausalLM(llama_config(config))
+        return model
 
     def configure_model(self) -> None:
         """Compile the model, where it is."""
@@ -121,8 +126,13 @@ GOALS = (
 )
 
 
-def check_work(shape: Shape, steps: Steps) -> None:
+def check_work(shape: Shape, steps: Steps, peer: Callable[[], nn.Module]) -> None:
     """Check that the variants do the same work.
+
+    Args:
+        shape: Sizes.
+        steps: What was measured.
+        peer: Builds the peer's model.
 
     Raises:
         RuntimeError: If models have other sizes, or losses that are not those of one task.
@@ -130,7 +140,7 @@ def check_work(shape: Shape, steps: Steps) -> None:
     with torch.device("meta"):
         counts = [
             sum(parameter.numel() for parameter in model.parameters())
-            for model in (GPTModel(shape.config), LlamaForCausalLM(llama_config(shape.config)))
+            for model in (GPTModel(shape.config), peer())
         ]
     losses = [rank.loss for rounds in steps.values() for rank in rounds[0]]
     spread = max(losses) / min(losses) - 1.0
@@ -185,7 +195,7 @@ def run(shape: Shape, num_rounds: int, large_vocabulary: int, folder: Path) -> s
     """Measure, write a JSON and a Markdown file into ``folder``, and return the page."""
     facts = machine.describe()
     steps = measure(VARIANTS, shape, num_rounds, num_dropped=3)
-    check_work(shape, steps)
+    check_work(shape, steps, lambda: LlamaForCausalLM(llama_config(shape.config)))
     large = measure(VARIANTS[:2], replace(shape, vocab_size=large_vocabulary), 2)
     peaks = {name: rounds[-1][0].peak_bytes / 2**20 for name, rounds in large.items()}
     facts |= {"rounds": num_rounds, "large_vocabulary": large_vocabulary}

@@ -18,13 +18,12 @@ each, w bytes where parts are summed (fp32), and c ranks:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.live_bytes import NetworkBytes
 from benchmarks.ranks import run
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.layers.context.backends import BACKENDS
@@ -132,26 +131,6 @@ def expected_peak_bytes(case: Case) -> int:
     )
 
 
-class _Watch(LiveBytes):
-    """Dispatch mode that counts the bytes given to the network as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).rpartition(".")[0]
-        if name == "c10d.send":
-            self.sent["send"] += sum(x.nbytes for x in args[0])
-        elif name == "_c10d_functional.all_to_all_single":
-            self.sent["all-to-all"] += args[0].nbytes
-        elif name in ("megatron_lightning.all_gather", "megatron_lightning.reduce_scatter"):
-            self.sent[name.partition(".")[2]] += args[0].nbytes
-        elif name.startswith("c10d.") and not name.startswith("c10d.recv"):
-            raise RuntimeError(f"{name} is not counted; add it to this class")
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def _count_all(cases: Sequence[Case]) -> list[Counted]:
     return [_count(case) for case in cases]
 
@@ -171,7 +150,7 @@ def _count(case: Case) -> Counted:
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     attention = BACKENDS[case.backend](context)
-    with _Watch() as watch:
+    with NetworkBytes() as watch:
         watch.see(q, k, v)
         out = attention(q, k, v, SequenceInfo(), case.head_size**-0.5)
         out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]

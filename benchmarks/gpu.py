@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench_gpu, gpu_cases, gpu_precision, machine
+from benchmarks import bench_gpu, gpu_cases, gpu_moe, gpu_precision, machine
 from benchmarks.gpu_cases import Item
 
 BUDGET_S = 7.5 * 60
@@ -31,6 +31,7 @@ CASES: Mapping[str, Mapping[str, Item]] = {
     **gpu_cases.CASES,
     **gpu_precision.CASES,
     **bench_gpu.CASES,
+    **gpu_moe.CASES,
 }
 HEADLINE: Mapping[str, Item] = {**gpu_cases.HEADLINE, **bench_gpu.HEADLINE}
 

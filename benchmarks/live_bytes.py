@@ -1,7 +1,8 @@
-"""Count the bytes of live tensors by a dispatch mode, on any device."""
+"""Count the bytes of live tensors, and those sent, by dispatch modes, on any device."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +41,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def live_bytes(self) -> int:
         """Bytes of the tensors that were alive at the last operator."""
         return sum(size for _, size in self._storages.values())
+
+
+class NetworkBytes(LiveBytes):
+    """Dispatch mode that counts the bytes given to the network as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        """Bytes by collective."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).rpartition(".")[0]
+        if name == "c10d.send":
+            self.sent["send"] += sum(x.nbytes for x in args[0])
+        elif name == "_c10d_functional.all_to_all_single":
+            self.sent["all-to-all"] += args[0].nbytes
+        elif name == "c10d.alltoall_base_":
+            self.sent["all-to-all"] += args[1].nbytes
+        elif name in ("megatron_lightning.all_gather", "megatron_lightning.reduce_scatter"):
+            self.sent[name.partition(".")[2]] += args[0].nbytes
+        elif name.startswith("c10d.") and not name.startswith("c10d.recv"):
+            raise RuntimeError(f"{name} is not counted; add it to this class")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _is_alive(reference: StorageWeakRef) -> bool:
