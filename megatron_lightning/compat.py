@@ -33,6 +33,7 @@ __all__ = [
     "all_gather",
     "at_end_of_backward",
     "at_end_of_main_thread",
+    "attention_choice",
     "avoid_fused_inference",
     "compiled",
     "cpp_compilers",
@@ -173,6 +174,23 @@ def scaled_grouped_mm(
         a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
     return y
+
+
+def attention_choice(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool) -> int:
+    """Return the number, in ``torch.nn.attention.SDPBackend``, of the kernels that
+    ``F.scaled_dot_product_attention`` would run now.
+
+    torch 2.11 to 2.13 have no public name for its choice.
+
+    Raises:
+        RuntimeError: If it would run none; torch warns of the reasons.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    return int(
+        torch._fused_sdp_choice(
+            q, k, v, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped
+        )
+    )
 
 
 def silence_treespec_warning() -> None:

@@ -24,6 +24,7 @@ from megatron_lightning.config.training import (
 )
 from megatron_lightning.config.transformer import (
     Activation,
+    AttentionBackend,
     Normalization,
     PositionEmbedding,
     RopeScaling,
@@ -33,6 +34,7 @@ from megatron_lightning.config.transformer import (
 
 __all__ = [
     "Activation",
+    "AttentionBackend",
     "CheckpointOptions",
     "CompileOptions",
     "CompileScope",

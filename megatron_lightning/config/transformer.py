@@ -20,11 +20,13 @@ Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 RopeType = Literal["llama3", "yarn"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "normalization": get_args(Normalization),
     "position_embedding_type": get_args(PositionEmbedding),
     "activation": get_args(Activation),
+    "attention_backend": get_args(AttentionBackend),
 }
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
@@ -164,6 +166,9 @@ class TransformerConfig:
     attention_softmax_in_fp32: bool = False
     """Compute attention scores, softmax and context in fp32; torch's fused kernels already sum the
     softmax in fp32."""
+    attention_backend: AttentionBackend = "auto"
+    """Kernels of attention, by torch's names: auto lets torch choose among those that take the
+    inputs; another one is used or refused. A CPU has flash and math."""
     logits_in_fp32: bool = False
     """Return logits in fp32; the losses are computed in fp32 in any case."""
     label_smoothing: float = 0.0

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import AttentionBackend, TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention_backend import attend
 from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.dropout import Dropout
@@ -29,15 +30,19 @@ class CoreAttention(nn.Module):
     Args:
         dropout: Dropout probability of the attention weights.
         in_fp32: Compute scores, softmax and context in fp32, under autocast as well.
+        backend: Kernels of torch that compute it; "auto": torch chooses.
     """
 
     engine: Engine | None = None
     """Computes attention over the sequences that it takes."""
 
-    def __init__(self, dropout: float, *, in_fp32: bool = False) -> None:
+    def __init__(
+        self, dropout: float, *, in_fp32: bool = False, backend: AttentionBackend = "auto"
+    ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout)
         self.in_fp32 = in_fp32
+        self.backend = backend
         self.exchange: ContextBackend | None = None
         """Attention over the ranks that share a sequence; None: every rank has all of it."""
         self.cp_comm_type: str | None = None
@@ -66,6 +71,9 @@ class CoreAttention(nn.Module):
             v: Values.
             sequence: What sees what; None: causal.
             scale: Factor of the scores; None: d^-1/2.
+
+        Raises:
+            ConfigError: If the backend cannot compute it.
         """
         sequence = sequence or SequenceInfo()
         scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -84,7 +92,6 @@ class CoreAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
     ) -> Tensor:
         """Return contexts [s, b, n, d] of queries, keys and values with equal heads."""
-        grouped = q.shape[2] != k.shape[2]
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if self.exchange is not None or not sequence.is_plain:
             if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
@@ -92,17 +99,17 @@ class CoreAttention(nn.Module):
                 q_bnsd, k_bgsd, v_bgsd = (x.to(dtype) for x in (q_bnsd, k_bgsd, v_bgsd))
             self._check_exchange(sequence)
             exchange = self.exchange or LocalAttention()
-            out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, scale)
+            out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, scale, backend=self.backend)
             return out.permute(2, 0, 1, 3)
         with self.dropout.stream():
-            out = F.scaled_dot_product_attention(
+            out = attend(
                 q_bnsd,
                 k_bgsd,
                 v_bgsd,
+                backend=self.backend,
                 dropout_p=self.dropout.active_p,
-                is_causal=sequence.causal,
+                causal=sequence.causal,
                 scale=scale,
-                enable_gqa=grouped,
             )
         return out.permute(2, 0, 1, 3)
 
@@ -168,7 +175,9 @@ class SelfAttention(nn.Module):
         self.norms_heads_alone = config.qk_layernorm_per_head
         self.rotary = rotary
         self.core_attention = CoreAttention(
-            config.attention_dropout, in_fp32=config.attention_softmax_in_fp32
+            config.attention_dropout,
+            in_fp32=config.attention_softmax_in_fp32,
+            backend=config.attention_backend,
         )
         projected = config.num_attention_heads * config.head_dim
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)

@@ -63,7 +63,9 @@ class LatentAttention(nn.Module):
         self.rotary = rotary
         self.scale = mla.q_head_dim**-0.5 * score_factor(config.rope_scaling)
         self.core_attention = CoreAttention(
-            config.attention_dropout, in_fp32=config.attention_softmax_in_fp32
+            config.attention_dropout,
+            in_fp32=config.attention_softmax_in_fp32,
+            backend=config.attention_backend,
         )
         self.linear_proj = nn.Linear(n * mla.v_head_dim, h, bias=False)
 

@@ -81,14 +81,16 @@ def _cases(num_ranks: int, backend: str) -> list[tuple[str, str, torch.dtype]]:
     return [(heads, kind, dtype) for heads in HEADS for kind in KINDS for dtype in dtypes]
 
 
-def _local(num_ranks: int, backend: str, levels: list[int] | None = None) -> list[list[Tensor]]:
+def _local(
+    num_ranks: int, backend: str, levels: list[int] | None = None, kernels: Any = "auto"
+) -> list[list[Tensor]]:
     context = _context(num_ranks, backend, levels)
     part = SequencePart(context.cp.rank, num_ranks)
     results = []
     for heads, kind, dtype in _cases(num_ranks, backend):
         q, k, v, grad = (part.split(x, 2) for x in _inputs(heads, dtype))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = BACKENDS[backend](context)(q, k, v, KINDS[kind], SCALE)
+        out = BACKENDS[backend](context)(q, k, v, KINDS[kind], SCALE, backend=kernels)
         out.backward(grad)
         results.append([x.detach() for x in (out, q.grad, k.grad, v.grad)])
     return [
@@ -120,8 +122,15 @@ def test_other_levels(levels: list[int]) -> None:
     _compare(levels[0] * levels[1], "a2a+p2p", levels)
 
 
-def _compare(num_ranks: int, backend: str, levels: list[int] | None = None) -> None:
-    ranks = run_ranks(num_ranks, _local, num_ranks, backend, levels)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_products_and_a_softmax_compute_blocks(num_ranks: int) -> None:
+    _compare(num_ranks, "p2p", kernels="math")
+
+
+def _compare(
+    num_ranks: int, backend: str, levels: list[int] | None = None, kernels: str = "auto"
+) -> None:
+    ranks = run_ranks(num_ranks, _local, num_ranks, backend, levels, kernels)
     for index, (heads, kind, dtype) in enumerate(_cases(num_ranks, backend)):
         expected = _reference(heads, dtype, KINDS[kind])
         for number, full in enumerate(expected):

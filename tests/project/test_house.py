@@ -83,12 +83,13 @@ PRODUCTS = re.compile(
     "|_?(scaled_)?(grouped_)?mm(_v2)?|_?scaled_dot_product_.*"
 )
 WITHOUT_WEIGHTS = {  # kernels of attention multiply activations with activations
-    "megatron_lightning/layers/attention.py": {"scaled_dot_product_attention"},
+    "megatron_lightning/layers/attention_backend.py": {"scaled_dot_product_attention"},
     "megatron_lightning/layers/context/kernels.py": {
         f"_scaled_dot_product_{kernel}{backward}"
         for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
         for backward in ("", "_backward")
-    },
+    }
+    | {"@"},
 }
 
 

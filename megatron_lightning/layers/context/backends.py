@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.context.exchanged import ExchangedAttention
 from megatron_lightning.layers.context.gathered import GatheredAttention
@@ -19,7 +20,14 @@ class ContextBackend(Protocol):
     """Attention of ranks that share sequences."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo,
+        scale: float,
+        *,
+        backend: AttentionBackend = "auto",
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
         d].

@@ -16,6 +16,7 @@ from math import lcm
 
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.context import AxisGroup
@@ -36,7 +37,14 @@ class ExchangedAttention:
         self._ring = RingAttention(outer or AxisGroup(inner.name, inner.ranks[:1], 0, None))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo,
+        scale: float,
+        *,
+        backend: AttentionBackend = "auto",
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
         d].
@@ -49,4 +57,4 @@ class ExchangedAttention:
         if copies > 1:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
         q, k, v = (sequence_to_heads(x, self.group) for x in (q, k, v))
-        return heads_to_sequence(self._ring(q, k, v, sequence, scale), self.group)
+        return heads_to_sequence(self._ring(q, k, v, sequence, scale, backend=backend), self.group)

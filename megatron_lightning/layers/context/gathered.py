@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
@@ -35,12 +36,19 @@ class GatheredAttention:
         self.group = group
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo,
+        scale: float,
+        *,
+        backend: AttentionBackend = "auto",
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
         d].
         """
-        return _attend(Inputs(q, k, v), self.group, sequence, scale)
+        return _attend(Inputs(q, k, v), self.group, sequence, scale, backend)
 
 
 def _gather(inputs: Inputs, group: AxisGroup) -> Tensor:
@@ -64,7 +72,7 @@ def _blocks(length: int, sharing: Sharing) -> list[Block]:
 
 class _Gathered:
     def __call__(self, inputs: Inputs, sharing: Sharing) -> Output:
-        merged, gathered = Merged(inputs.q, sharing.scale), _gather(inputs, sharing.group)
+        merged, gathered = Merged(inputs.q, sharing), _gather(inputs, sharing.group)
         merged.see(gathered, _blocks(gathered.shape[3], sharing))
         return Output(merged.out.to(inputs.q.dtype), merged.log_sum)
 
@@ -72,7 +80,7 @@ class _Gathered:
         self, grad: Tensor, inputs: Inputs, output: Output, sharing: Sharing
     ) -> tuple[Tensor, Tensor]:
         gathered = _gather(inputs, sharing.group)
-        gradients = Gradients(grad, inputs.q, output, sharing.scale)
+        gradients = Gradients(grad, inputs.q, output, sharing)
         sums = gradients.of(gathered, _blocks(gathered.shape[3], sharing))
         return gradients.q.to(inputs.q.dtype), _scatter(sums, sharing.group).to(inputs.k.dtype)
 

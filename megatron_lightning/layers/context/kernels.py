@@ -9,11 +9,15 @@ gradients of the blocks then add up to those of the full attention
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.blocks import Block
 
 _aten = torch.ops.aten
@@ -51,9 +55,20 @@ class Kernel(Protocol):
         ...
 
 
-def kernel_for(device: torch.device) -> Kernel:
-    """Return the kernels of a device."""
-    return _Cuda() if device.type == "cuda" else _CpuFlash()
+def kernel_for(device: torch.device, backend: AttentionBackend = "auto") -> Kernel:
+    """Return the kernels of a device.
+
+    Raises:
+        ConfigError: If the backend has none for blocks there.
+    """
+    known: Mapping[str, Callable[[], Kernel]] = _CUDA if device.type == "cuda" else _CPU
+    if backend not in known:
+        raise ConfigError(
+            f"attention_backend is {backend!r}, and attention over context-parallel ranks, windows "
+            f"or documents that share a row is computed in blocks, for which {device.type} has "
+            f"{', '.join(known)}. Set it to one of them."
+        )
+    return known[backend]()
 
 
 class _Cuda:
@@ -86,6 +101,12 @@ class _CudaFlash:
     name = "flash attention of CUDA"
 
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        if block.mask == "band":
+            raise ConfigError(
+                'attention_backend is "flash", whose kernels of CUDA take no mask, and the edge of '
+                "a window needs one. Set it to auto, which computes such blocks otherwise, or to "
+                "efficient."
+            )
         q, k, v = _repeated(inputs)
         out, log_sum, *_ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, block.mask == "causal", scale=scale
@@ -120,10 +141,7 @@ class _CudaFlash:
 
 def _repeated(inputs: Inputs) -> Inputs:
     q, k, v = inputs
-    heads = q.shape[1] // k.shape[1]
-    if heads == 1:
-        return inputs
-    return Inputs(q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
+    return Inputs(q, _per_query_head(k, q), _per_query_head(v, q))
 
 
 class _CpuFlash:
@@ -199,6 +217,60 @@ class _MemoryEfficient:
             scale=scale,
         )
         return Inputs(grad_q, _sum_heads(grad_k, heads), _sum_heads(grad_v, heads))
+
+
+class _Math:
+    """Matrix products and a softmax, in fp32 for inputs in half precision; the scores of a block
+    are stored while it is computed, and computed again in backward.
+    """
+
+    name = "attention by matrix products"
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        _, _, v = inputs
+        scores = self._scores(inputs, block, scale)
+        log_sum = scores.logsumexp(-1)
+        seen = log_sum.masked_fill(log_sum == -torch.inf, 0.0)  # of queries that see no key
+        weights = (scores - seen.unsqueeze(-1)).exp()
+        out = weights @ _per_query_head(v, inputs.q).to(weights.dtype)
+        return Output(out.to(inputs.q.dtype), log_sum)
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        scores = self._scores(inputs, block, scale)
+        weights = (scores - output.log_sum.to(scores.dtype).unsqueeze(-1)).exp()
+        wide = weights.dtype
+        q, k, v = (_per_query_head(x, inputs.q).to(wide) for x in inputs)
+        grad, heads = grad.to(wide), inputs.q.shape[1] // inputs.k.shape[1]
+        of_weights = grad @ v.mT - (grad * output.out.to(wide)).sum(-1, keepdim=True)
+        of_scores = weights * of_weights * scale
+        return Inputs(
+            (of_scores @ k).to(inputs.q.dtype),
+            _sum_heads(of_scores.mT @ q, heads).to(inputs.k.dtype),
+            _sum_heads(weights.mT @ grad, heads).to(inputs.v.dtype),
+        )
+
+    def _scores(self, inputs: Inputs, block: Block, scale: float) -> Tensor:
+        """Return the scores [b, n, s, t], -inf where a query does not see a key."""
+        q, k, _ = inputs
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scores = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT
+        if block.mask == "causal":
+            block = replace(block, mask="band")
+        mask = _mask(block, q)
+        return scores if mask is None else scores + mask.to(wide)
+
+
+_CUDA: Mapping[str, Callable[[], Kernel]] = {
+    "auto": _Cuda, "flash": _CudaFlash, "efficient": _MemoryEfficient, "math": _Math,
+}  # fmt: skip
+_CPU: Mapping[str, Callable[[], Kernel]] = {"auto": _CpuFlash, "flash": _CpuFlash, "math": _Math}
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    heads = q.shape[1] // x.shape[1]
+    return x if heads == 1 else x.repeat_interleave(heads, 1)
 
 
 def _sum_heads(grad: Tensor, heads: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.context import AxisGroup
@@ -16,21 +17,28 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class LocalAttention:
-    """Attention without other ranks: documents on CUDA by its kernel for lengths that vary, all
-    else block by block.
+    """Attention without other ranks: documents on CUDA by flash attention for lengths that vary,
+    all else block by block.
     """
 
     def __init__(self) -> None:
         self._blocks = RingAttention(AxisGroup("cp", (0,), 0, None))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo,
+        scale: float,
+        *,
+        backend: AttentionBackend = "auto",
     ) -> Tensor:
         """Map queries [b, n, s, d], keys and values [b, g, t, d] to outputs [b, n, s, d]."""
         packed = sequence.documents is not None and not sequence.num_cached
-        if packed and q.is_cuda and q.dtype in _HALF:
+        if packed and q.is_cuda and q.dtype in _HALF and backend in ("auto", "flash"):
             return _varlen(q, k, v, sequence, scale)
-        return self._blocks(q, k, v, sequence, scale)
+        return self._blocks(q, k, v, sequence, scale, backend=backend)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.blocks import Block
 from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -23,6 +24,7 @@ class Sharing:
     group: AxisGroup
     sequence: SequenceInfo
     scale: float
+    backend: AttentionBackend = "auto"
 
 
 class Merged:
@@ -30,13 +32,13 @@ class Merged:
 
     Args:
         q: Queries [b, n, s, d].
-        scale: Factor of the scores.
+        sharing: How attention is computed.
     """
 
-    def __init__(self, q: Tensor, scale: float) -> None:
+    def __init__(self, q: Tensor, sharing: Sharing) -> None:
         self._q = q
-        self._scale = scale
-        self._kernel = kernel_for(q.device)
+        self._scale = sharing.scale
+        self._kernel = kernel_for(q.device, sharing.backend)
         wide = wide_dtype(q.dtype)
         self.out = torch.zeros_like(q, dtype=wide)
         self.log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -67,15 +69,15 @@ class Gradients:
         grad: Of the output.
         q: Queries.
         final: Output and log-sum-exp over all blocks.
-        scale: Factor of the scores.
+        sharing: How attention is computed.
     """
 
-    def __init__(self, grad: Tensor, q: Tensor, final: Output, scale: float) -> None:
+    def __init__(self, grad: Tensor, q: Tensor, final: Output, sharing: Sharing) -> None:
         self._grad = grad
         self._q = q
         self._final = final
-        self._scale = scale
-        self._kernel = kernel_for(q.device)
+        self._scale = sharing.scale
+        self._kernel = kernel_for(q.device, sharing.backend)
         self.q = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
 
     def of(self, keys_and_values: Tensor, visible: Sequence[Block]) -> Tensor:

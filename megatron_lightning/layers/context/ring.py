@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
@@ -44,12 +45,19 @@ class RingAttention:
         self.group = group
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo,
+        scale: float,
+        *,
+        backend: AttentionBackend = "auto",
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
         d].
         """
-        return _attend(Inputs(q, k, v), self.group, sequence, scale)
+        return _attend(Inputs(q, k, v), self.group, sequence, scale, backend)
 
 
 class _Passing:
@@ -95,7 +103,7 @@ def _steps(keys_and_values: Tensor, sharing: Sharing) -> Iterator[tuple[Tensor, 
 
 class _Ring:
     def __call__(self, inputs: Inputs, sharing: Sharing) -> Output:
-        merged = Merged(inputs.q, sharing.scale)
+        merged = Merged(inputs.q, sharing)
         for keys_and_values, visible in _steps(torch.stack(inputs[1:]), sharing):
             merged.see(keys_and_values, visible)
         return Output(merged.out.to(inputs.q.dtype), merged.log_sum)
@@ -103,7 +111,7 @@ class _Ring:
     def gradients(
         self, grad: Tensor, inputs: Inputs, output: Output, sharing: Sharing
     ) -> tuple[Tensor, Tensor]:
-        gradients = Gradients(grad, inputs.q, output, sharing.scale)
+        gradients = Gradients(grad, inputs.q, output, sharing)
         parts = _steps(torch.stack(inputs[1:]), sharing)
         own = gradients.of(*next(parts))  # stays; what the other ranks add comes home at the end
         traveling: _Passing | None = None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Sharing, wide_dtype
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -24,7 +25,7 @@ from megatron_lightning.parallel.documents import Documents
 
 _SHARING = (
     "int[] ranks, int rank, str group, Tensor? documents, bool causal, int? window, "
-    "int num_cached, float scale"
+    "int num_cached, float scale, str backend"
 )
 
 
@@ -62,14 +63,20 @@ class _Attend(torch.autograd.Function):
 
 
 def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
-    """Return a function of (inputs, group, sequence, scale) that computes ``attention`` with its
-    gradients; ``name``: of its operator.
+    """Return a function of (inputs, group, sequence, scale, backend) that computes ``attention``
+    with its gradients; ``name``: of its operator.
     """
     operator = _operator(name, attention)
 
-    def attend(inputs: Inputs, group: AxisGroup, sequence: SequenceInfo, scale: float) -> Tensor:
+    def attend(
+        inputs: Inputs,
+        group: AxisGroup,
+        sequence: SequenceInfo,
+        scale: float,
+        backend: AttentionBackend,
+    ) -> Tensor:
         if not torch.compiler.is_compiling():
-            how = attention, Sharing(group, sequence, scale)
+            how = attention, Sharing(group, sequence, scale, backend)
             eager: Tensor = _Attend.apply(*inputs, how)  # type: ignore[no-untyped-call]
             return eager
         process_group, documents = group.process_group, sequence.documents
@@ -83,6 +90,7 @@ def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
             sequence.window,
             sequence.num_cached,
             scale,
+            backend,
         )[0]
         return traced
 
@@ -143,6 +151,7 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
     window: int | None,
     num_cached: int,
     scale: float,
+    backend: AttentionBackend,
 ) -> Sharing:
     distributed: Any = dist.distributed_c10d
     process_group = distributed._resolve_process_group(group) if group else None
@@ -152,4 +161,4 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
         documents=None if documents is None else Documents.of_table(documents),
         num_cached=num_cached,
     )
-    return Sharing(AxisGroup("cp", tuple(ranks), rank, process_group), sequence, scale)
+    return Sharing(AxisGroup("cp", tuple(ranks), rank, process_group), sequence, scale, backend)

@@ -166,7 +166,7 @@ class AttentionEngine:
 
     def takes(self, x: Tensor, *args: Any) -> bool:
         """Return whether there is a form for these sequences: documents that share a row, cached
-        keys and attention in fp32 are the layer's own.
+        keys, attention in fp32 and by kernels of torch that the user names are the layer's own.
         """
         sequence: SequenceInfo = args[0]
         core = self._core
@@ -176,6 +176,7 @@ class AttentionEngine:
             and not sequence.num_cached
             and not windowed
             and not core.in_fp32
+            and core.backend == "auto"
             and (core.exchange is None or core.takes_parts)
             and not isinstance(x, FakeTensor)
         )

@@ -1,0 +1,104 @@
+"""Attention on one device by torch's kernels: those that torch chooses for the inputs, or those
+that the user names.
+
+Shapes: queries [b, n, s, d], keys and values [b, g, s, d].
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_lightning import compat
+from megatron_lightning.config import AttentionBackend
+from megatron_lightning.errors import ConfigError
+
+_KERNELS: Mapping[AttentionBackend, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NO_KERNEL = re.compile("No (available kernel|viable backend)")
+_NO_REASON = re.compile("not used because|runtime disabled", re.IGNORECASE)
+_ORIGIN = re.compile(r"\s*\(Triggered internally.*", re.DOTALL)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: AttentionBackend,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return the contexts [b, n, s, d].
+
+    Raises:
+        ConfigError: If the named backend cannot compute them.
+    """
+    arguments: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+    grouped = q.shape[1] != k.shape[1]
+    if backend == "auto":
+        return F.scaled_dot_product_attention(q, k, v, **arguments, enable_gqa=grouped)
+    try:
+        with sdpa_kernel(_KERNELS[backend]):
+            return F.scaled_dot_product_attention(q, k, v, **arguments, enable_gqa=grouped)
+    except RuntimeError as error:
+        if _NO_KERNEL.search(str(error)):
+            chosen_backend(q, k, v, backend=backend, dropout_p=dropout_p, causal=causal)
+        raise
+
+
+def chosen_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: AttentionBackend,
+    dropout_p: float,
+    causal: bool,
+) -> AttentionBackend:
+    """Return the name of the kernels that :func:`attend` runs.
+
+    Raises:
+        ConfigError: If the named backend cannot compute it, with torch's reasons.
+    """
+    arguments: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal}
+    chosen, reasons = _choice(q, k, v, backend, arguments)
+    if chosen is not None:
+        return chosen
+    others = [name for name in _KERNELS if _choice(q, k, v, name, arguments)[0] is not None]
+    raise ConfigError(
+        f"attention_backend is {backend!r}, and torch has no such kernel for {q.shape[1]} query "
+        f"heads and {k.shape[1]} key heads of size {q.shape[3]} in {str(q.dtype)[6:]} on "
+        f"{q.device.type} with dropout {dropout_p}: {' '.join(reasons)} Set it to auto, or to one "
+        f"that can: {', '.join(others)}."
+    )
+
+
+def _choice(
+    q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, arguments: Mapping[str, Any]
+) -> tuple[AttentionBackend | None, list[str]]:
+    """Return the kernels that torch takes, None if there are none, and its reasons."""
+    only: AbstractContextManager[None] = (
+        nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
+    )
+    with warnings.catch_warnings(record=True) as caught, only:
+        warnings.simplefilter("always")
+        try:
+            number = compat.attention_choice(q, k, v, **arguments)
+        except RuntimeError as error:
+            said = [_ORIGIN.sub("", str(warning.message)) for warning in caught]
+            reasons = [text for text in dict.fromkeys(said) if not _NO_REASON.search(text)]
+            return None, reasons or [str(error)]
+    return next(name for name, kernel in _KERNELS.items() if kernel.value == number), []
