@@ -108,6 +108,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         decoder_sparse_step=2,
     ),
     "olmoe": lambda: _decoder("Olmoe", num_experts=4, num_experts_per_tok=2),
+    # A parameter of each head in the attention itself: sinks.
+    "gpt-oss": lambda: _decoder(
+        "GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=4
+    ),
     "apertus": lambda: _decoder("Apertus"),
     "gpt2": _gpt2,
     "bloom": lambda: transformers.BloomForCausalLM(

@@ -1,11 +1,23 @@
 """Faults that trainings of experts had elsewhere, put into ours: each is found by a check at setup
 or in the first step, or by the comparison of gradient norms with one process (``test_experts``).
 
-Other known ones are found by other tests: a count that the sum over ranks overwrites (Megatron-LM
-7452) and losses of padded tokens by ``test_moe_router_module``; a global loss that shrinks with the
-ranks (Megatron-LM 3672) by ``test_expert_balance``; gradients of experts without tokens (NeMo
-Automodel 2995) and of probabilities (transformers 48687) by ``test_expert_dispatch``; experts that
-a checkpoint mixes up (FlagScale 1185, megablocks 160) by ``test_expert_checkpoints``.
+Other known ones are found by other tests (numbers of Megatron-LM where no project is named):
+
+- a count that the sum over ranks overwrites (7452), losses of padded tokens, an auxiliary loss
+  without gradient (NeMo Automodel 1408): ``test_moe_router_module``, ``test_layer_reports``
+- auxiliary losses that depend on tensor- or context-parallel ranks where the main loss is of tokens
+  (1652, 5047), or on the micro-batch size (5798): ``test_experts``
+- a global loss that shrinks with the ranks (3672): ``test_expert_balance``
+- padding that is divided over the wrong ranks (7452): ``test_expert_evaluation``
+- experts whose etp is not tp, with ep 1 (1628, 6080), gates of shared experts under tensor
+  parallelism (Pai-Megatron-Patch 425): ``test_experts``; biases of experts in the norm, with Muon
+  (6099): ``test_experts``, ``test_sharded_muon``
+- parameters of heads that the norm forgets, such as attention sinks (7452): ``test_hf_untouched``
+- gradients of experts without tokens (NeMo Automodel 2995), of probabilities (transformers 48687)
+  and doubled ones (pytorch 160285): ``test_expert_dispatch``
+- experts that a checkpoint mixes up (FlagScale 1185, megablocks 160): ``test_expert_checkpoints``
+- multi-token prediction: the factor of context-parallel ranks (3959), the number of tokens (1532,
+  2417), losses reported twice when recomputed (1585): ``test_multi_token_prediction``
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {EP: 2}),
     "ep2-ddp": (2, {EP: 2, DATA: "ddp"}),
     "tp2-etp1-ep2": (2, {TP: 2, ETP: 1, EP: 2}),
+    # Data-parallel ranks of experts differ from those of other parameters, with ep 1.
+    "tp2-etp1": (2, {TP: 2, ETP: 1}),
+    "etp2": (2, {ETP: 2}),
+    "etp2-ddp": (2, {ETP: 2, DATA: "ddp"}),
     "ep2-fsdp": (2, {EP: 2, **FSDP}),
     "tp2": (2, {TP: 2}),
     "cp2-ep2": (2, {CP: 2, EP: 2}),
@@ -88,37 +92,60 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_freq": (0, 1, 0, 1),
     },
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
+    "biases": LOSSES,
 }
+"""Name -> experts and router."""
+BLOCKS: dict[str, dict[str, Any]] = {
+    "biases": {"add_bias_linear": True, "activation": "gelu", "normalization": "LayerNorm"},
+}
+"""Name of a model -> its other options."""
 SPREAD = {
-    "softmax": ["ep2", "cp2-ep2", "ep2-tp2", "ep2-pp2", "ep2-dp2-fsdp", "tp4-ep2-fsdp"],
-    "sequence": ["ep2-etp2"],
+    "softmax": ["ep2", "etp2", "cp2-ep2", "ep2-tp2", "ep2-pp2", "ep2-dp2-fsdp", "tp4-ep2-fsdp"],
+    "sequence": ["tp2-etp1-ep2", "ep2-etp2"],
     "gather": ["ep2"],
+    "biases": ["tp2-etp1-ep2"],
 }
+
+
+def _all_layouts(model: str) -> list[str]:
+    """Return the layouts of a model: the biases of an expert need etp 1."""
+    if not BLOCKS.get(model, {}).get("add_bias_linear"):
+        return list(LAYOUTS)
+    sizes = {name: options for name, (_, options) in LAYOUTS.items()}
+    return [name for name, size in sizes.items() if size.get(ETP, size.get(TP, 1)) == 1]
 
 
 def _config(model: str) -> TransformerConfig:
     return TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE, init_method_std=0.1, ffn_hidden_size=48,
-        moe=MoEConfig(num_experts=4, router_topk=2, **MODELS[model]),
+        moe=MoEConfig(num_experts=4, router_topk=2, **MODELS[model]), **BLOCKS.get(model, {}),
     )  # fmt: skip
 
 
-def _rows(replicas: int) -> Any:
+def _rows(replicas: int, masked: bool) -> Any:
     """Return rows in an order in which the sampler gives each replica consecutive rows of a batch,
     as micro-batches of one process have them.
     """
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (STEPS, BATCH, SEQUENCE + 1), generator=generator)
-    text = text.unflatten(1, (replicas, -1)).transpose(1, 2).flatten(0, 2)
-    return [{"tokens": t[:-1], "labels": t[1:]} for t in text]
+    kept = torch.rand(STEPS, BATCH, SEQUENCE, generator=generator) > 0.4
+    text, kept = (
+        x.unflatten(1, (replicas, -1)).transpose(1, 2).flatten(0, 2) for x in (text, kept)
+    )
+    rows = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
+    if masked:
+        rows = [{**row, "loss_mask": k.float()} for row, k in zip(rows, kept, strict=True)]
+    return rows
 
 
-def _train(model: str, options: dict[str, Any] | None, replicas: int) -> Any:
+def _train(
+    model: str, options: dict[str, Any] | None, replicas: int, *, masked: bool = False
+) -> Any:
     record = Losses()
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
-    loader = DataLoader(_rows(replicas), batch_size=BATCH // replicas)
+    loader = DataLoader(_rows(replicas, masked), batch_size=BATCH // replicas)
     # AdamW amplifies the last bits of small gradients in the first steps.
     fit.fit(GPTLightningModule(_config(model), learning_rate=1e-3), loader, loader)
     logged = {name: float(value) for name, value in fit.callback_metrics.items()}
@@ -141,7 +168,7 @@ def _one(model: str, microbatches: int = 1) -> Any:
     [
         *(pytest.param(model, names, id=model) for model, names in SPREAD.items()),
         *(
-            pytest.param(model, list(LAYOUTS), id=f"{model}-all", marks=pytest.mark.slow)
+            pytest.param(model, _all_layouts(model), id=f"{model}-all", marks=pytest.mark.slow)
             for model in MODELS
         ),
     ],
@@ -167,3 +194,38 @@ def test_training_equals_one_process(model: str, names: list[str]) -> None:
                 if replicas == 1:
                     assert found[0] == pytest.approx(losses, rel=1e-5), name
                     assert found[2] == pytest.approx(logged, rel=1e-5), name
+
+
+def test_the_loss_of_a_sequence_does_not_depend_on_micro_batches() -> None:
+    """Megatron-LM 5798."""
+    expected, found = _one("sequence"), _one("sequence", 4)
+    for one, several in zip(expected[:2], found[:2], strict=True):
+        assert several == pytest.approx(one, rel=1e-5)
+    name = "seq_aux_loss"
+    assert found[2][name] == pytest.approx(expected[2][name], rel=1e-5)
+
+
+def _train_masked(options: dict[str, Any], replicas: int) -> Any:
+    return _train("sequence", options, replicas, masked=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cp2-ep2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("ep2", "ep2-tp2", "ep2-pp2")),
+    ],
+)
+def test_losses_of_routers_have_the_tokens_of_the_main_loss(name: str) -> None:
+    """Labels of 40 % of the tokens are masked, unequally many on each rank: Megatron-LM 1652, 5047.
+
+    As above; losses of replicas are of their own tokens.
+    """
+    world, options = LAYOUTS[name]
+    replicas = world // (options.get(TP, 1) * options.get(PP, 1) * options.get(CP, 1))
+    pieces = replicas * (BATCH // replicas // options.get(MICRO, BATCH // replicas))
+    [(losses, norms, _)] = run_ranks(1, _train_masked, {MICRO: BATCH // pieces}, 1)
+    for found, own_norms, _ in run_ranks(world, _train_masked, options, replicas):
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        if replicas == 1:
+            assert found == pytest.approx(losses, rel=1e-5)

@@ -86,6 +86,8 @@ EXPERTS: dict[str, Any] = {
 LAYOUTS = {
     **{name: (*case, BIAS) for name, case in OPTIONS.items()},
     **{f"experts-{name}": (*case, MOE) for name, case in EXPERTS.items()},
+    # Biases of experts are whole where the layout divides biases of others (Megatron-LM 6099).
+    "experts-biases": (4, 2, {TP: 2, ETP: 1, EP: 2}, {**MOE, **BIAS}),
 }
 """Name -> ranks, data-parallel size, options, model."""
 
@@ -164,6 +166,7 @@ def _tensors(path: str) -> dict[str, torch.Tensor]:
             for name in EXPERTS
             if name != "etp2-fsdp2"
         ),
+        pytest.param("experts-biases", "32-true", marks=pytest.mark.slow),
     ],
 )
 def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) -> None:
