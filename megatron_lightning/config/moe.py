@@ -135,8 +135,8 @@ class MoEConfig:
     """How tokens reach the ranks of their experts: every row is sent to its rank (alltoall), or all
     rows to all ranks (allgather)."""
     grouped_gemm: bool = True
-    """All experts of a rank are multiplied in one grouped product where torch has a kernel for the
-    device and dtype, and one by one elsewhere; False is refused."""
+    """Multiply all experts of a rank by one kernel where torch has one for the device and dtype,
+    and one by one elsewhere. False: always one by one, with the same weights."""
 
     def __post_init__(self) -> None:
         for name in ("router_load_balancing_type", "aux_loss_coeff", "layer_freq"):
@@ -158,12 +158,6 @@ class MoEConfig:
         self._check_losses()
         self._check_capacity()
         self._check_layers()
-        if self.grouped_gemm is not True:
-            raise ConfigError(
-                f"moe.grouped_gemm is {self.grouped_gemm!r}. The stacked weights of experts are "
-                "multiplied in one grouped product where torch has a kernel for it, and one by one "
-                "elsewhere. Leave grouped_gemm out."
-            )
 
     def _check_topk(self) -> None:
         if self.router_topk > self.num_experts:

@@ -78,7 +78,12 @@ class Operand(NamedTuple):
 
 
 class Gemm:
-    """The products of one layer by torch's own kernels, in the dtype of the activations."""
+    """The products of one layer by torch's own kernels, in the dtype of the activations.
+
+    Args:
+        one_by_one: Whether grouped products multiply experts one by one, also where there is a
+            kernel for all of them.
+    """
 
     two_sided: bool = True
     """Whether one operand of a tensor serves both products that the tensor is in."""
@@ -87,6 +92,9 @@ class Gemm:
     take operands without scales, too, and quantize them."""
     differentiable: ClassVar[bool] = True
     """Whether the gradients are those that autograd derives from ``F.linear``."""
+
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self.one_by_one = one_by_one
 
     def operand(
         self,
@@ -129,7 +137,7 @@ class Gemm:
         dtype = x.data.dtype
         w = weight.data.to(dtype)
         if counts is not None:
-            return _grouped(x.data, w.transpose(1, 2), counts)
+            return self._grouped(x.data, w.transpose(1, 2), counts)
         return F.linear(x.data, w, None if bias is None else bias.to(dtype))
 
     def input_grad(self, grad: Operand, weight: Operand, counts: Tensor | None = None) -> Tensor:
@@ -137,14 +145,19 @@ class Gemm:
         in].
         """
         w = weight.data.to(grad.data.dtype)
-        return grad.data.matmul(w) if counts is None else _grouped(grad.data, w, counts)
+        return grad.data.matmul(w) if counts is None else self._grouped(grad.data, w, counts)
 
     def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
         """Return dY^T X: [..., out], [..., in] -> [out, in]; grouped: [t, out], [t, in] -> [E, out,
         in], with zeros for an expert without tokens.
         """
         left, right = rows(grad.data).t(), rows(x.data)
-        return left.matmul(right) if counts is None else _grouped(left, right, counts)
+        return left.matmul(right) if counts is None else self._grouped(left, right, counts)
+
+    def _grouped(self, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+        """Multiply groups: [t, k], [E, k, n] -> [t, n], or [m, t], [t, n] -> [E, m, n]."""
+        result: Tensor = torch.ops.megatron_lightning.grouped_mm(a, b, counts, self.one_by_one)
+        return result
 
     def add_weight_grad(self, total: Tensor | None, grad: Operand, x: Operand) -> Tensor:
         """Return ``total`` [out, in] plus dY^T X, added in place, or dY^T X where it is None; in
@@ -272,21 +285,15 @@ class _Product(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ grouped
 
 
-def _grouped(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """Multiply an expert at a time: [t, k], [E, k, n] -> [t, n], or [m, t], [t, n] -> [E, m, n]."""
-    result: Tensor = torch.ops.megatron_lightning.grouped_mm(a, b, counts)
-    return result
-
-
 # An operator, since the shape of its result needs no values: a loop cannot be traced, and torch's
 # own kernel is traced for bf16 only.
 @torch.library.custom_op(
     "megatron_lightning::grouped_mm",
     mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor counts) -> Tensor",
+    schema="(Tensor a, Tensor b, Tensor counts, bool one_by_one) -> Tensor",
 )
-def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    if takes_grouped_mm(a) and takes_grouped_mm(b):
+def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor, one_by_one: bool) -> Tensor:
+    if not one_by_one and takes_grouped_mm(a) and takes_grouped_mm(b):
         return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32)).contiguous()
     sizes = counts.tolist()
     if b.ndim == 3:
@@ -296,6 +303,6 @@ def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 
 @_grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+def _(a: Tensor, b: Tensor, counts: Tensor, one_by_one: bool) -> Tensor:
     m, n = a.shape[0], b.shape[-1]
     return a.new_empty((m, n) if b.ndim == 3 else (counts.shape[0], m, n))

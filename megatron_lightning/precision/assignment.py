@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.embedding import VocabParallelEmbedding
+from megatron_lightning.layers.gemm import Gemm
 from megatron_lightning.layers.linear import VocabParallelLinear
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.split_backward import SplitLinear, Splittable
@@ -147,8 +148,11 @@ def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[st
 def remove_recipe(module: nn.Module) -> None:
     """Undo :func:`apply_recipe`."""
     for child in module.modules():
-        if isinstance(vars(child).get("gemm"), EmulatedGemm):
+        gemm = vars(child).get("gemm")
+        if isinstance(gemm, EmulatedGemm):
             del child.gemm
+            if gemm.one_by_one:
+                child.gemm = Gemm(one_by_one=True)  # type: ignore[assignment]
         if type(child) is QuantizedLinear:
             child.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -216,7 +220,8 @@ def _quantize(
         layer.__class__ = QuantizedLinear
     group = _sharing(layer, context)
     streams = None if context is None else context.rng
-    gemm = kind(recipe, dtype=dtype, group=group, streams=streams)
+    one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
+    gemm = kind(recipe, dtype=dtype, group=group, streams=streams, one_by_one=one_by_one)
     layer.gemm = gemm  # type: ignore[assignment]
     return gemm
 

@@ -50,6 +50,7 @@ class EmulatedGemm(Gemm):
         group: Ranks that hold parts of the layer's tensors, and agree on the largest values of
             tensors; None: one rank has all.
         streams: Random streams, for stochastic rounding; None: torch's default generator.
+        one_by_one: As of the base class.
     """
 
     differentiable = False
@@ -61,7 +62,9 @@ class EmulatedGemm(Gemm):
         dtype: torch.dtype = torch.bfloat16,
         group: AxisGroup | None = None,
         streams: RngStreams | None = None,
+        one_by_one: bool = False,
     ) -> None:
+        super().__init__(one_by_one=one_by_one)
         self.recipe = recipe
         self.dtype = dtype
         self.group = group

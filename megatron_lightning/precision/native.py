@@ -114,7 +114,7 @@ class NativeGemm(EmulatedGemm):
         if counts is None:
             y = multiply(a, b, self._shared, self.dtype, bias=bias, fast=True)
         else:
-            y = multiply_groups(a, b, counts, self._shared, self.dtype, fast=True)
+            y = self._multiply_groups(a, b, counts, fast=True)
         return y.reshape(*x.data.shape[:-1], y.shape[-1])
 
     def input_grad(self, grad: Operand, weight: Operand, counts: Tensor | None = None) -> Tensor:
@@ -124,7 +124,7 @@ class NativeGemm(EmulatedGemm):
         if counts is None:
             dx = multiply(a, b, self._shared, self.dtype)
         else:
-            dx = multiply_groups(a, b, counts, self._shared, self.dtype)
+            dx = self._multiply_groups(a, b, counts)
         return dx.reshape(*grad.data.shape[:-1], dx.shape[-1])
 
     def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
@@ -139,7 +139,11 @@ class NativeGemm(EmulatedGemm):
         else:
             a, padded = self._tokens_last(left, counts)
             b, counts = self._tokens_last(right, counts)[0], padded
-        return multiply_groups(a, b, counts, self._shared, self.dtype)
+        return self._multiply_groups(a, b, counts)
+
+    def _multiply_groups(self, a: Codes, b: Codes, counts: Tensor, *, fast: bool = False) -> Tensor:
+        options = {"fast": fast, "one_by_one": self.one_by_one}
+        return multiply_groups(a, b, counts, self._shared, self.dtype, **options)
 
     def _tokens_last(self, tokens: Codes, counts: Tensor) -> tuple[Codes, Tensor]:
         """Return tokens [t, n] as [n, p], each expert's padded, with scales [E, n] or [E, 1], and

@@ -150,6 +150,7 @@ def multiply_groups(
     dtype: torch.dtype,
     *,
     fast: bool = False,
+    one_by_one: bool = False,
 ) -> Tensor:
     """Return the product of every expert: [t, K], [E, N, K] -> [t, N], or [M, t], [N, t] ->
     [E, M, N], with zeros for an expert without tokens.
@@ -164,7 +165,7 @@ def multiply_groups(
         of_b = (num_experts, len(b.data)) if contracts_tokens else (*b.data.shape[:2], 1)
         scale_a, scale_b = scale_a.expand(of_a), scale_b.expand(of_b)
     y: Tensor = torch.ops.megatron_lightning.scaled_grouped_mm(
-        a.data, scale_a, b.data, scale_b, counts, shared, dtype, fast
+        a.data, scale_a, b.data, scale_b, counts, shared, dtype, fast, one_by_one
     )
     return y
 
@@ -181,7 +182,7 @@ def align_experts(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     "megatron_lightning::scaled_grouped_mm",
     mutates_args=(),
     schema="(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor counts, str shared, "
-    "ScalarType dtype, bool fast) -> Tensor",
+    "ScalarType dtype, bool fast, bool one_by_one) -> Tensor",
 )
 def _scaled_grouped_mm(  # noqa: PLR0917 (operators pass by position)
     a: Tensor,
@@ -192,9 +193,11 @@ def _scaled_grouped_mm(  # noqa: PLR0917 (operators pass by position)
     shared: Shared,
     dtype: torch.dtype,
     fast: bool,
+    one_by_one: bool,
 ) -> Tensor:
     left, right = Codes(a, scale_a), Codes(b, scale_b)
-    if shared == "block" or not a.numel() or not compat.takes_scaled_grouped_mm(a, b):
+    one_by_one = one_by_one or shared == "block" or not a.numel()
+    if one_by_one or not compat.takes_scaled_grouped_mm(a, b):
         return _one_by_one(left, right, counts, shared, dtype, fast=fast)
     return _at_once(left, right, counts, fast=fast).to(dtype)
 
@@ -209,6 +212,7 @@ def _(  # noqa: PLR0917 (as above)
     shared: Shared,
     dtype: torch.dtype,
     fast: bool,
+    one_by_one: bool,
 ) -> Tensor:
     shape = (a.shape[0], b.shape[-2])
     return a.new_empty(shape if b.ndim == 3 else (counts.shape[0], *shape), dtype=dtype)

@@ -55,6 +55,7 @@ OUTPUT: dict[str, FP8Recipe] = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "experts": {"moe": MoEConfig(num_experts=4)},
+    "one-by-one": {"moe": MoEConfig(num_experts=4, grouped_gemm=False)},
     "latent": {
         "mla": LatentAttentionConfig(
             q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16
@@ -178,6 +179,7 @@ EXACT: dict[str, Case] = {
     **{f"recompute-{name}": Case(1, {"recompute": kind}) for name, kind in KINDS.items()},
     **{f"zb-h1-{name}": Case(2, {**ZB_H1, "recompute": kind}) for name, kind in KINDS.items()},
     "experts-zb-h1": Case(2, ZB_H1, "experts"),
+    "one-by-one-zb-h1": Case(2, ZB_H1, "one-by-one"),
     "experts-recompute": Case(1, {"recompute": RECOMPUTE["selective"]}, "experts"),
     "output-zb-h1": Case(2, ZB_H1, output=True),
     "zero1": Case(2, replicas=2),

@@ -93,6 +93,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
     "biases": LOSSES,
+    "one-by-one": {**LOSSES, "grouped_gemm": False},
 }
 """Name -> experts and router."""
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -104,6 +105,7 @@ SPREAD = {
     "sequence": ["tp2-etp1-ep2", "ep2-etp2"],
     "gather": ["ep2"],
     "biases": ["tp2-etp1-ep2"],
+    "one-by-one": ["ep2-pp2-zb-h1"],
 }
 
 
@@ -194,6 +196,11 @@ def test_training_equals_one_process(model: str, names: list[str]) -> None:
                 if replicas == 1:
                     assert found[0] == pytest.approx(losses, rel=1e-5), name
                     assert found[2] == pytest.approx(logged, rel=1e-5), name
+
+
+def test_experts_one_by_one_train_as_all_at_once() -> None:
+    for grouped, single in zip(_one("softmax", 4), _one("one-by-one", 4), strict=True):
+        assert single == pytest.approx(grouped, rel=1e-5)
 
 
 def test_the_loss_of_a_sequence_does_not_depend_on_micro_batches() -> None:

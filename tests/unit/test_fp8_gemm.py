@@ -140,6 +140,27 @@ def test_a_recipe_leaves_nothing_behind() -> None:
     assert type(copy.get_submodule("decoder.layers.0.mlp.linear_fc1")) is QuantizedLinear
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "nvfp4"])
+def test_a_recipe_keeps_that_experts_are_multiplied_one_by_one(scaling: Any) -> None:
+    """Codes are the same; sums of products have another order."""
+    torch.manual_seed(0)
+    grouped, _ = _layers("experts")
+    assert grouped.config.moe is not None
+    moe = replace(grouped.config.moe, grouped_gemm=False)
+    single = GPTModel(replace(grouped.config, moe=moe))
+    single.load_state_dict(grouped.state_dict())
+    tokens = torch.randint(0, 30, (4, 32))
+    for model in (grouped, single):
+        torch.manual_seed(1)
+        apply_recipe(model, FP8Recipe(scaling=scaling), dtype=torch.float32)
+        model(tokens, labels=tokens).mean().backward()
+    for (name, own), other in zip(single.named_parameters(), grouped.parameters(), strict=True):
+        assert (own.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
+    remove_recipe(single)
+    experts = single.get_submodule("decoder.layers.0.mlp.experts.linear_fc1")
+    assert type(experts.gemm) is Gemm and experts.gemm.one_by_one
+
+
 def test_patterns_layers_and_defaults_say_which_layers_are_quantized() -> None:
     model, _ = _layers("dense")
     recipe = FP8Recipe(

@@ -113,13 +113,21 @@ def test_experts_equal_the_emulation(name: str, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["current", "hybrid", "delayed", "rowwise"])
-def test_experts_are_multiplied_one_by_one_without_a_kernel(name: str) -> None:
+def test_experts_are_multiplied_one_by_one_without_a_kernel_or_if_asked(name: str) -> None:
     torch.manual_seed(0)
     counts = torch.tensor(COUNTS[0])
     inputs = torch.randn(40, 70), torch.randn(4, 50, 70), torch.randn(40, 50) * 1e-3
     emulated, native = _gemms(name)
     actual = _products(*inputs, native, counts)
-    _assert_equal_up_to_sums(actual, _products(*inputs, emulated, counts))
+    expected = _products(*inputs, emulated, counts)
+    _assert_equal_up_to_sums(actual, expected)
+    with stand_ins() as calls:
+        _, native = _gemms(name)
+        native.one_by_one = True
+        calls.clear()
+        actual = _products(*inputs, native, counts)
+    assert calls and "_scaled_grouped_mm" not in calls
+    _assert_equal_up_to_sums(actual, expected)
 
 
 @pytest.mark.parametrize("name", RECIPES)

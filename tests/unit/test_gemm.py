@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_lightning.compat import takes_grouped_mm
 from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, gemm
 from megatron_lightning.layers.gemm import Gemm, Operand, Role, product
+from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.split_backward import (
     SplitLinear,
     Splittable,
@@ -127,6 +128,19 @@ def test_torch_multiplies_groups_where_it_can(monkeypatch: pytest.MonkeyPatch) -
         looped = _gradients(product(x, weight, None, Gemm(), counts=counts), grad, x, weight)
         assert kernel.call_count == 3
     torch.testing.assert_close(fused, looped, rtol=1e-6, atol=1e-6)
+
+
+def test_experts_are_multiplied_one_by_one_if_asked() -> None:
+    """``MoEConfig(grouped_gemm=False)``."""
+    torch.manual_seed(0)
+    experts = GroupedLinear(4, 16, 24, bias=False, one_by_one=True)
+    rows, counts = torch.randn(11, 16, requires_grad=True), torch.tensor(COUNTS["empty"])
+    grad = torch.randn(11, 24)
+    with patch.object(F, "grouped_mm", wraps=F.grouped_mm) as kernel:
+        found = _gradients(experts(rows, counts), grad, rows, experts.weight)
+        assert not kernel.called
+    expected = _gradients(_loop(rows, experts.weight, counts.tolist()), grad, rows, experts.weight)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

@@ -79,7 +79,6 @@ from tests.helpers.moe import config
         ({"layer_freq": "[1]*4"}, r"layer_freq is '\[1\]\*4'"),
         ({"layer_freq": [0, 2]}, r"layer_freq is \[0, 2\]; an entry is 1"),
         ({"layer_freq": [0, 0]}, "at least one is 1.*leave moe out"),
-        ({"grouped_gemm": False}, "grouped_gemm is False.*one grouped product.*Leave grouped_gemm"),
     ],
 )  # fmt: skip
 def test_wrong_options_name_value_and_fix(options: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import RecomputeOptions
+from megatron_lightning.config import MoEConfig, RecomputeOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models import GPTModel
@@ -256,6 +256,9 @@ def test_layers_without_a_counterpart(library: Library) -> None:
         narrow = GPTModel(config(**LLAMA | {"ffn_hidden_size": 72}))
         _attached(library, FP8Recipe(scaling="mxfp8"), narrow)
     assert "linear_fc1" in str(caught.value)
+    moe = MoEConfig(num_experts=4, grouped_gemm=False)
+    with pytest.raises(ConfigError, match=r"linear_fc1.*grouped_gemm=False.*grouped_gemm to True"):
+        _attached(library, FP8Recipe(scaling="current"), GPTModel(config(**LLAMA, moe=moe)))
 
 
 def test_linear_layers_that_are_recomputed_alone(library: Library) -> None:

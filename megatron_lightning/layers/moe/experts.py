@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.activation import build_activation
+from megatron_lightning.layers.gemm import Gemm
 from megatron_lightning.layers.split_backward import Splittable, linear
 
 
@@ -23,12 +24,22 @@ class GroupedLinear(Splittable, nn.Module):
         in_features: Width of the input.
         out_features: Width of the output.
         bias: Whether each has a bias.
+        one_by_one: Whether they are multiplied one by one, instead of by one kernel where there is
+            one.
     """
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, *, bias: bool
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        one_by_one: bool = False,
     ) -> None:
         super().__init__()
+        if one_by_one:
+            self.gemm = Gemm(one_by_one=True)
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
         nn.init.normal_(self.weight, std=0.02)
@@ -63,12 +74,15 @@ class Experts(nn.Module):
     def __init__(self, config: TransformerConfig, num_experts: int) -> None:
         super().__init__()
         h, f = config.hidden_size, config.expert_ffn_size
-        bias = config.add_bias_linear
+        options = {
+            "bias": config.add_bias_linear,
+            "one_by_one": config.moe is not None and not config.moe.grouped_gemm,
+        }
         self.activation = build_activation(config)
-        self.linear_fc1 = GroupedLinear(num_experts, h, 2 * f if config.gated else f, bias=bias)
+        self.linear_fc1 = GroupedLinear(num_experts, h, 2 * f if config.gated else f, **options)
         if config.gated:
             self.linear_fc1.fused_rows = (f, f)  # type: ignore[assignment]
-        self.linear_fc2 = GroupedLinear(num_experts, f, h, bias=bias)
+        self.linear_fc2 = GroupedLinear(num_experts, f, h, **options)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [n, h] to [n, h]; ``counts`` [E]: how many each expert has."""

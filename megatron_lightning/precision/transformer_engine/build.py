@@ -237,6 +237,12 @@ def check_layer(path: str, layer: Any, scaling: str) -> None:
     """
     if not isinstance(layer, GroupedLinear):
         shape_of(layer)
+    elif layer.gemm.one_by_one:
+        raise ConfigError(
+            f"{path} multiplies experts one by one (moe.grouped_gemm=False), and backend "
+            "'transformer_engine' multiplies all of them at once. Set grouped_gemm to True, or "
+            "backend to native or emulation."
+        )
     multiple = 32 if scaling in ("mxfp8", "nvfp4") else 16
     sizes = tuple(layer.weight.shape[-2:])
     if any(size % multiple for size in sizes):
