@@ -4,10 +4,12 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, get_args
 
 from megatron_lightning.config import (
+    AttentionBackend,
     CompileOptions,
     CompileScope,
     ContextOptions,
@@ -224,6 +226,62 @@ def _check_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
         raise ConfigError(
             f"moe.shared_expert_intermediate_size={shared} is not divisible by "
             f"tensor_model_parallel_size={layout.tp}. Set it to a multiple of {layout.tp}."
+        )
+
+
+_KERNELS: Mapping[str, tuple[AttentionBackend, ...]] = {
+    "cpu": ("flash", "math"),
+    "cuda": ("flash", "cudnn", "efficient", "math"),
+}
+_HALF_ONLY: tuple[AttentionBackend, ...] = ("flash", "cudnn")
+"""Kernels of GPUs that do not take fp32."""
+_WIDE = ("None", "32", "32-true", "64", "64-true")
+
+
+def check_attention_backend(
+    config: TransformerConfig,
+    num_context_ranks: int,
+    *,
+    device: str,
+    precision: str | int | None,
+) -> None:
+    """Check that a device has the kernels of attention that the model names, and that they take
+    what the options say; torch knows the rest.
+
+    Args:
+        config: The model.
+        num_context_ranks: Ranks that share a sequence.
+        device: Type of the device; for others than CPUs and CUDA nothing is known.
+        precision: The Trainer's.
+    """
+    backend, known = config.attention_backend, _KERNELS.get(device, ())
+    if backend == "auto" or not known:
+        return
+    is_wide = config.attention_softmax_in_fp32 or str(precision) in _WIDE
+    reasons: dict[AttentionBackend, str] = {}
+    if device == "cpu":
+        reasons["cudnn"] = reasons["efficient"] = "is a kernel of GPUs, and this is a CPU"
+        if config.attention_dropout:
+            reasons["flash"] = (
+                f"drops no weights on a CPU, and attention_dropout is {config.attention_dropout}"
+            )
+    if device == "cuda" and is_wide:
+        reasons = dict.fromkeys(
+            _HALF_ONLY,
+            "takes bf16 and fp16 only on GPUs, and attention is computed in fp32 (precision="
+            f"{precision}, attention_softmax_in_fp32={config.attention_softmax_in_fp32})",
+        )
+    if config.window_size is not None or num_context_ranks > 1:
+        reasons["cudnn"] = (
+            "has no form for blocks, in which attention is computed with window_size="
+            f"{config.window_size} and context_parallel_size={num_context_ranks}"
+        )
+    if device == "cuda" and config.window_size is not None:
+        reasons["flash"] = f"takes no mask, as window_size={config.window_size} needs at its edge"
+    if backend in reasons:
+        works = [name for name in ("auto", *known) if name not in reasons]
+        raise ConfigError(
+            f"attention_backend={backend} {reasons[backend]}. Set it to {' or '.join(works)}."
         )
 
 

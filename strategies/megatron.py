@@ -470,6 +470,7 @@ class MegatronStrategy(ParallelStrategy):
         preflight.check_at_setup(self.options, self.context.world_size, self.module, trainer)
         run.place(self.precision_plugin)
         run.connect_pipeline(fitting=fitting)
+        run.report_attention(self.precision_plugin, fitting=fitting)
         run.compile_blocks()
         self.barrier()
         if fitting:

@@ -30,7 +30,6 @@ from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models.hf_plans import transformers_models
 from megatron_lightning.optim.buckets import has_replicas
@@ -156,8 +155,7 @@ def print_layout(
         layout = options.layout
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
-        kernel = kernel_for(context.device).name
-        shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)}, {kernel})"
+        shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)})"
         experts = ""
         if layout.divides_experts:
             experts = (

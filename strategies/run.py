@@ -26,6 +26,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
+from megatron_lightning.strategies.checks.attention import report_attention
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
@@ -205,6 +206,10 @@ class Run:
                 f"gradients{': ' if others else ''}{', '.join(others[:5])}"
                 f"{', …' if len(others) > 5 else ''}."
             )
+
+    def report_attention(self, precision: Precision, *, fitting: bool) -> None:
+        """Print by which kernels attention runs."""
+        report_attention(self.module, self._ranks.context, precision, training=fitting)
 
     def compile_blocks(self) -> None:
         """Compile the blocks of this rank, for this run, if the options say so."""

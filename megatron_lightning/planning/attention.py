@@ -10,6 +10,8 @@ from megatron_lightning.config import LatentAttentionConfig
 from megatron_lightning.planning.layers import MAIN_BYTES, Sizes, linear, norm_of
 from megatron_lightning.planning.tape import Kept, Operation
 
+_LEAST_PIECE = 128  # queries of a block of a window, as in layers/context/blocks.py
+
 
 def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
     """Return the attention of a layer, from the normed stream to its output."""
@@ -35,24 +37,68 @@ def _core(
 ) -> Operation:
     """Return the attention itself; ``head``: sizes of a key and a value."""
     config, tokens, e = sizes.config, sizes.tokens, sizes.element
-    padded = max(head) * heads * tokens * e  # kernels take heads of one size
+    padded = float(max(head) * heads * tokens * e)  # kernels take heads of one size
     output = context if head[1] == max(head) else f"{path} padded context"
-    keeps = dict(kept) | {output: float(padded), f"{path} log sum": 4.0 * tokens * heads}
-    probabilities = 0.0
-    if config.attention_dropout and sizes.device == "cpu":
-        length = sizes.sequence_length // sizes.layout.cp
-        probabilities = float(tokens) * length * heads * e
-        keeps |= {f"{path} probabilities": 3 * probabilities, f"{path} scaled": 2.0 * padded}
+    core = f"{path}.core_attention"
+    in_blocks = config.window_size is not None or sizes.layout.cp > 1
+    if not in_blocks and _stores_scores(sizes):
+        return _unfused(sizes, core, context, output, inputs=kept, heads=heads, padded=padded)
+    keeps = dict(kept) | {output: padded, f"{path} log sum": 4.0 * tokens * heads}
+    scores = _block_scores(sizes, heads) if config.attention_backend == "math" else 0.0
     wide = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1
     return Operation(
-        path=f"{path}.core_attention",
+        path=core,
         keeps=keeps,
         inputs=kept,
         makes=(context,),
-        forward_bytes=padded * wide + probabilities,
+        forward_bytes=padded * wide + 3 * scores,
         # The output's gradient; those of queries, keys and values.
-        backward_bytes=padded * wide + sum(kept.values()) + 2 * probabilities,
+        backward_bytes=padded * wide + sum(kept.values()) + 5 * scores,
     )
+
+
+def _stores_scores(sizes: Sizes) -> bool:
+    """Return whether attention of full sequences runs by torch's math kernels."""
+    config = sizes.config
+    dropped = bool(config.attention_dropout) and sizes.device == "cpu"
+    return config.attention_backend == "math" or (config.attention_backend == "auto" and dropped)
+
+
+def _unfused(
+    sizes: Sizes, core: str, context: str, output: str, *, inputs: Kept, heads: int, padded: float
+) -> Operation:
+    """Return attention by torch's math kernels, which compute in fp32 and keep the probabilities,
+    and copies of queries and keys, scaled, and of values.
+    """
+    config, e = sizes.config, sizes.element
+    w = max(MAIN_BYTES, e)
+    probabilities = float(sizes.tokens * sizes.sequence_length * heads * w)
+    copies = 1.0
+    if config.attention_dropout:  # those that are left, and which
+        copies += 1 + (1 if sizes.device == "cpu" else 1 / w)
+    return Operation(
+        path=core,
+        keeps={
+            f"{core} probabilities": copies * probabilities,
+            f"{core} copies": 3 * padded * w / e,
+            output: padded,
+        },
+        inputs=inputs,
+        makes=(context,),
+        forward_bytes=probabilities + padded * w / e,
+        backward_bytes=2 * probabilities + padded * w / e,
+    )
+
+
+def _block_scores(sizes: Sizes, heads: int) -> float:
+    """Return the bytes of the scores of the largest block, which are not kept."""
+    length, window = sizes.sequence_length // sizes.layout.cp, sizes.config.window_size
+    queries, keys = length, length
+    if window is not None:
+        queries = min(length, max(window[0], _LEAST_PIECE))
+        keys = min(length, queries + window[0])
+    rows = sizes.tokens // length
+    return float(rows * heads * queries * keys * MAIN_BYTES)
 
 
 def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Operation], Kept, int]:

@@ -76,6 +76,13 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         explicit_stages=explicit,
     )
     errors.attempt(rules.check_trained_experts, recipe.model, recipe.layout)
+    errors.attempt(
+        rules.check_attention_backend,
+        recipe.model,
+        recipe.layout.cp,
+        device=recipe.device,
+        precision=recipe.precision,
+    )
     errors.attempt(rules.check_levels, recipe.context, recipe.layout.cp)
     if recipe.layout.cp > 1:
         errors.attempt(rules.check_exchanged_heads, recipe.model, recipe.layout, recipe.context)

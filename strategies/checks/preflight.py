@@ -29,6 +29,7 @@ from megatron_lightning.rules import (
     check_exchanged_heads,
     check_trained_experts,
 )
+from megatron_lightning.strategies.checks.attention import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,
     check_checkpoint_links,
@@ -101,6 +102,9 @@ def check_before_launch(
     )
     if options.layout.cp > 1:
         check_context(options, module, data)
+    config = getattr(module, "config", None)
+    if isinstance(config, TransformerConfig):
+        check_named_backend(config, options.layout.cp, trainer)
     # By an earlier Trainer: its units were checked then, and some are gone.
     if not is_assembled(module):
         is_built = not is_built_later(module)
@@ -116,7 +120,6 @@ def check_before_launch(
     if stage == TrainerFn.FITTING:
         replicas = options.layout.data_parallel_size(world_size)
         check_batches(options.schedule, options.micro_batch_size, replicas, data)
-        config = getattr(module, "config", None)
         if isinstance(config, TransformerConfig):
             check_trained_experts(config, options.layout)
     if trainer is not None:

@@ -3,7 +3,6 @@ their own plan, or by a short table of ours."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 pytest.importorskip("transformers", "5")
 
 import transformers
-from lightning_utilities.core import rank_zero
 
 from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.hf_models import Loaded, Untouched
+from tests.helpers.messages import printed_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -93,28 +92,19 @@ def test_four_ranks(name: str, tmp_path: Path) -> None:
     _check_equal(name, "SGD", 4, tmp_path)
 
 
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _fine_tune(folder: str, tensor: int) -> tuple[list[float], list[str]]:
-    record, messages = Losses(), _Messages()
-    rank_zero.log.addHandler(messages)
+    record = Losses()
 
     def make() -> Any:
         return transformers.LlamaForCausalLM.from_pretrained(f"{folder}/base")
 
     strategy = MegatronStrategy(tensor_model_parallel_size=tensor) if tensor > 1 else "auto"
     fit = trainer(strategy, max_epochs=1, callbacks=[record])
-    fit.fit(Loaded(make), hf_models.loader("llama"))
+    with printed_lines() as lines:
+        fit.fit(Loaded(make), hf_models.loader("llama"))
     if tensor > 1:
         fit.save_checkpoint(f"{folder}/parts.ckpt")
-    return record.losses, messages.lines
+    return record.losses, lines
 
 
 def test_from_pretrained_and_back(tmp_path: Path) -> None:

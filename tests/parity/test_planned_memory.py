@@ -108,6 +108,14 @@ CASES = {
     "full recomputation": Case(1, {"recompute": FULL}),
     "selective recomputation": Case(1, {"recompute": SELECTIVE}),
     "probabilities": Case(1, None, GPT2),
+    "math": Case(1, None, {"attention_backend": "math"}),
+    "math, bf16, tensor": Case(2, TENSOR, {"attention_backend": "math"}, "bf16-true"),
+    "math, context": Case(2, {"context_parallel_size": 2}, {"attention_backend": "math"}),
+    "math, windows": Case(1, None, {"window_size": [32, 0], "attention_backend": "math"}),
+    "math, latent attention": Case(
+        1, {"recompute": SELECTIVE},
+        {"num_query_groups": None, "mla": LATENT, "attention_backend": "math"},
+    ),
     "windows": Case(1, None, {"window_size": [32, 0], "qk_layernorm": True}),
     "latent attention": Case(
         1, None, {"num_query_groups": None, "qk_layernorm": True, "mla": LATENT}
@@ -122,7 +130,7 @@ CASES = {
         2, {"expert_model_parallel_size": 2}, {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
     ),
 }  # fmt: skip
-FEW = ("one process", "tensor x pipeline, bf16")
+FEW = ("one process", "tensor x pipeline, bf16", "math")
 
 
 class Rows(Dataset[dict[str, Tensor]]):

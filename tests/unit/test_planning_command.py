@@ -130,6 +130,8 @@ def test_16384_ranks_take_less_than_2_s_and_no_torch() -> None:
         ({f"{STRATEGY}data_parallel": "zero3"}, ["data_parallel is 'zero3', which is unknown"]),
         ({f"{STRATEGY}recompute": {"recompute_granularity": "full"}}, ["which layers?"]),
         ({"data__init_args__sequence_length": 8190}, ["8190 tokens cannot be split equally"]),
+        ({f"{CONFIG}attention_backend": "flash", "trainer__precision": "32-true"},
+         ["attention_backend=flash takes bf16 and fp16 only on GPUs"]),
         ({"trainer__devices": "auto"}, ["Set --world-size"]),
         ({"trainer__precision": "transformer-engine"}, ["whose memory is not known"]),
         ({"trainer__strategy": "ddp"}, ["trainer.strategy is 'ddp', and a plan describes"]),

@@ -224,7 +224,7 @@ class _Math:
     are stored while it is computed, and computed again in backward.
     """
 
-    name = "attention by matrix products"
+    name = "matrix products and a softmax"
 
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
         _, _, v = inputs

@@ -1,0 +1,110 @@
+"""Kernels of attention on this rank: printed once, and refused where those that the user names
+cannot compute it.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.attention_backend import chosen_backend
+from megatron_lightning.layers.context.kernels import kernel_for
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.rules import check_attention_backend
+
+_LENGTH = 128  # of the sequences for which torch is asked
+
+
+def check_named_backend(
+    config: TransformerConfig,
+    num_context_ranks: int,
+    trainer: pl.Trainer | None,
+) -> None:
+    """Check the kernels that a configuration names, before any process group exists.
+
+    Raises:
+        ConfigError: If the device has none, or they do not take what the options say.
+    """
+    if trainer is None:
+        return
+    check_attention_backend(
+        config,
+        num_context_ranks,
+        device=trainer.strategy.root_device.type,
+        precision=getattr(trainer.strategy.precision_plugin, "precision", None),
+    )
+
+
+def report_attention(
+    module: pl.LightningModule, context: ParallelContext, precision: Precision, *, training: bool
+) -> None:
+    """Print, on rank 0, by which kernels this rank computes attention.
+
+    Args:
+        module: The LightningModule, assembled.
+        context: Groups of this rank.
+        precision: The Trainer's.
+        training: Whether backward is needed, and weights are dropped.
+
+    Raises:
+        ConfigError: If the user names kernels that torch does not have for the layers.
+    """
+    dtype, device = _dtype(precision), context.device
+    configs = {
+        core: model.config
+        for model in module.modules()
+        if isinstance(model, GPTModel)
+        for core in model.modules()
+    }
+    descriptions: dict[str, None] = {}  # without repetitions, in order
+    for core in module.modules():
+        if not isinstance(core, CoreAttention):
+            continue
+        config = configs.get(core)
+        if core.engine is not None and core.backend == "auto":
+            descriptions["by Transformer Engine"] = None
+        elif core.exchange is not None or (config is not None and config.window_size is not None):
+            kernel = kernel_for(device, core.backend).name
+            descriptions[f"in blocks by {kernel} (attention_backend={core.backend})"] = None
+        elif config is not None:
+            q, k, v = _inputs(config, context, torch.float32 if core.in_fp32 else dtype)
+            dropout = core.dropout.p if training else 0.0
+            chosen = chosen_backend(
+                *(x.requires_grad_(training) for x in (q, k, v)),
+                backend=core.backend,
+                dropout_p=dropout,
+                causal=True,
+            )
+            descriptions[
+                f"by torch's {chosen} kernels (attention_backend={core.backend}; {q.shape[1]} "
+                f"heads of {q.shape[3]}, {str(q.dtype).removeprefix('torch.')}, {device.type})"
+            ] = None
+    for description in descriptions:
+        rank_zero_info(f"MegatronStrategy: attention runs {description}.")
+
+
+def _inputs(
+    config: TransformerConfig, context: ParallelContext, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return queries [1, n, s, d], keys and values [1, g, s, d] like those of a layer here."""
+    num_ranks, length = context.layout.tp, min(_LENGTH, config.max_sequence_length)
+    heads = config.num_attention_heads // num_ranks
+    groups = max(1, config.query_groups // num_ranks)
+    size = config.head_dim if config.mla is None else max(config.head_dim, config.mla.v_head_dim)
+    return [
+        torch.empty(length, 1, number, size, dtype=dtype, device=context.device).permute(1, 2, 0, 3)
+        for number in (heads, groups, groups)
+    ]
+
+
+def _dtype(precision: Precision) -> torch.dtype:
+    """Return the dtype of queries and keys under a precision of the Trainer."""
+    name = str(precision.precision)
+    dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return next((dtype for key, dtype in dtypes.items() if name.startswith(key)), torch.float32)
