@@ -38,7 +38,7 @@ from megatron_lightning.precision.hadamard import rotate
 from megatron_lightning.precision.history import make_histories
 from megatron_lightning.precision.quantization import TwoLevelScales, block_of, encode
 from megatron_lightning.precision.recipes import FP8Recipe
-from megatron_lightning.precision.scaling import Block, values_of
+from megatron_lightning.precision.scaling import Block, amax_of_matrices, values_of
 
 
 class EmulatedGemm(Gemm):
@@ -165,8 +165,7 @@ class EmulatedGemm(Gemm):
         scaling = self.recipe.scaling
         of_tensor = self.recipe.is_per_tensor or scaling == "nvfp4"
         if experts is None:
-            dims = (-2, -1) if x.ndim == 3 else None
-            return self._over_ranks(_amax(x, dims)) if of_tensor else None
+            return self._over_ranks(amax_of_matrices(x)) if of_tensor else None
         if not of_tensor and not (scaling == "rowwise" and block.columns == 1):
             return None
         amax = x.abs().float()
@@ -187,7 +186,7 @@ class EmulatedGemm(Gemm):
     def _by_history(self, tensor: Tensor, role: Role, *, first: bool) -> Operand:
         """Return the operand with the scale of the history, and note the largest value."""
         history, name = self.histories[role], self.recipe.code_format(role)
-        amax = _amax(tensor).reshape(())
+        amax = amax_of_matrices(tensor.reshape(1, -1)).reshape(())
         if self.notes and first:
             history.note(amax)
         factor = history.factor.to(tensor.device)
@@ -244,10 +243,3 @@ class EmulatedGemm(Gemm):
 def _exact(tensor: Tensor) -> AbstractContextManager[None]:
     """Return a context in which products keep fp32."""
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-def _amax(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """Return the largest absolute value [.., 1, 1], over all dims or some; 0 of none."""
-    if not x.numel():
-        return x.new_zeros((1, 1), dtype=torch.float32)
-    return x.abs().amax(dim=dims or tuple(range(x.ndim)), keepdim=True).float()

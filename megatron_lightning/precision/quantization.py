@@ -10,22 +10,27 @@ Shapes: x [..., n].
     nvfp4             uint8 [..., ceil(n / 2)]  e4m3 [..., ceil(n / 16)], and fp32 []
 
 of an input or a gradient; the blocks of a weight [out, in] are 128 x 128 (blockwise) and 16 x 16
-(nvfp4), with scales [ceil(out / 128), ceil(in / 128)] and so on. Two codes of nvfp4 share a byte,
-the first in the low bits.
+(nvfp4), with scales [ceil(out / 128), ceil(in / 128)] and so on. The weights of experts [E, out,
+in] are a tensor each, with fp32 scales [E, 1, 1] of it; with ``delayed`` they are one. Two codes of
+nvfp4 share a byte, the first in the low bits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
+from megatron_lightning.config.checks import check_choice
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1, unpack_e2m1
 from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe, Role
 from megatron_lightning.precision.scaling import (
     Block,
     amax_of,
+    amax_of_matrices,
     apply_factors,
     from_blocks,
     mx_scales,
@@ -86,7 +91,7 @@ def encode(
     amax = amax_of(blocks)
     scales: Tensor | TwoLevelScales
     if recipe.scaling == "nvfp4":
-        shared_amax = amax.amax() if shared_amax is None else shared_amax
+        shared_amax = amax_of_matrices(x) if shared_amax is None else shared_amax
         factor, inner, outer = two_level_scales(amax, shared_amax)
         scales = TwoLevelScales(inner, outer)
     elif recipe.scaling == "mxfp8":
@@ -99,6 +104,7 @@ def encode(
     return from_blocks(apply_factors(blocks, factor, name, random), *x.shape[-2:]), scales
 
 
+@torch.no_grad()
 def quantize(
     x: Tensor, recipe: FP8Recipe, role: Role = "input"
 ) -> tuple[Tensor, Tensor | TwoLevelScales]:
@@ -108,29 +114,44 @@ def quantize(
     patterns only the margin applies.
 
     Args:
-        x: Floating tensor with at least one dim; a weight has two or more.
+        x: Floating tensor with at least one dim.
         recipe: The recipe.
         role: Whether ``x`` is an input, a weight or an output's gradient.
+
+    Raises:
+        ConfigError: If ``x`` is no floating tensor with dims, or the role is unknown.
     """
+    check_choice("role", role, get_args(Role))
     if x.ndim == 0 or not x.is_floating_point():
         raise ConfigError(
             f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype} is to be quantized; it must "
             "be a floating tensor with at least one dim."
         )
-    matrix = x if role == "weight" and x.ndim > 1 else x.reshape(-1, x.shape[-1])
-    block = block_of(recipe, role)
-    amax = None
-    if recipe.margin:
-        amax = matrix.float().abs().amax() * 2.0**recipe.margin
-    codes, scales = encode(matrix, recipe, role, block, shared_amax=amax)
+    matrix = _matrices(x, recipe, role)
+    shared_amax = amax_of_matrices(matrix) * 2.0**recipe.margin if recipe.margin else None
+    codes, scales = encode(matrix, recipe, role, block_of(recipe, role), shared_amax=shared_amax)
     codes = codes.reshape(x.shape)
     if isinstance(scales, TwoLevelScales):
-        inner = scales.blocks
-        inner = inner if matrix is x else inner.reshape(*x.shape[:-1], -1)
-        return pack_e2m1(codes), TwoLevelScales(inner, scales.tensor)
-    if recipe.is_per_tensor:
-        return codes, scales.flatten()[0]
-    return codes, scales if matrix is x else scales.reshape(*x.shape[:-1], -1)
+        blocks = _of_rows(scales.blocks, matrix, x)
+        return pack_e2m1(codes), TwoLevelScales(blocks, _of_tensor(scales.tensor))
+    return codes, _of_tensor(scales) if recipe.is_per_tensor else _of_rows(scales, matrix, x)
+
+
+def _matrices(x: Tensor, recipe: FP8Recipe, role: Role) -> Tensor:
+    """Return ``x`` as the matrices [..., R, C] that are scaled: weights one by one, else rows."""
+    if role == "weight" and x.ndim > 1 and recipe.scaling != "delayed":
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _of_tensor(scales: Tensor) -> Tensor:
+    """Return the scale of one matrix, [1, 1], without dims; those of several as they are."""
+    return scales.reshape(()) if scales.ndim == 2 else scales
+
+
+def _of_rows(scales: Tensor, matrix: Tensor, x: Tensor) -> Tensor:
+    """Return scales [m, n] of rows with the leading dims of ``x``; those of weights as they are."""
+    return scales if matrix is x else scales.reshape(*x.shape[:-1], scales.shape[-1])
 
 
 def dequantize(
@@ -155,6 +176,6 @@ def dequantize(
         scales = scales.blocks.float() * scales.tensor
     if scales.ndim == 0:
         return data.float() * scales
-    matrix = data if role == "weight" and data.ndim > 1 else data.reshape(-1, data.shape[-1])
-    flat = scales if matrix is data else scales.reshape(-1, scales.shape[-1])
+    matrix = _matrices(data, recipe, role)
+    flat = scales if matrix is data else scales.reshape(len(matrix), scales.shape[-1])
     return values_of(matrix, flat, block_of(recipe, role)).reshape(data.shape)

@@ -2,7 +2,8 @@
 
 Notation: ``R x C`` a matrix, [..., R, C] where several are stacked; ``r x c`` a block of it, so
 that scales are [..., ceil(R / r), ceil(C / c)]. The last blocks may be ragged: they are padded with
-zeros, which change no largest value.
+zeros, which change no largest value. A block that extends over a full dim exists also where the dim
+is 0 long.
 
 With ``amax`` the largest absolute value of a block and ``M`` that of the format,
 
@@ -43,13 +44,21 @@ class Block(NamedTuple):
 def to_blocks(x: Tensor, block: Block) -> Tensor:
     """Return [..., R, C] as fp32 [..., ceil(R / r), r, ceil(C / c), c], padded with zeros."""
     num_rows, num_columns = x.shape[-2:]
-    rows, columns = block.rows or max(1, num_rows), block.columns or max(1, num_columns)
-    right, below = -num_columns % columns, -num_rows % rows
+    rows, below = _divided_into(num_rows, block.rows)
+    columns, right = _divided_into(num_columns, block.columns)
     x = x.float()
     if right or below:
         x = F.pad(x, (0, right, 0, below))
     *stacked, height, width = x.shape
     return x.reshape(*stacked, height // rows, rows, width // columns, columns)
+
+
+def _divided_into(extent: int, size: int | None) -> tuple[int, int]:
+    """Return the extent of blocks in a dim, and what is added to it to make the last one whole."""
+    if size is None:
+        size = max(1, extent)
+        return size, size - extent
+    return size, -extent % size
 
 
 def from_blocks(blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -60,6 +69,13 @@ def from_blocks(blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
 def amax_of(blocks: Tensor) -> Tensor:
     """Return the largest absolute value of each block [..., ceil(R / r), ceil(C / c)]."""
     return blocks.abs().amax(dim=(-3, -1))
+
+
+def amax_of_matrices(x: Tensor) -> Tensor:
+    """Return the largest absolute value of each matrix [..., 1, 1] in fp32; 0 of an empty one."""
+    if not x.numel():
+        return x.new_zeros((*x.shape[:-2], 1, 1), dtype=torch.float32)
+    return x.abs().amax(dim=(-2, -1), keepdim=True).float()
 
 
 def _divided(number: float, x: Tensor) -> Tensor:

@@ -152,6 +152,39 @@ def test_scales_of_tiny_and_huge_values(name: str, size: float) -> None:
         torch.testing.assert_close(y / size, x / size, rtol=0.13, atol=0.0)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_of_experts_are_quantized_one_by_one(name: str) -> None:
+    """Of one size they would share a scale by chance; with delayed scaling they do."""
+    recipe, x = (
+        RECIPES[name],
+        torch.randn(3, 40, 33) * torch.tensor([1.0, 30.0, 0.1])[:, None, None],
+    )
+    values = dequantize(*quantize(x, recipe, "weight"), recipe, "weight", size=33)
+    if name == "delayed":
+        assert torch.equal(values, dequantize(*quantize(x, recipe), recipe))
+        return
+    alone = [dequantize(*quantize(w, recipe, "weight"), recipe, "weight", size=33) for w in x]
+    assert torch.equal(values, torch.stack(alone))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_empty_tensors_have_empty_codes(name: str, role: Role) -> None:
+    recipe = RECIPES[name]
+    for shape in ((0,), (0, 8), (8, 0), (2, 0, 5), (2, 5, 0)):
+        data, scales = quantize(torch.zeros(shape), recipe, role)
+        assert dequantize(data, scales, recipe, role, size=shape[-1]).shape == shape
+
+
+def test_an_unknown_role_is_refused_and_codes_have_no_gradient() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    data, scales = quantize(x, RECIPES["rowwise"])
+    assert isinstance(scales, Tensor) and not data.requires_grad and not scales.requires_grad
+    role: Any = "activation"
+    with pytest.raises(ConfigError, match=r"role is 'activation'.*input, weight, output_grad"):
+        quantize(x, RECIPES["rowwise"], role)
+
+
 # ------------------------------------------------------------------------------------------ recipes
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
