@@ -35,7 +35,7 @@ from megatron_lightning.precision.recipes import FP8Recipe
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 
-_IN_BF16 = ("**output_layer", "**lm_head", "**score", "**classifier", "**router", "**gate")
+_IN_BF16 = ("**output_layer", "**head", "**score", "**classifier", "**router", "**gate")
 """Paths of output layers and routers, as models name them."""
 _GEMMS: Mapping[Chosen, type[EmulatedGemm]] = {"emulation": EmulatedGemm, "native": NativeGemm}
 
@@ -118,7 +118,7 @@ def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Reci
             f"modules of the recipe has patterns that match no module of "
             f"{type(module).__name__}: {'; '.join(unused)}. Correct or remove them."
         )
-    kept = _kept_layers(module, recipe)
+    kept = (*_kept_layers(module, recipe), *_output_embeddings(module))
     layers = _linears(module)
     found = {path: _recipe_of(path, layer, recipe, kept) for path, layer in layers.items()}
     if not any(found.values()):
@@ -126,7 +126,8 @@ def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Reci
         unlike = f" and others, which cannot be quantized: {_listed(others)}" if others else ""
         raise ConfigError(
             f"the recipe quantizes no layer of {type(module).__name__}, which has "
-            f"{len(found)} linear layers{unlike}. Remove the plugin, or the rows that exclude them."
+            f"{len(found)} linear layers{unlike}. Remove the plugin, or what excludes them: rows "
+            "of modules, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16."
         )
     return found
 
@@ -179,14 +180,27 @@ def _recipe_of(
         return None
     if any(compile_pattern(pattern).fullmatch(path) for pattern in _IN_BF16):
         return None
-    return None if path.startswith(kept) else recipe
+    return None if f"{path}.".startswith(kept) else recipe
+
+
+def _output_embeddings(module: nn.Module) -> list[str]:
+    """Return the paths, with a dot behind, of the output layers that models of transformers name;
+    those of other pipeline ranks may be missing.
+    """
+    found = set[int]()
+    for child in module.modules():
+        try:
+            found.add(id(child.get_output_embeddings()))  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            continue
+    return [f"{path}." for path, child in module.named_modules() if id(child) in found]
 
 
 def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
-    """Return the prefixes of the paths in the first and last layers that stay in bf16.
+    """Return the paths, with a dot behind, of the first and last layers that stay in bf16.
 
-    Layers are the entries of the longest list of modules, which are keyed by numbers; on a pipeline
-    rank it keeps the entries of all ranks.
+    Layers are the entries of the longest list of modules, which are keyed by numbers, and which is
+    in no other (as a layer's experts are); on a pipeline rank it keeps the entries of all ranks.
     """
     first, last = recipe.num_layers_at_start_in_bf16, recipe.num_layers_at_end_in_bf16
     if not first + last:
@@ -203,9 +217,11 @@ def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
             f"{type(module).__name__} has no list of layers. Name them in modules of the recipe: "
             '{"path.of.layer.**": "bf16"}.'
         )
-    path, layers = max(lists.items(), key=lambda item: len(item[1]))
+    inner = tuple(f"{path}." for path in lists)
+    outer = {path: child for path, child in lists.items() if not path.startswith(inner)}
+    path, layers = max(outer.items(), key=lambda item: len(item[1]))
     names = list(layers._modules)
-    chosen = [*names[:first], *names[len(names) - last :]]
+    chosen = [*names[:first], *names[max(0, len(names) - last) :]]
     return tuple(f"{path}.{name}." for name in chosen)
 
 

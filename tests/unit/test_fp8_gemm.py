@@ -185,6 +185,39 @@ def test_patterns_layers_and_defaults_say_which_layers_are_quantized() -> None:
     assert "decoder.layers.0.self_attention.linear_qkv" in assigned.in_bf16
 
 
+class _Model(nn.Module):
+    """Layers with a list of their own, which is longer, and an output layer with any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(5))})
+            for _ in range(3)
+        )
+        self.to_words = nn.Linear(4, 9)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.to_words
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "quantized"), [(0, 0, "012"), (1, 0, "12"), (1, 1, "1"), (0, 2, "0")]
+)
+def test_first_and_last_layers_and_output_embeddings_stay_in_bf16(
+    first: int, last: int, quantized: str
+) -> None:
+    recipe = FP8Recipe(num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last)
+    found = apply_recipe(_Model(), recipe).quantized
+    assert list(found) == [f"layers.{i}.experts.{j}" for i in quantized for j in range(5)]
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 0), (2, 2), (0, 5)])
+def test_recipes_that_keep_all_layers_in_bf16_are_refused(first: int, last: int) -> None:
+    recipe = FP8Recipe(num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last)
+    with pytest.raises(ConfigError, match=r"no layer.*num_layers_at_end_in_bf16"):
+        apply_recipe(_Model(), recipe)
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
