@@ -90,26 +90,42 @@ class FP8Recipe:
     def __post_init__(self) -> None:
         for name, choices in (("scaling", Scaling), ("format", Format)):
             value = getattr(self, name)
-            if (name, value) in _LEFT_OUT:
+            if (name, str(value)) in _LEFT_OUT:
                 raise ConfigError(f"{name} is {value!r}. {_LEFT_OUT[name, value]}")
             check_choice(name, value, get_args(choices))
         check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))
         check_counts(self, "amax_history_len")
+        self._check_switches()
         self._check_layers()
         self._check_scaling()
-        for pattern in self.modules:
-            self._row(pattern)
+        self._check_rows()
+
+    def _check_switches(self) -> None:
+        switches = ("weight_2d_scaling", "random_hadamard_transform", "stochastic_rounding")
+        for name in switches:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be true or false.")
+        if not isinstance(self.power_of_two_scales, bool | None):
+            raise ConfigError(
+                f"power_of_two_scales is {self.power_of_two_scales!r}; it must be true, false or "
+                "null."
+            )
+        if self.scaling == "blockwise" and not self.weight_2d_scaling:
+            raise ConfigError(
+                "weight_2d_scaling is False with scaling=blockwise, whose weights always have "
+                "blocks of 128 x 128. Remove it, or set scaling to nvfp4."
+            )
 
     def _check_layers(self) -> None:
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "margin"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of 0 or more.")
-        kept = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
-        if kept and self.scaling == "delayed":
+        if self.num_layers_in_bf16 and self.scaling == "delayed":
             raise ConfigError(
-                f"{kept} layers at the start and end are to stay in bf16 with scaling=delayed, "
-                "whose histories cover all layers. Set scaling to current, or the numbers to 0."
+                f"{self.num_layers_in_bf16} layers at the start and end are to stay in bf16 with "
+                "scaling=delayed, whose histories cover all layers. Set scaling to current, or the "
+                "numbers to 0."
             )
 
     def _check_scaling(self) -> None:
@@ -142,12 +158,34 @@ class FP8Recipe:
                     'data_parallel="fsdp" divides their memory by the data-parallel ranks.'
                 )
 
+    def _check_rows(self) -> None:
+        if not isinstance(self.modules, Mapping) or not all(
+            isinstance(pattern, str) and pattern for pattern in self.modules
+        ):
+            raise ConfigError(
+                f"modules is {self.modules!r}; it must map patterns of module paths to recipes or "
+                "the word bf16."
+            )
+        for pattern, row in self.rows.items():
+            if row is not None and row.num_layers_in_bf16:
+                raise ConfigError(
+                    f"the recipe of modules[{pattern!r}] keeps first or last layers in bf16, and a "
+                    "row is about the modules that it matches. Set num_layers_at_start_in_bf16 and "
+                    "num_layers_at_end_in_bf16 in the outer recipe."
+                )
+
     def _row(self, pattern: str) -> FP8Recipe | None:
         """Return the recipe of a pattern; None: bf16."""
         value = self.modules[pattern]
         if value == "bf16":
             return None
         if isinstance(value, Mapping):
+            known = {f.name for f in fields(self)}
+            if unknown := sorted(map(str, value.keys() - known)):
+                raise ConfigError(
+                    f"modules[{pattern!r}] sets {', '.join(unknown)}, which no recipe has. The "
+                    f"names are {', '.join(sorted(known))}."
+                )
             value = FP8Recipe(**value)
         if not isinstance(value, FP8Recipe):
             raise ConfigError(
@@ -164,6 +202,11 @@ class FP8Recipe:
     def rows(self) -> dict[str, FP8Recipe | None]:
         """Pattern -> recipe, or None for bf16."""
         return {pattern: self._row(pattern) for pattern in self.modules}
+
+    @property
+    def num_layers_in_bf16(self) -> int:
+        """First and last layers that stay in bf16."""
+        return self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
 
     @property
     def has_history(self) -> bool:

@@ -207,6 +207,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "parameters": ({"fp8_param": True}, "fp8_param is True, .* stay in fp32"),
     "gathers": ({"fp8_param_gather": True}, "fp8_param_gather is True, .*fsdp"),
     "row": ({"modules": {"a.*": "fp16"}}, r"modules\['a.\*'\] is 'fp16'"),
+    "field of a row": ({"modules": {"a": {"scalin": "x"}}}, r"modules\['a'\] sets scalin, which"),
+    "layers of a row": (
+        {"modules": {"a": {"num_layers_at_start_in_bf16": 1}}},
+        r"modules\['a'\] keeps first or last layers in bf16",
+    ),
+    "no patterns": ({"modules": ["a"]}, r"modules is \['a'\]; it must map patterns"),
+    "list": ({"scaling": ["current"]}, r"scaling is \['current'\], which is unknown"),
+    "word": ({"scaling": "nvfp4", "stochastic_rounding": "no"}, "'no'; it must be true or false"),
+    "scales": ({"power_of_two_scales": "yes"}, "is 'yes'; it must be true, false or null"),
+    "rows of blocks": ({"weight_2d_scaling": False}, "False with scaling=blockwise.*128 x 128"),
     "nested rows": ({"modules": {"a": {"modules": {"b": "bf16"}}}}, "has patterns of its own"),
 }
 
