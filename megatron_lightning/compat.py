@@ -39,6 +39,7 @@ __all__ = [
     "cpp_compilers",
     "default_store",
     "destroy_process_groups",
+    "fused_adamw",
     "is_in_backward",
     "keep_freed_memory",
     "never_drop",
@@ -247,6 +248,20 @@ def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> 
     cast.
     """
     parameter.grad_dtype = dtype
+
+
+def fused_adamw(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
+    """Return an AdamW that steps all parameters by one kernel, where torch has it for their device.
+
+    torch marks its fused optimizers as able to divide gradients by a loss scale in their step.
+    Lightning then leaves that to them and refuses to clip gradients; without the mark gradients are
+    unscaled, and clipped, before the step.
+    """
+    known = {"meta", *torch.utils._foreach_utils._get_fused_kernels_supported_devices()}
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    optimizer = torch.optim.AdamW(groups, fused=True if devices <= known else None, **options)
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
+from megatron_lightning.compat import fused_adamw
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts
@@ -45,6 +46,7 @@ class GPTLightningModule(LightningModule):
             ``decay_steps``.
         param_groups: Parameters with a learning rate or weight decay of their own; leave it out for
             norms and biases without weight decay.
+        fused: Whether AdamW steps all parameters by one kernel, where torch has it for the device.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -71,6 +73,7 @@ class GPTLightningModule(LightningModule):
         decay_steps: int | None = None,
         lr_schedule: LRSchedule | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         if learning_rate < 0.0:
@@ -100,6 +103,7 @@ class GPTLightningModule(LightningModule):
             "decay_steps": decay_steps,
             "lr_schedule": None if lr_schedule is None else asdict(lr_schedule),
             "param_groups": None if param_groups is None else [asdict(group) for group in groups],
+            "fused": fused,
         }
         self.save_hyperparameters({"config": config.to_dict(), **settings})
         self.config = config
@@ -107,6 +111,7 @@ class GPTLightningModule(LightningModule):
         self.weight_decay = weight_decay
         self.betas = betas
         self.eps = eps
+        self.fused = fused
         self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
         self.lr_schedule = _schedule(lr_schedule, min_learning_rate, warmup_steps, decay_steps)
         self.model: GPTModel | None = None
@@ -186,7 +191,8 @@ class GPTLightningModule(LightningModule):
         groups = make_param_groups(
             self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
         )
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+        make = fused_adamw if self.fused else torch.optim.AdamW
+        optimizer = make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
         if self.lr_schedule is None:
             return optimizer
         scheduler = ScheduledLR(optimizer, self.lr_schedule)

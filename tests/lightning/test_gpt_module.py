@@ -124,6 +124,35 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
     assert out_labels["num_items"] == out["num_items"]
 
 
+@pytest.mark.parametrize("strategy", ["auto", "megatron"])
+def test_gradients_of_the_fused_optimizer_are_clipped(strategy: str) -> None:
+    """Lightning refuses to clip, under autocast, for optimizers that say that they unscale
+    gradients themselves."""
+    clipped: list[float] = []
+
+    class Norms(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gradients = [p.grad for p in gpt.parameters() if p.grad is not None]
+            clipped.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    gpt, options = module(), {"precision": "bf16-mixed", "gradient_clip_val": 1e-3}
+    fit = trainer(strategy, max_steps=2, callbacks=[Norms()], **options)
+    fit.fit(gpt, loader())
+    assert all(group["fused"] for group in fit.optimizers[0].param_groups)
+    assert clipped == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+def test_one_kernel_for_the_step_unless_the_user_says_otherwise() -> None:
+    def fused(module: GPTLightningModule, device: str) -> Any:
+        module.configure_model()
+        optimizer: Any = module.to(device).configure_optimizers()
+        return {group["fused"] for group in optimizer.param_groups}
+
+    assert fused(GPTLightningModule(CONFIG), "cpu") == {True}
+    assert fused(GPTLightningModule(CONFIG), "meta") == {True}  # before it has a device
+    assert fused(GPTLightningModule(CONFIG, fused=False), "cpu") == {None}
+
+
 def test_the_schedule() -> None:
     rates = _rates(module(warmup_steps=2, decay_steps=6, min_learning_rate=1e-3), 8)
     assert rates == pytest.approx([0.0, 5e-3, 1e-2, 8.681981e-3, 5.5e-3, 2.318019e-3, 1e-3, 1e-3])
