@@ -508,6 +508,14 @@ class MegatronStrategy(ParallelStrategy):
         self._precision_plugin = None if plugin is None else megatron_plugin(plugin)
 
     @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if self.run is not None and device is None:
+            batch = self.run.copies.copy(batch, self.module)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         return self._running.process_dataloader(dataloader)
 

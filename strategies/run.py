@@ -44,6 +44,7 @@ from megatron_lightning.strategies.step.pipelined import PipelinedSteps
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.steps import Steps
 from megatron_lightning.strategies.step.training import Training
+from megatron_lightning.strategies.step.transfer import BatchCopies
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
 from megatron_lightning.strategies.summary import summarize_full
 
@@ -106,6 +107,8 @@ class Run:
             share_buffers=self.share_buffers,
         )
         """Saves and loads."""
+        self.copies = BatchCopies(ranks.context.device)
+        """Copies batches to the device."""
         self.clock = ValidationClock(ranks.broadcast)
         """Decides for all ranks when a validation by time is due."""
         wrap_configure_model(module, self._assemble_built, self._until_setup)

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
-from megatron_lightning.layers import vocab_parallel_cross_entropy
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers import (
+    CoreAttention,
+    Documents,
+    SequenceInfo,
+    vocab_parallel_cross_entropy,
+)
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
@@ -21,6 +27,7 @@ from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from megatron_lightning.strategies.step.transfer import BatchCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -296,3 +303,61 @@ def test_an_out_of_memory_error_says_what_to_set() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Greedy(_config()), DataLoader(rows, batch_size=1))
     assert "Set a smaller micro_batch_size" in "".join(getattr(caught.value, "__notes__", ()))
+
+
+class _NoHooks(pl.LightningModule):
+    trainer: Any = None
+
+
+def test_batches_are_copied_while_the_gpu_computes() -> None:
+    copies = BatchCopies(torch.device(CUDA))
+    assert copies.stream is not None
+    batch, done = {"tokens": torch.arange(1 << 20).pin_memory()}, torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    done.record()
+    found = copies.copy(batch, _NoHooks())
+    copies.stream.synchronize()
+    assert not done.query(), "the copy waited for the computation"
+    assert torch.equal(found["tokens"].cpu(), batch["tokens"])
+
+
+def test_memory_of_a_batch_is_not_reused_before_it_is_read() -> None:
+    copies, sums = BatchCopies(torch.device(CUDA)), []
+    for step in range(50):
+        batch = copies.copy([torch.full((1 << 20,), step).pin_memory()], _NoHooks())
+        torch.cuda._sleep(5_000_000)  # the next batch arrives before this one is read
+        sums.append(batch[0].sum())
+    assert [int(total) >> 20 for total in sums] == list(range(50))
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "math"])
+def test_kernels_of_attention_agree_with_fp32_on_the_cpu(backend: Any) -> None:
+    """bf16: 2e-2 of the norm; a GPU without the kernel refuses it in words."""
+    q, k, v = (torch.randn(64, 2, heads, 64, requires_grad=True) for heads in (4, 2, 2))
+    expected = CoreAttention(0.0)(q, k, v)
+    expected.sum().backward()
+    copies = [x.detach().to(CUDA, torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    try:
+        found = CoreAttention(0.0, backend=backend)(*copies)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found.sum().backward()
+    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(copies, (q, k, v), strict=True))]
+    for got, full in pairs:
+        assert (got.cpu().float() - full).norm() <= 2e-2 * full.norm()
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient", "math"])
+def test_kernels_of_blocks_agree(backend: Any) -> None:
+    """bf16: 2e-2 of the norm."""
+    window = None if backend == "flash" else 24
+    sequence = SequenceInfo(window=window, documents=Documents(((0, 40, 64),)))
+    q, k, v = (torch.randn(64, 1, heads, 64, requires_grad=True) for heads in (4, 2, 2))
+    expected = CoreAttention(0.0, backend="math")(q, k, v, sequence)
+    expected.sum().backward()
+    copies = [x.detach().to(CUDA, torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    found = CoreAttention(0.0, backend=backend)(*copies, sequence)
+    found.sum().backward()
+    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(copies, (q, k, v), strict=True))]
+    for got, full in pairs:
+        assert (got.cpu().float() - full).norm() <= 2e-2 * full.norm()
