@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import has_replicas
+from megatron_lightning.optim.checks import check_tied_copies
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
@@ -91,6 +92,7 @@ class GradientAccumulation:
         optimizers = [
             optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)
         ]
+        check_tied_copies(optimizers, trainable, specs, context.pp)
         matrices = names_of_matrices(optimizers, trainable)
         if self._units is None:
             self.reducer = GradientReducer(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import main_dtype
+from megatron_lightning.optim.chained import members
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.spec import ShardSpec
 
 
 @contextmanager
@@ -90,3 +95,72 @@ def check_optimizers(
             "device, micro_batch_size=None, optimizer_cpu_offload=False and "
             'precision="32-true" or "bf16-mixed".'
         )
+
+
+class _Holder(NamedTuple):
+    """How one pipeline rank steps its copy of a tied parameter."""
+
+    name: str
+    """Name of the parameter on that rank."""
+    optimizer: str
+    """Class of its optimizer."""
+    options: dict[str, str]
+    """Hyper-parameters of its group."""
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name} by {self.optimizer}({values})"
+
+
+def check_tied_copies(
+    optimizers: Sequence[Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    specs: Mapping[str, ShardSpec],
+    pp: AxisGroup,
+) -> None:
+    """Check that all pipeline ranks with a copy of a tied parameter step it alike; a collective.
+
+    A copy has another name than its owner, so that groups chosen by name may part them.
+
+    Args:
+        optimizers: All that ``configure_optimizers`` returned.
+        parameters: Trainable parameters of this rank by name.
+        specs: Their specs.
+        pp: Pipeline ranks.
+
+    Raises:
+        ConfigError: On all ranks, if two copies are in groups that differ.
+    """
+    if pp.size == 1:
+        return
+    owners = {name: specs[name].tied_to or name for name in parameters}
+    copies = {owners[name] for name in parameters if specs[name].tied_to is not None}
+    tied = set[str]().union(*pp.all_gather_object(copies))
+    if not tied:
+        return
+    held = {
+        owners[name]: _holder(name, parameter, optimizers)
+        for name, parameter in parameters.items()
+        if owners[name] in tied
+    }
+    ranks = pp.all_gather_object(held)
+    for owner in sorted(tied):
+        found = {rank: own[owner] for rank, own in enumerate(ranks) if owner in own}
+        ways = {(each.optimizer, frozenset(each.options.items())) for each in found.values()}
+        if len(ways) > 1:
+            listed = "; ".join(f"rank {rank}: {holder}" for rank, holder in found.items())
+            raise ConfigError(
+                f"{owner} is one parameter with copies on pipeline ranks, whose optimizers would "
+                f"part them ({listed}). Choose parameter groups by the owner's name, as "
+                "megatron_lightning.optim.make_param_groups does: "
+                "megatron_lightning.parallel.sharding.tied_names(self) maps each copy to it."
+            )
+
+
+def _holder(name: str, parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> _Holder:
+    for optimizer in (member for each in optimizers for member in members(each)):
+        for group in optimizer.param_groups:
+            if any(parameter is own for own in group["params"]):
+                options = {key: repr(value) for key, value in group.items() if key != "params"}
+                return _Holder(name, type(optimizer).__name__, options)
+    return _Holder(name, "no optimizer", {})

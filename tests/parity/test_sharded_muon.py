@@ -23,7 +23,7 @@ from megatron_lightning.config import DataParallelOptions, MoEConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer, Muon
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -94,14 +94,16 @@ LAYOUTS = {
 
 class _WithMuon(GPTLightningModule):
     def configure_optimizers(self) -> Any:
-        inside = {
-            name
-            for name, p in self.named_parameters()
-            if ".layers." in name and name.endswith("weight") and p.dim() > 1
-        }
-        matrices = [p for name, p in self.named_parameters() if name in inside]
-        rest = [p for name, p in self.named_parameters() if name not in inside]
-        return ChainedOptimizer(Muon(matrices, lr=LR, weight_decay=0.1), AdamW(rest, lr=1e-3))
+        matrices, rest, owners = [], [], tied_names(self)
+        for name, p in self.named_parameters():
+            own = owners.get(name, name)
+            inside = ".layers." in own and own.endswith("weight") and p.dim() > 1
+            (matrices if inside else rest).append(p)
+        # Groups, which may be empty: a stage may have no layers.
+        return ChainedOptimizer(
+            Muon([{"params": matrices}], lr=LR, weight_decay=0.1),
+            AdamW([{"params": rest}], lr=1e-3),
+        )
 
 
 def _orthogonalised(
