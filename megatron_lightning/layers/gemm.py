@@ -295,14 +295,22 @@ class _Product(torch.autograd.Function):
 def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor, one_by_one: bool) -> Tensor:
     if not one_by_one and takes_grouped_mm(a) and takes_grouped_mm(b):
         return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32)).contiguous()
+    product = _empty_product(a, b, counts)
     sizes = counts.tolist()
     if b.ndim == 3:
-        return torch.cat([x @ w for x, w in zip(torch.split(a, sizes), b, strict=True)])
-    pairs = zip(torch.split(a, sizes, dim=1), torch.split(b, sizes), strict=True)
-    return torch.stack([left @ right for left, right in pairs])
+        groups = zip(torch.split(a, sizes), b, torch.split(product, sizes), strict=True)
+    else:
+        groups = zip(torch.split(a, sizes, dim=1), torch.split(b, sizes), product, strict=True)
+    for left, right, out in groups:
+        torch.mm(left, right, out=out)
+    return product
 
 
 @_grouped_mm.register_fake
 def _(a: Tensor, b: Tensor, counts: Tensor, one_by_one: bool) -> Tensor:
+    return _empty_product(a, b, counts)
+
+
+def _empty_product(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     m, n = a.shape[0], b.shape[-1]
-    return a.new_empty((m, n) if b.ndim == 3 else (counts.shape[0], m, n))
+    return a.new_empty((m, n) if b.ndim == 3 else (len(counts), m, n))
