@@ -7,9 +7,10 @@ experts that a token is sent to (``router_topk``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from megatron_lightning.config.checks import is_count
 from megatron_lightning.errors import ConfigError
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -53,10 +54,6 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(
             f"moe.{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}."
         )
-
-
-def _is_integer(value: object, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _is_number(value: object) -> bool:
@@ -143,15 +140,19 @@ class MoEConfig:
             if isinstance(getattr(self, name), list):
                 # A config from YAML or a checkpoint equals one from code, and hashes.
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        optional = {field.name for field in fields(self) if field.default is None}
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and not _is_integer(value, 1):
+            if not (is_count(value) or (value is None and name in optional)):
                 raise ConfigError(f"moe.{name} is {value!r}; it must be a positive integer.")
+        for name in (field.name for field in fields(self) if field.type == "bool"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"moe.{name} is {getattr(self, name)!r}. Set it to true or false.")
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value):
+            if not ((_is_number(value) and value) or (value is None and name in optional)):
                 raise ConfigError(f"moe.{name} is {value!r}; it must be a positive number.")
         self._check_topk()
         self._check_groups()
@@ -175,13 +176,14 @@ class MoEConfig:
             )
         if softmax and self.router_enable_expert_bias:
             raise ConfigError(
-                "moe.router_enable_expert_bias=True with router_score_function=softmax: the bias "
-                "is added to scores that do not depend on one another. Set router_score_function "
+                "moe.router_enable_expert_bias=True with router_score_function=softmax: a bias "
+                "is for scores of which each expert has its own. Set router_score_function "
                 "to sigmoid or sqrtsoftplus, or router_enable_expert_bias to False."
             )
-        if self.input_jitter_eps is not None and not 0.0 < self.input_jitter_eps < 1.0:
+        eps = self.input_jitter_eps
+        if eps is not None and not (_is_number(eps) and 0.0 < eps < 1.0):
             raise ConfigError(
-                f"moe.input_jitter_eps is {self.input_jitter_eps}; inputs are multiplied by 1 - "
+                f"moe.input_jitter_eps is {eps!r}; inputs are multiplied by 1 - "
                 "eps to 1 + eps. Set it between 0 and 1, or leave it out."
             )
 
@@ -267,12 +269,12 @@ class MoEConfig:
             )
         freq: object = self.layer_freq
         if isinstance(freq, tuple):
-            if not all(_is_integer(entry, 0) and entry <= 1 for entry in freq) or 1 not in freq:
+            if not all(type(entry) is int and entry in (0, 1) for entry in freq) or 1 not in freq:
                 raise ConfigError(
                     f"moe.layer_freq is {list(freq)}; an entry is 1 (experts) or 0 (dense), and at "
                     "least one is 1. Set it so, or leave moe out."
                 )
-        elif not _is_integer(freq, 1):
+        elif not is_count(freq):
             raise ConfigError(
                 f"moe.layer_freq is {freq!r}, which names no layers. Set it to a positive integer "
                 "n, for every n-th layer, or to a list with 1 or 0 for each layer."

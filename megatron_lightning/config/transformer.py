@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatron_lightning.config.checks import check_choice, check_counts
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
@@ -225,10 +225,16 @@ class TransformerConfig:
         if self.moe is not None:
             self.moe.layer_kinds(self.num_layers)
 
-    def _restore(self, name: str, kind: type) -> None:
+    def _restore(self, name: str, kind: type[Any]) -> None:
         """Make a group of options of the plain values that a checkpoint holds of it."""
         given = getattr(self, name)
         if isinstance(given, Mapping):
+            known = [field.name for field in fields(kind)]
+            for option in given:
+                if option not in known:
+                    raise ConfigError(
+                        f"{name}.{option} is unknown. Set one of {', '.join(known)}."
+                    )
             object.__setattr__(self, name, kind(**given))
         elif given is not None and not isinstance(given, kind):
             raise ConfigError(

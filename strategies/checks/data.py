@@ -6,9 +6,21 @@ import lightning.pytorch as pl
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
+from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.rules import check_model_layout, check_vocabulary
+
+
+def model_config(module: pl.LightningModule) -> TransformerConfig | None:
+    """Return the configuration of the module's GPT model: the module's ``config``, which is known
+    before the model is built, or that of the only GPTModel in it.
+    """
+    config = getattr(module, "config", None)
+    if isinstance(config, TransformerConfig):
+        return config
+    models = [child for child in module.modules() if isinstance(child, GPTModel)]
+    return models[0].config if len(models) == 1 else None
 
 
 def check_config(
@@ -19,14 +31,13 @@ def check_config(
     *,
     explicit_stages: bool = False,
 ) -> None:
-    """Check the model's sizes, where the module has them in ``config``, against the layout and the
-    data.
+    """Check the sizes of the module's GPT model, if it has one, against the layout and the data.
 
     Raises:
         ConfigError: Naming the numbers that do not fit.
     """
-    config, length = getattr(module, "config", None), getattr(data, "sequence_length", None)
-    if isinstance(config, TransformerConfig):
+    config, length = model_config(module), getattr(data, "sequence_length", None)
+    if config is not None:
         known = length if isinstance(length, int) else None
         check_model_layout(
             config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages

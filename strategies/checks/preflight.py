@@ -16,7 +16,6 @@ from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.plans import find_plans
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
@@ -36,7 +35,7 @@ from megatron_lightning.strategies.checks.callbacks import (
     warn_of_uploads,
 )
 from megatron_lightning.strategies.checks.compiler import check_compiler
-from megatron_lightning.strategies.checks.data import check_batches, check_config
+from megatron_lightning.strategies.checks.data import check_batches, check_config, model_config
 from megatron_lightning.strategies.checks.module import (
     check_module,
     check_one_backward,
@@ -102,8 +101,8 @@ def check_before_launch(
     )
     if options.layout.cp > 1:
         check_context(options, module, data)
-    config = getattr(module, "config", None)
-    if isinstance(config, TransformerConfig):
+    config = model_config(module)
+    if config is not None:
         check_named_backend(config, options.layout.cp, trainer)
     # By an earlier Trainer: its units were checked then, and some are gone.
     if not is_assembled(module):
@@ -120,7 +119,7 @@ def check_before_launch(
     if stage == TrainerFn.FITTING:
         replicas = options.layout.data_parallel_size(world_size)
         check_batches(options.schedule, options.micro_batch_size, replicas, data)
-        if isinstance(config, TransformerConfig):
+        if config is not None:
             check_trained_experts(config, options.layout)
     if trainer is not None:
         _check_trained_by(options, world_size, module, trainer)
@@ -137,8 +136,8 @@ def check_context(
         ConfigError: If it is asked for.
     """
     sequence_dims_of(module, data)
-    config = getattr(module, "config", None)
-    if isinstance(config, TransformerConfig):
+    config = model_config(module)
+    if config is not None:
         if config.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={config.attention_dropout} cannot be combined with "

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.rules import check_model_layout, check_trained_experts
@@ -108,3 +113,46 @@ def test_a_model_is_checked_before_processes_start() -> None:
     with pytest.raises(ConfigError, match="num_experts=6 is not divisible by expert_model"):
         fit.fit(GPTLightningModule(_config({}, {})), DataLoader(rows))
     assert not dist.is_initialized()
+
+
+class _OwnModule(pl.LightningModule):
+    """A user's module around GPTModel, without a config of its own."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.net = GPTModel(config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        losses: Tensor = self.net(batch, labels=batch)
+        return losses.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({EP: 4}, "num_experts=6 is not divisible by expert_model_parallel_size=4"),
+        (
+            {TP: 2, "sequence_parallel": False},
+            "experts with tensor_model_parallel_size=2 and sequence_parallel=False",
+        ),
+    ],
+)
+def test_a_model_in_a_users_module_is_checked_as_well(
+    layout: dict[str, Any], message: str
+) -> None:
+    fit = trainer(MegatronStrategy(**layout), devices=4, max_steps=1)
+    with pytest.raises(ConfigError, match=message):
+        fit.fit(_OwnModule(_config({}, {})), DataLoader(torch.zeros(8, 8, dtype=torch.long)))
+    assert not dist.is_initialized()
+
+
+def test_a_layer_does_not_train_on_replicated_tokens() -> None:
+    config = _config({}, {})
+    assert config.moe is not None
+    layer = MoELayer(config, config.moe)
+    layer.replicas = AxisGroup(("tp",), 0, (0, 1), None)
+    with pytest.raises(ConfigError, match="trains on 2 tensor-parallel ranks that have the same"):
+        layer(torch.zeros(3, 1, 16))

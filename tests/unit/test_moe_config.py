@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from tests.helpers.moe import config
 
@@ -15,6 +16,10 @@ from tests.helpers.moe import config
     [
         ({"num_experts": 0}, "moe.num_experts is 0; it must be a positive integer"),
         ({"router_topk": True}, "moe.router_topk is True"),
+        ({"router_topk": None}, "moe.router_topk is None; it must be a positive integer"),
+        ({"router_bias_update_rate": None}, "moe.router_bias_update_rate is None"),
+        ({"router_pre_softmax": "false"}, "router_pre_softmax is 'false'. Set it to true or false"),
+        ({"input_jitter_eps": "0.1"}, "input_jitter_eps is '0.1'.*between 0 and 1"),
         ({"ffn_hidden_size": 2.5}, "moe.ffn_hidden_size is 2.5"),
         ({"shared_expert_intermediate_size": -1}, "moe.shared_expert_intermediate_size is -1"),
         ({"router_topk": 9}, "router_topk=9 is above num_experts=8.*at most 8"),
@@ -106,3 +111,12 @@ def test_a_config_with_lists_equals_one_with_tuples() -> None:
     assert lists == tuples and hash(lists) == hash(tuples)
     assert lists.auxiliary_losses == {"aux_loss": 0.1}
     assert config(router_load_balancing_type="none").auxiliary_losses == {}
+
+
+@pytest.mark.parametrize("group", ["moe", "mla"])
+def test_unknown_names_of_a_group_are_named(group: str) -> None:
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"{group}\.expert_count is unknown. Set one of "):
+        TransformerConfig(**sizes, **{group: {"expert_count": 8}})

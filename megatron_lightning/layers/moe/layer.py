@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.counts import GlobalCounts
 from megatron_lightning.layers.moe.dispatch import Dispatcher, LocalDispatch
@@ -109,10 +110,18 @@ class MoELayer(nn.Module):
     def _own(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this rank's tokens [s, b, h], or of replicated ones its part [t, 1, h]; and which
         of them are padding, if any.
+
+        Raises:
+            ConfigError: For gradients of replicated tokens.
         """
         size = self.replicas.size
         if size == 1:
             return hidden, None
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError(
+                f"a layer of experts trains on {size} tensor-parallel ranks that have the same "
+                "tokens, since sequence_parallel=False. Set sequence_parallel to True or auto."
+            )
         tokens = hidden.flatten(0, 1)
         missing = -len(tokens) % size
         own = scatter(F.pad(tokens, (0, 0, 0, missing)), self.replicas)[:, None]
