@@ -146,8 +146,9 @@ class MoEConfig:
             if not (is_count(value) or (value is None and name in optional)):
                 raise ConfigError(f"moe.{name} is {value!r}; it must be a positive integer.")
         for name in (field.name for field in fields(self) if field.type == "bool"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"moe.{name} is {getattr(self, name)!r}. Set it to true or false.")
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"moe.{name} is {value!r}. Set it to true or false.")
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         for name in _POSITIVE:

@@ -232,9 +232,7 @@ class TransformerConfig:
             known = [field.name for field in fields(kind)]
             for option in given:
                 if option not in known:
-                    raise ConfigError(
-                        f"{name}.{option} is unknown. Set one of {', '.join(known)}."
-                    )
+                    raise ConfigError(f"{name}.{option} is unknown. Set one of {', '.join(known)}.")
             object.__setattr__(self, name, kind(**given))
         elif given is not None and not isinstance(given, kind):
             raise ConfigError(

@@ -18,6 +18,7 @@ from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelLayout
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.rules import check_model_layout, check_trained_experts
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.trainers import trainer
@@ -140,9 +141,7 @@ class _OwnModule(pl.LightningModule):
         ),
     ],
 )
-def test_a_model_in_a_users_module_is_checked_as_well(
-    layout: dict[str, Any], message: str
-) -> None:
+def test_a_model_in_a_users_module_is_checked_as_well(layout: dict[str, Any], message: str) -> None:
     fit = trainer(MegatronStrategy(**layout), devices=4, max_steps=1)
     with pytest.raises(ConfigError, match=message):
         fit.fit(_OwnModule(_config({}, {})), DataLoader(torch.zeros(8, 8, dtype=torch.long)))
@@ -153,6 +152,6 @@ def test_a_layer_does_not_train_on_replicated_tokens() -> None:
     config = _config({}, {})
     assert config.moe is not None
     layer = MoELayer(config, config.moe)
-    layer.replicas = AxisGroup(("tp",), 0, (0, 1), None)
+    layer.replicas = AxisGroup("tp", (0, 1), 0, None)
     with pytest.raises(ConfigError, match="trains on 2 tensor-parallel ranks that have the same"):
         layer(torch.zeros(3, 1, 16))
