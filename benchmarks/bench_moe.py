@@ -1,14 +1,17 @@
 """Mixture of experts: a layer beside a dense one, training beside Mixtral of ``transformers``, and
 what the exchange of tokens sends and keeps.
 
-    python -m benchmarks.bench_moe          # 15 rounds, 10 minutes; writes results/
+    python -m benchmarks.bench_moe          # 15 rounds, 12 minutes; writes results/
     python -m benchmarks.bench_moe --quick  # a minute, a tiny model: does it run?
 
 fp32, one thread a process; what is compared takes turns. *Layer*: forward and backward of one layer
 with experts on one process, beside a dense layer of equal active FLOPs, k times as wide as an
-expert. *Training*: ``GPTModel`` under ``MegatronStrategy`` beside ``MixtralForCausalLM`` (sdpa,
-``torch.optim.AdamW`` as it is) in plain Lightning, with both implementations of its experts; and on
-two processes that share the experts. *Counts*: see ``moe_counts``.
+expert. *Training*: ``GPTModel`` with the defaults of ``MegatronStrategy`` and
+``GPTLightningModule``, whose AdamW is fused, beside ``MixtralForCausalLM`` in plain Lightning as
+most users write it (sdpa, ``F.cross_entropy`` on its logits, ``torch.optim.AdamW`` as it is), with
+both implementations of its experts; beside itself with the peer's optimizer (*ep1-unfused*); and on
+two processes that share the experts. Models of Mixtral's proportions at two batch sizes, then one
+with as many weights in many narrow experts. *Counts*: see ``moe_counts``.
 """
 
 from __future__ import annotations
@@ -44,11 +47,9 @@ from benchmarks.variants import Goal, Shape, Variant, ours, single_device
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 
-BATCHES = (2, 8)
-"""Samples of a step: eager experts cost most where experts get few tokens, since every expert's
-gradient is added to that of all."""
 LAYER_LIMIT = 1.25
 """Time of a layer with experts over that of the dense layer."""
 
@@ -80,6 +81,11 @@ class ExpertShape(Shape):
         return active.flops + router
 
 
+MIXTRAL = (ExpertShape(batch=2), ExpertShape(batch=8))
+"""Eager experts cost most where experts get few tokens, since the gradient of each is added to that
+of all."""
+FINE_GRAINED = ExpertShape(batch=2, num_experts=32, topk=4, ffn_size=224)
+"""Many narrow experts, as in DeepSeek-V2 and OLMoE; as many weights as in ``MIXTRAL``."""
 QUICK = ExpertShape(
     num_layers=2, hidden_size=32, num_heads=4, ffn_size=112, vocab_size=128, sequence=32, batch=4
 )
@@ -129,6 +135,7 @@ def _experts_over_ranks(shape: Shape) -> Strategy:
 
 VARIANTS = (
     ours("ep1"),
+    replace(ours("ep1-unfused"), module=partial(GPTLightningModule, fused=False)),
     *(
         Variant(
             name=f"mixtral-{experts}",
@@ -143,6 +150,8 @@ VARIANTS = (
 GOALS = (
     Goal(ours="ep1", peer="mixtral-eager", ratio=1.5),
     Goal(ours="ep1", peer="mixtral-grouped_mm", ratio=1.0),
+    Goal(ours="ep1-unfused", peer="mixtral-eager", ratio=None),
+    Goal(ours="ep1-unfused", peer="mixtral-grouped_mm", ratio=None),
     Goal(ours="ep2", peer="ep1", ratio=None),
 )
 
@@ -176,13 +185,12 @@ def _verdict(is_met: bool) -> str:
     return "met" if is_met else "not met"
 
 
-def _layer_lines(
-    config: TransformerConfig, num_tokens: int, times: tuple[list[float], list[float]]
-) -> list[str]:
+def _layer_lines(shape: ExpertShape, times: tuple[list[float], list[float]]) -> list[str]:
     ratio: Ratio = ratio_of_medians(*times)
     mine, dense = (statistics.median(found) * 1e3 for found in times)
     return [
-        f"Layer of {num_tokens} tokens: {mine:.0f} ms, dense {dense:.0f} ms, {ratio} times, limit "
+        f"Layer of {shape.num_experts} experts of {shape.ffn_size}, top {shape.topk}, "
+        f"{shape.tokens} tokens: {mine:.0f} ms, dense {dense:.0f} ms, {ratio} times, limit "
         f"{LAYER_LIMIT} {_verdict(ratio.keeps(LAYER_LIMIT))}.",
         "",
     ]
@@ -190,7 +198,7 @@ def _layer_lines(
 
 @dataclass(frozen=True)
 class Training:
-    """Steps of all variants at one batch size."""
+    """Steps of all variants, of one shape."""
 
     shape: ExpertShape
     steps: Steps
@@ -202,15 +210,17 @@ class Training:
 
     def lines(self) -> list[str]:
         """Return the lines of a page."""
+        shape = self.shape
         return [
-            f"Training, batch {self.shape.batch}, {self.shape.tokens} tokens a step:",
+            f"Training, {shape.num_experts} experts of {shape.ffn_size}, top {shape.topk}, batch "
+            f"{shape.batch}, {shape.tokens} tokens a step:",
             "",
             "| variant | tokens/s | wall s | rank-0 CPU s | peak MiB a rank |",
             "| --- | --- | --- | --- | --- |",
             *(
                 f"| {row.name} | {row.tokens_per_s:.0f} | {row.wall_s:.3f} | {row.cpu_s:.3f} | "
                 f"{row.peak_mib:.0f} |"
-                for row in rows(self.steps, self.shape, None)
+                for row in rows(self.steps, shape, None)
             ),
             "",
             *comparison_table(self.comparisons),
@@ -220,7 +230,7 @@ class Training:
     def numbers(self) -> dict[str, Any]:
         """Return every measurement."""
         return {
-            "batch": self.shape.batch,
+            "shape": asdict(self.shape),
             "comparisons": [asdict(comparison) for comparison in self.comparisons],
             "steps": {
                 name: [[rank._asdict() for rank in ranks] for ranks in rounds]
@@ -258,13 +268,20 @@ def _count_lines(config: TransformerConfig, counts: Mapping[float, Sequence[Coun
     return [*lines, ""]
 
 
-def run(shape: ExpertShape, batches: Sequence[int], num_rounds: int, folder: Path) -> str:
-    """Measure, write a JSON and a Markdown file into ``folder``, and return the page."""
+def run(layer: ExpertShape, shapes: Sequence[ExpertShape], num_rounds: int, folder: Path) -> str:
+    """Measure, write a JSON and a Markdown file into ``folder``, and return the page.
+
+    Args:
+        layer: Shape of the layer that is timed and counted by itself.
+        shapes: Shapes to train, which differ in experts and batch only.
+        num_rounds: Steps of each variant.
+        folder: Where the files are written.
+    """
     facts: dict[str, Any] = machine.describe()
-    config, num_tokens = shape.config, shape.tokens
+    config, num_tokens = layer.config, layer.tokens
     (times,) = run_ranks(1, time_layers, config, num_tokens, num_rounds, limit_s=600.0)
     counts = count(config, num_tokens)
-    trainings = [train(replace(shape, batch=batch), num_rounds) for batch in batches]
+    trainings = [train(shape, num_rounds) for shape in shapes]
     facts |= {"rounds": num_rounds, "load_average_at_end": machine.describe()["load_average"]}
     page = "\n".join(
         [
@@ -272,20 +289,19 @@ def run(shape: ExpertShape, batches: Sequence[int], num_rounds: int, folder: Pat
             "",
             f"{machine.headline(facts)} (the benchmark itself adds up to 2).",
             "",
-            f"{shape.num_layers} layers x {shape.hidden_size}, {shape.num_experts} experts of "
-            f"{shape.ffn_size}, top {shape.topk}, {shape.num_heads} heads, {shape.num_groups} "
-            f"query groups, vocabulary {shape.vocab_size}, sequence {shape.sequence}, fp32, "
-            f"clip 1.0, one thread a process. {num_rounds} rounds in turns; medians.",
+            f"{layer.num_layers} layers x {layer.hidden_size}, {layer.num_heads} heads, "
+            f"{layer.num_groups} query groups, vocabulary {layer.vocab_size}, sequence "
+            f"{layer.sequence}, fp32, clip 1.0, one thread a process. {num_rounds} rounds in "
+            "turns; medians.",
             "",
-            *_layer_lines(config, num_tokens, times),
+            *_layer_lines(layer, times),
             *(line for training in trainings for line in training.lines()),
             *_count_lines(config, counts),
         ]
     )
     kept: dict[str, Any] = {
         "facts": facts,
-        "shape": asdict(shape),
-        "layer": {"experts_s": times[0], "dense_s": times[1]},
+        "layer": {"shape": asdict(layer), "experts_s": times[0], "dense_s": times[1]},
         "counts": {share: [rank._asdict() for rank in ranks] for share, ranks in counts.items()},
         "trainings": [training.numbers() for training in trainings],
     }
@@ -307,9 +323,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.quick:
-        print(run(QUICK, (4,), 2, options.results))
+        print(run(QUICK, [QUICK], 2, options.results))
     else:
-        print(run(ExpertShape(), BATCHES, options.rounds, options.results))
+        print(run(MIXTRAL[-1], [*MIXTRAL, FINE_GRAINED], options.rounds, options.results))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ from megatron_lightning.config import MoEConfig
 
 
 def test_a_quick_run_compares_and_sends_what_theory_says(tmp_path: Path) -> None:
-    page = bench_moe.run(bench_moe.QUICK, (4,), 2, tmp_path)
+    page = bench_moe.run(bench_moe.QUICK, [bench_moe.QUICK], 2, tmp_path)
     assert "| ep1 | mixtral-eager | 1.50 |" in page and "| ep2 | ep1 |" in page
     counted = [line for line in page.splitlines() if "% |" in line and "±" not in line]
     assert len(counted) == 6 and all(" 1.000 | met |" in line for line in counted)
     (kept,) = tmp_path.glob("*.json")
     result = json.loads(kept.read_text())
     assert {name: len(rounds) for name, rounds in result["trainings"][0]["steps"].items()} == {
-        "ep1": 2, "mixtral-eager": 2, "mixtral-grouped_mm": 2, "ep2": 2
+        "ep1": 2, "ep1-unfused": 2, "mixtral-eager": 2, "mixtral-grouped_mm": 2, "ep2": 2
     }  # fmt: skip
     crowded = result["counts"]["0.9"]
     assert crowded[0]["received"] > 2 * crowded[1]["received"]
