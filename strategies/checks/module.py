@@ -21,6 +21,8 @@ from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.layout import ParallelLayout
 
+_LIGER_MODELS = "liger_kernel.transformers.model."
+
 
 def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
     """Return the module with all its layers, on ``meta`` if need be; None: hooks will build what
@@ -139,6 +141,36 @@ def check_one_backward(module: pl.LightningModule, num_replicas: int) -> None:
             "that ends a step. Set "
             'automatic_optimization=True, or data_parallel="zero1".'
         )
+
+
+def check_fused_losses(
+    module: pl.LightningModule, layout: ParallelLayout, *, sharded: bool
+) -> None:
+    """Check that no forward of Liger's (https://github.com/linkedin/Liger-Kernel) computes a loss
+    from an output layer of which a rank holds a part: it reads the weight without calling the
+    layer.
+
+    Args:
+        module: The LightningModule, with all its layers.
+        layout: Sizes of the axes.
+        sharded: Whether data-parallel ranks hold parts of parameters.
+
+    Raises:
+        ConfigError: If one does.
+    """
+    if layout.tp == layout.num_stages == 1 and not sharded:
+        return
+    for path, child in module.named_modules():
+        if getattr(child.forward, "__module__", "").startswith(_LIGER_MODELS):
+            raise ConfigError(
+                f"{path or 'the module'} ({type(child).__name__}) has the forward of Liger's fused "
+                "loss, which reads the weight of the output layer itself, and here a rank holds a "
+                f"part of it or of the layers (tensor {layout.tp}, pipeline {layout.pp}"
+                f"{', fsdp' if sharded else ''}). "
+                "Apply Liger with fused_linear_cross_entropy=False, or set "
+                "tensor_model_parallel_size=1, pipeline_model_parallel_size=1 and "
+                'data_parallel="zero1".'
+            )
 
 
 def check_param_groups(module: pl.LightningModule) -> None:

@@ -37,6 +37,7 @@ from megatron_lightning.strategies.checks.callbacks import (
 from megatron_lightning.strategies.checks.compiler import check_compiler
 from megatron_lightning.strategies.checks.data import check_batches, check_config, model_config
 from megatron_lightning.strategies.checks.module import (
+    check_fused_losses,
     check_module,
     check_one_backward,
     check_param_groups,
@@ -162,6 +163,9 @@ def check_layers(
     Raises:
         ConfigError: If they cannot run under the layout.
     """
+    replicas = options.layout.data_parallel_size(world_size)
+    sharded = options.data_parallel == "fsdp"
+    check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
     checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
     if options.compile is not None:
         check_blocks(module, options.pipeline)
@@ -170,10 +174,6 @@ def check_layers(
         name_exchanges(module, plans, options.sequence.cp_comm_type)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
-        replicas, sharded = (
-            options.layout.data_parallel_size(world_size),
-            options.data_parallel == "fsdp",
-        )
         checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,10 +28,12 @@ from megatron_lightning.errors import ConfigError, MegatronLightningError, Pipel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import LRSchedule, ParamGroup
 from megatron_lightning.optim.checks import check_optimizers
+from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.pipeline.advice import advice_on_few_microbatches
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.checks.module import check_fused_losses
 from megatron_lightning.strategies.launch.script import ScriptLauncher
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
@@ -598,3 +601,39 @@ def test_shards_are_not_given_to_what_is_no_torch_optimizer() -> None:
         match=r'a object, which is no torch.optim.Optimizer.*Derive it .* data_parallel="ddp"',
     ):
         check_optimizers([object()], None, 2, DataParallelOptions(), sharded=True)
+
+
+def _lce_forward(self: nn.Module, x: Tensor) -> Tensor:
+    return x
+
+
+_lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharded", "refused"),
+    [
+        ({"tensor_model_parallel_size": 2}, False, "tensor 2, pipeline 1"),
+        ({"pipeline_model_parallel_size": 2}, False, "tensor 1, pipeline 2"),
+        ({}, True, "tensor 1, pipeline 1, fsdp"),
+        ({"context_parallel_size": 2}, False, None),
+    ],
+)
+@pytest.mark.parametrize("on_instance", [True, False])
+def test_a_loss_that_reads_the_weight_of_a_divided_output_layer(
+    sizes: dict[str, int], sharded: bool, refused: str | None, on_instance: bool
+) -> None:
+    """Liger replaces the forward of the class, or of a model that exists."""
+
+    class Model(nn.Module):
+        forward = nn.Identity.forward if on_instance else _lce_forward
+
+    module, layout = ToyModule(), ParallelLayout(**sizes)
+    module.lm = Model()
+    if on_instance:
+        module.lm.forward = MethodType(_lce_forward, module.lm)
+    if refused is None:
+        check_fused_losses(module, layout, sharded=sharded)
+        return
+    with pytest.raises(ConfigError, match=rf"lm \(Model\).*\({refused}\).*cross_entropy=False"):
+        check_fused_losses(module, layout, sharded=sharded)
