@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
@@ -114,7 +114,17 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Around the forward of one micro-batch."""
+        """Around the forward of one micro-batch.
+
+        Raises:
+            ConfigError: If no strategy has quantized the layers.
+        """
+        if self._assigned is None and self._engines is None:
+            raise ConfigError(
+                "MegatronFP8Precision computes in bf16 here: its layers are quantized by "
+                "MegatronStrategy, and this Trainer has another strategy. Set "
+                "strategy=MegatronStrategy() (on one device, too), or precision to bf16-mixed."
+            )
         quantizing = nullcontext() if self._engines is None else self._engines.step()
         with quantizing, super().forward_context():
             yield

@@ -364,6 +364,19 @@ def test_backends_that_are_missing_are_refused_before_the_trainer(backend: Any) 
         MegatronFP8Precision(FP8Recipe(), backend=backend)
 
 
+def test_another_strategy_is_refused_instead_of_training_in_bf16() -> None:
+    fit = pl.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        plugins=[MegatronFP8Precision(RECIPES["current"])],
+    )
+    with pytest.raises(ConfigError, match=r"computes in bf16 here.* strategy=MegatronStrategy\(\)"):
+        fit.fit(_module(), _data(BATCH))
+
+
 def test_histories_of_another_recipe_are_refused() -> None:
     plugin = MegatronFP8Precision(replace(RECIPES["delayed"]))
     plugin.load_state_dict({"amax_histories": {"other.input": torch.ones(2)}})
