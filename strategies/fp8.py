@@ -23,6 +23,7 @@ from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
 from megatron_lightning.precision.transformer_engine.library import load as load_library
 from megatron_lightning.precision.transformer_engine.recipes import check_available, check_recipe
+from megatron_lightning.precision.weights import WeightCodes, weight_coders
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 
 
@@ -89,6 +90,12 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         self._loaded = {name: history.entries for name, history in self._histories()}
         remove_recipe(module)
         self._assigned = self._context = None
+
+    def weight_coders(self, module: pl.LightningModule) -> dict[str, WeightCodes]:
+        """Return the coders of this rank's weights that are kept as codes, by parameter name."""
+        if self._assigned is None or not self.recipe.fp8_param_gather:
+            return {}
+        return weight_coders(module, self._assigned.quantized)
 
     # --------------------------------------------------------------------------- Transformer Engine
 

@@ -587,6 +587,7 @@ class MegatronStrategy(ParallelStrategy):
         had.
         """
         self._running.checkpoints.state.restore_position(self.module.trainer)
+        self._running.training.keep_codes()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -598,7 +599,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.wait_for_parameters()
+        self._running.training.accumulation.gather.drop_codes()
         self._running.share_buffers()
 
     # ------------------------------------------------------------------------------------ gradients

@@ -24,6 +24,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
+from megatron_lightning.optim.reducer import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention import report_attention
@@ -105,6 +106,7 @@ class Run:
             saver=saver,
             ranks_per_node=ranks_per_node,
             share_buffers=self.share_buffers,
+            main_shards=self._main_shards,
         )
         """Saves and loads."""
         self.copies = BatchCopies(ranks.context.device)
@@ -335,6 +337,10 @@ class Run:
             self._steps.refuse_in_step(what)
 
     # ---------------------------------------------------------------------------------- checkpoints
+
+    def _main_shards(self) -> dict[str, MainShard]:
+        training = self._training
+        return {} if training is None else training.accumulation.reducer.main_shards()
 
     def module_state(self) -> dict[str, Any]:
         """Return the state dict of this rank's part, with the weights of the last step."""

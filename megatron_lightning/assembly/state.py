@@ -8,7 +8,7 @@ as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import holds_tensors
+from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.layers.styles import VocabParallel
+from megatron_lightning.optim.reducer import MainShard
 from megatron_lightning.optim.sharded_unit import local_part
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan
@@ -37,6 +39,8 @@ class ModuleState:
     module: nn.Module
     part: Part
     context: ParallelContext
+    main: Mapping[str, MainShard] = field(default_factory=dict)
+    """Name -> main params of a parameter that the module keeps as codes."""
 
     def shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
         """Describe the boxes of a global tensor that this rank holds, and the ranks that hold the
@@ -49,6 +53,10 @@ class ModuleState:
         """
         spec = self._spec(name, tensor)
         writes = is_writer(spec, self.context)
+        if name in self.main and is_code(tensor.dtype):
+            main = self.main[name]
+            held, replicas = main.shards(spec), main.groups.replicas
+            return TensorShards(saved_as, spec.global_shape, main.dtype, held, writes, replicas)
         if isinstance(tensor, DTensor) and self.part.units is not None:
             own, box = local_part(tensor)
             replicas = self.part.units.groups[spec.data_axes].replicas

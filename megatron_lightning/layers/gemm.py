@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.compat import takes_grouped_mm
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.collectives import all_gather_start, finish, reduce_scatter_start
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -219,13 +220,28 @@ def product(
 def autocast(x: Tensor, weight: Tensor, owner: object | None) -> tuple[Tensor, Tensor]:
     """Cast to the dtype of autocast, where it is on: backward of a custom Function runs without it.
 
-    A weight with an owner is cast by the gemm, so that its gradient has the parameter's dtype.
+    A weight with an owner is cast by the gemm, so that its gradient has the parameter's dtype; one
+    that is kept as codes is not cast.
+
+    Raises:
+        ConfigError: If the model has cast its activations to the dtype of such a weight.
     """
+    if is_code(x.dtype):
+        raise ConfigError(
+            f"the input of a layer has dtype {x.dtype}: the model casts its activations to the "
+            "dtype of a weight, and fp8_param_gather=True keeps weights as codes of 8 bits. Set "
+            "fp8_param_gather=False."
+        )
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, weight
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype) if owner is None else weight
+    return x.to(dtype), weight if owner is not None or is_code(weight.dtype) else weight.to(dtype)
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """Return whether tensors of a dtype are codes, whose values need scales."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 class _Product(torch.autograd.Function):

@@ -13,6 +13,7 @@ collectives, is traced as usual.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.compat import never_drop
-from megatron_lightning.errors import PipelineError
+from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.engine import Engine
-from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, product
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, is_code, product
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
@@ -67,11 +68,17 @@ class HiddenWeight:
     number that identifies it.
 
     Copies and pickles of the layer have None in its place: they are no part of the pipeline.
+
+    Args:
+        layer: The layer.
+        store: Receives the gradient.
+        defers: Whether it may be deferred; if not, the weight is hidden from compiled graphs only.
     """
 
-    def __init__(self, layer: Splittable, store: WeightGradients) -> None:
+    def __init__(self, layer: Splittable, store: WeightGradients, *, defers: bool = True) -> None:
         self._layer = weakref.ref(layer)
         self.store = store
+        self.defers = defers
         self.number = torch.tensor(id(self), device="cpu")
         """A tensor, so that layers of one shape share one graph; on the CPU, where it is read."""
         self.value = layer.weight.detach()
@@ -158,11 +165,21 @@ def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | N
     is computed from others (such as by weight norm).
     """
     weight, hidden = layer.weight, layer.hidden_weight if torch.is_grad_enabled() else None
-    if hidden is None or not (
-        x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)
+    is_compiling = torch.compiler.is_compiling()
+    if (
+        hidden is None
+        or not (hidden.defers or is_compiling)
+        or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter))
     ):
+        if is_compiling and weight.requires_grad and is_code(weight.dtype):
+            raise ConfigError(
+                f"a compiled layer has a weight of shape {tuple(weight.shape)} that is kept as "
+                "codes of 8 bits, and an input without a gradient: its graph would round the "
+                "weight's gradient to 8 bits. Leave this layer uncompiled, or set "
+                "fp8_param_gather=False."
+            )
         return weight, None
-    if torch.compiler.is_compiling():
+    if is_compiling:
         return hidden.value, hidden
     return weight.detach(), Owner(weight, hidden.store, layer)
 
@@ -212,6 +229,17 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
         ):
             others.append(name)
     return split, others
+
+
+def hide_codes(layers: Iterable[Splittable], store: WeightGradients) -> None:
+    """Hide weights that are kept as codes from compiled graphs, which would round their gradients
+    to the dtype of the codes; again whenever their memory has changed.
+    """
+    for layer in layers:
+        if layer.hidden_weight is None:
+            layer.hidden_weight = HiddenWeight(layer, store, defers=False)
+        else:
+            layer.hidden_weight.renew()
 
 
 def join_backwards(root: nn.Module) -> None:

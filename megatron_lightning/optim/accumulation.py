@@ -30,6 +30,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.checks import check_tied_copies
+from megatron_lightning.optim.codes import WeightCoder
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
@@ -53,6 +54,7 @@ class GradientAccumulation:
         stage_of: The pipeline stage that uses a parameter, by name; parameters of several stages
             are absent.
         units: The units that FSDP2 shards; None without it.
+        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class GradientAccumulation:
         options: DataParallelOptions,
         stage_of: Mapping[str, int],
         units: ShardedUnits | None = None,
+        coders: Mapping[str, WeightCoder] | None = None,
     ) -> None:
         self._module = module
         self._specs = specs
@@ -75,6 +78,7 @@ class GradientAccumulation:
         self._options = options
         self._stage_of = stage_of
         self._units = units
+        self._coders = coders
         self._attach()
         self._is_last_run = True
         self._started = False
@@ -103,10 +107,17 @@ class GradientAccumulation:
                 matrices=matrices,
                 stage_of=self._stage_of,
                 options=options,
+                coders=self._coders,
             )
         else:
             self.reducer = FullyShardedReducer(
-                trainable, specs, context, units=self._units, matrices=matrices, options=options
+                trainable,
+                specs,
+                context,
+                units=self._units,
+                matrices=matrices,
+                options=options,
+                coders=self._coders,
             )
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self.gather = ParameterGather(

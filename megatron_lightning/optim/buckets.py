@@ -32,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.compat import set_grad_dtype
+from megatron_lightning.optim.codes import CodedWeight, Range, WeightCoder
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.cpu_exchange import Messages
+from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
 from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
@@ -49,7 +50,7 @@ def has_replicas(context: ParallelContext) -> bool:
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the summed gradients and main params of ``dtype`` parameters."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +142,16 @@ class Bucket:
     assigned_by: tuple[int, ...] | None = None
     """Weight of each parameter when each is assigned to one shard; None: shards ignore their
     edges."""
+    coders: tuple[WeightCoder, ...] = ()
+    """Make codes of the parameters, which ranks gather instead of values; none: values."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
     value: Tensor | None = field(init=False, default=None)
-    """1-D buffer of all parameters, in their dtype; sharded buckets only."""
+    """1-D buffer of all parameters, in their dtype or as codes; sharded buckets only."""
+    main: Tensor | None = field(init=False, default=None)
+    """1-D buffer of this rank's shard in the parameters' dtype, where they may be kept as codes."""
+    holds_codes: bool = field(init=False, default=False)
+    """Whether the parameters are codes now."""
     views: list[Tensor] = field(init=False)
     """The gradient of each parameter, in its shape."""
     touched: list[bool] = field(init=False)
@@ -173,6 +180,50 @@ class Bucket:
             self.value = torch.zeros(size, dtype=like.dtype, device=like.device)
             for index, parameter in enumerate(self.parameters):
                 parameter.data = self._view(self.value, index).copy_(parameter.data)
+        if self.coders and self.value is not None:
+            self.main = self.value[self.shard].clone()
+            self.keep_codes()
+
+    def keep_codes(self) -> None:
+        """Keep this rank's shard as main params, and of all parameters codes, which are not made
+        yet; without coders do nothing.
+        """
+        if self.main is None or self.value is None or self.holds_codes:
+            return
+        self.main.copy_(self.value[self.shard])
+        self.value = torch.zeros(self.value.shape, dtype=torch.uint8, device=self.value.device)
+        for index, (parameter, coder) in enumerate(zip(self.parameters, self.coders, strict=True)):
+            parameter.data = self._view(self.value, index).view(coder.dtype)
+            set_grad_dtype(parameter, None)
+        self.holds_codes = True
+
+    def coded_weights(self) -> list[CodedWeight]:
+        """Return the parameters that are kept as codes, with this rank's range of each."""
+        if self.value is None or self.main is None or not self.holds_codes:
+            return []
+        shard, coded = self.shard, []
+        for coder, parameter, offset in zip(
+            self.coders, self.parameters, self.offsets, strict=True
+        ):
+            low, high = max(offset, shard.start), min(offset + parameter.numel(), shard.stop)
+            values = self.main[low - shard.start : high - shard.start]
+            own = Range(low - offset, values, self.value[low:high])
+            coded.append(CodedWeight(coder, [own] if low < high else []))
+        return coded
+
+    def drop_codes(self, group: dist.ProcessGroup) -> None:
+        """Gather the main params, so that the parameters are again what they were. A collective."""
+        if self.main is None or not self.holds_codes:
+            return
+        values = self.main.new_zeros(self.gradient.numel())
+        values[self.shard] = self.main
+        gathering = gather_chunks(values, group)
+        if gathering is not None:
+            gathering.wait()
+        self.value, self.holds_codes = values, False
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self._view(values, index)
+            set_grad_dtype(parameter, parameter.dtype)
 
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         parameter, offset = self.parameters[index], self.offsets[index]
@@ -221,9 +272,11 @@ class Bucket:
                 continue
             is_full = high - low == numel
             shape = parameter.shape if is_full else (high - low,)
-            value, gradient = (
-                buffer[low:high].view(shape) for buffer in (self.value, self.gradient)
-            )
+            gradient = self.gradient[low:high].view(shape)
+            if self.main is None:
+                value = self.value[low:high].view(shape)
+            else:
+                value = self.main[low - shard.start : high - shard.start].view(shape)
             target = nn.Parameter(value)
             # Stays the target where main params are elsewhere, or nothing steps it.
             if value.dtype != gradient.dtype:
@@ -275,6 +328,7 @@ def build_buckets(
     matrices: Set[str] = frozenset(),
     stage_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
+    coders: Mapping[str, WeightCoder] | None = None,
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order in which backward completes them.
 
@@ -292,6 +346,7 @@ def build_buckets(
         stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
             early is of one stage.
         bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
+        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
 
     Returns:
         The buckets: those that need only the data-parallel reduction first, then those that are
@@ -309,12 +364,18 @@ def build_buckets(
         name: math.prod(context.axis(axis).size for axis in specs[name].sharded_over)
         for name in order
     }
+    coders = {
+        name: coder
+        for name, coder in (coders or {}).items()
+        if name in parameters and groups[specs[name].data_axes].sharded
+    }
     share = {name: math.prod(specs[name].global_shape) // num_parts[name] for name in order}
     filling: dict[_Key, list[str]] = {}
     sizes: Counter[_Key] = Counter()
     closed: list[tuple[_Key, list[str]]] = []
     for name in order:
         key = _key(parameters[name], specs[name], context, tied.get(name), matrix=name in matrices)
+        key = key._replace(coded=name in coders)
         if stage_of and not key.sum_groups:
             key = key._replace(stage=stage_of.get(name, -1))
         num_ranks = groups[key.data_axes].all.size
@@ -340,6 +401,7 @@ def build_buckets(
             key.sum_groups,
             groups[key.data_axes],
             tuple(share[name] for name in names) if key.matrix else None,
+            tuple(coders[name] for name in names) if key.coded else (),
         )
         for key, names in closed
     ]
@@ -362,6 +424,7 @@ class _Key(NamedTuple):
     sum_groups: tuple[AxisGroup, ...]
     matrix: bool
     stage: int = -1
+    coded: bool = False
 
 
 def _key(

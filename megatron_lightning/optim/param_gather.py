@@ -110,6 +110,7 @@ class ParameterGather:
             if bucket.value is None or group is None:
                 continue
             self.wait([bucket])
+            self._reducer.encode(bucket)
             self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
             bucket.gathering = gather_chunks(bucket.value, group)
             started.append(bucket)
@@ -131,6 +132,22 @@ class ParameterGather:
                 bucket.gathering = None
                 # Autograd refuses a backward with the old value.
                 increment_version(bucket.parameters)
+
+    def keep_codes(self) -> None:
+        """Keep parameters as codes from now on, where there are coders. A collective."""
+        for bucket in self._reducer.buckets:
+            bucket.keep_codes()
+        self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)
+
+    def drop_codes(self) -> None:
+        """Gather the main params of parameters that are kept as codes, which are read as before
+        from now on. A collective.
+        """
+        self.wait()
+        for bucket in self._reducer.buckets:
+            group = bucket.data.shard.process_group
+            if group is not None:
+                bucket.drop_codes(group)
 
     def detach(self) -> None:
         """Remove the hooks without waiting, since other ranks may have failed."""

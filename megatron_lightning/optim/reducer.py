@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.buckets import Bucket, DataGroups, ParameterShard, build_buckets
+from megatron_lightning.optim.codes import WeightCoder, encode
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.spec import Shard, ShardSpec
 
 
 class Usage(NamedTuple):
@@ -42,6 +43,20 @@ class Usage(NamedTuple):
     touched: Sequence[bool]
     sum_groups: tuple[AxisGroup, ...]
     data_group: AxisGroup
+
+
+class MainShard(NamedTuple):
+    """Main params of a parameter that is kept as codes."""
+
+    shard: ParameterShard | None
+    """What this rank has of them; None: nothing."""
+    dtype: torch.dtype
+    groups: DataGroups
+    """The ranks that have the rest, and the same."""
+
+    def shards(self, spec: ShardSpec) -> list[Shard]:
+        """Return what this rank has as shards of the global parameter."""
+        return [] if self.shard is None else self.shard.shards(spec, self.shard.value)
 
 
 class GradientReducer:
@@ -59,6 +74,7 @@ class GradientReducer:
         stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all
             together.
         options: Size of the buckets, and how they are sent.
+        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
     """
 
     def __init__(
@@ -71,6 +87,7 @@ class GradientReducer:
         matrices: Set[str] = frozenset(),
         stage_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
+        coders: Mapping[str, WeightCoder] | None = None,
     ) -> None:
         self.options = options = options or DataParallelOptions()
         self.parameters = dict(parameters)
@@ -99,6 +116,7 @@ class GradientReducer:
             matrices=matrices,
             stage_of=stage_of,
             bucket_size=options.bucket_size,
+            coders=coders,
         )
         self.shards: dict[str, ParameterShard] = {}
         """Name -> this rank's shard of a bucketed parameter; the optimizer may set another
@@ -171,6 +189,12 @@ class GradientReducer:
         self._hidden, self._num_launched, self._finished = [], 0, False
         self._unused.clear()
         self.publish()
+
+    def encode(self, bucket: Bucket) -> None:
+        """Renew the codes of this rank's shard, where parameters are kept as codes. A
+        collective.
+        """
+        encode(bucket.coded_weights(), bucket.data.shard, self._all_reduce, self.context.device)
 
     def hide(self) -> None:
         """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish`
@@ -323,6 +347,15 @@ class GradientReducer:
         self._reductions.append(
             Reduction(bucket.gradient, bucket.data, self._sent_as, self.bytes_communicated)
         )
+
+    def main_shards(self) -> dict[str, MainShard]:
+        """Return the main params of the parameters that are kept as codes, by name."""
+        return {
+            name: MainShard(self.shards.get(name), bucket.main.dtype, bucket.data)
+            for bucket in self.buckets
+            if bucket.main is not None and bucket.holds_codes
+            for name in bucket.names
+        }
 
     def _all_reduce(
         self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM

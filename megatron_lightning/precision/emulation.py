@@ -23,7 +23,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from megatron_lightning.layers.gemm import Gemm, Operand, Role, rows
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.gemm import Gemm, Operand, Role, is_code, rows
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.rng import QUANTIZATION, RngStreams
@@ -74,6 +75,9 @@ class EmulatedGemm(Gemm):
         self.histories = make_histories(recipe)
         self.notes = True
         """Whether largest values enter the history; not in evaluation."""
+        # Of a weight that is kept as codes.
+        self._weight_scales: Tensor | None = None
+        self._weight_amax: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"EmulatedGemm({self.recipe.scaling}, {self.recipe.format})"
@@ -91,6 +95,8 @@ class EmulatedGemm(Gemm):
         """Return codes and scales; see the base class. The second operand of an input or gradient
         is a matrix of tokens [t, n], which may be padded.
         """
+        if role == "weight" and is_code(tensor.dtype):
+            return self._kept(tensor, first=not transposed)
         if role == "weight":
             # As autocast does, unless the weight's gradient is deferred.
             tensor = tensor.to(self.dtype)
@@ -111,6 +117,29 @@ class EmulatedGemm(Gemm):
             if scales.ndim:
                 scales = scales.reshape(*tensor.shape[:-1], scales.shape[-1])
             return Operand(codes.reshape(tensor.shape), scales)
+
+    def keep_scales(self, scales: Tensor, amax: Tensor) -> None:
+        """Set the scales of a weight that is kept as codes, and its largest values.
+
+        They stay the same objects, as graphs of compilers expect.
+        """
+        if self._weight_scales is None or self._weight_amax is None:
+            self._weight_scales, self._weight_amax = scales.clone(), amax.clone()
+        else:
+            self._weight_scales.copy_(scales)
+            self._weight_amax.copy_(amax)
+
+    def _kept(self, codes: Tensor, *, first: bool) -> Operand:
+        """Return the operand of a weight that is kept as codes."""
+        if self._weight_scales is None or self._weight_amax is None:
+            raise ConfigError(
+                f"a weight of shape {tuple(codes.shape)} has codes in {codes.dtype} and no scales: "
+                "the fit that quantized it has ended. Create a new module, and load a checkpoint "
+                "into it."
+            )
+        if self.histories and self.notes and first:
+            self.histories["weight"].note(self._weight_amax)
+        return Operand(codes, self._weight_scales)
 
     def _has_second(self, role: Role) -> bool:
         """Whether the second product of a tensor takes another operand."""

@@ -33,6 +33,15 @@ _PER_TENSOR = ("delayed", "current")
 _KITCHEN = (
     "Kitchen, NVIDIA's library of experimental recipes, is not public and not part of this package."
 )
+_TWO_SETS = (
+    "its scales lie along the dim that a product contracts, so that a weight has two sets of "
+    "codes, 2 bytes a weight, as many as one of bf16."
+)
+_NOT_GATHERED: Mapping[str, str] = {
+    "rowwise": _TWO_SETS,
+    "mxfp8": _TWO_SETS,
+    "nvfp4": "codes of 4 bits share bytes, which no parameter can have as its elements.",
+}
 _LEFT_OUT: Mapping[tuple[str, str], str] = {
     ("scaling", "kitchen"): f"{_KITCHEN} Set it to nvfp4 or mxfp8.",
     ("scaling", "tensorwise"): "That is Megatron's name of current scaling. Set it to current.",
@@ -82,10 +91,12 @@ class FP8Recipe:
     modules: Mapping[str, Any] = field(default_factory=dict)
     """Pattern of module paths -> another recipe, or "bf16"; the first that matches wins. ``*``
     matches one path segment, ``**`` any number."""
-    fp8_param: bool = False
-    """Keep parameters quantized; not supported."""
     fp8_param_gather: bool = False
-    """Gather parameters quantized; not supported."""
+    """Keep the weights of quantized layers as codes, and gather them so: one byte a weight. Their
+    main params, which the optimizer steps, stay in fp32 (delayed, current and blockwise scaling;
+    ``zero1`` and ``fsdp``). It holds for the recipes of ``modules``, too."""
+    fp8_param: bool = False
+    """Megatron's other name of ``fp8_param_gather``, with which it has to agree."""
 
     def __post_init__(self) -> None:
         for name, choices in (("scaling", Scaling), ("format", Format)):
@@ -99,10 +110,11 @@ class FP8Recipe:
         self._check_layers()
         self._check_scaling()
         self._check_rows()
+        self._check_parameters()
 
     def _check_switches(self) -> None:
-        switches = ("weight_2d_scaling", "random_hadamard_transform", "stochastic_rounding")
-        for name in switches:
+        of_nvfp4 = ("weight_2d_scaling", "random_hadamard_transform", "stochastic_rounding")
+        for name in (*of_nvfp4, "fp8_param_gather", "fp8_param"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be true or false.")
         if not isinstance(self.power_of_two_scales, bool | None):
@@ -150,12 +162,22 @@ class FP8Recipe:
                 f"power_of_two_scales is {self.power_of_two_scales} with scaling={scaling}, whose "
                 f"format says {fixed}. Remove it, or set scaling to blockwise."
             )
-        for name in ("fp8_param", "fp8_param_gather"):
-            if getattr(self, name):
+
+    def _check_parameters(self) -> None:
+        if self.fp8_param and not self.fp8_param_gather:
+            raise ConfigError(
+                "fp8_param is True and fp8_param_gather is False; parameters that are kept as "
+                "codes are gathered as codes. Set fp8_param_gather to True, or fp8_param to False."
+            )
+        if not self.fp8_param_gather:
+            return
+        found = {"scaling": self}
+        found |= {f"modules[{key!r}]": row for key, row in self.rows.items() if row is not None}
+        for where, recipe in found.items():
+            if reason := _NOT_GATHERED.get(recipe.scaling):
                 raise ConfigError(
-                    f"{name} is True, and parameters stay in fp32: zero1 and fsdp gather them so, "
-                    "and each product quantizes them. Set it to False; "
-                    'data_parallel="fsdp" divides their memory by the data-parallel ranks.'
+                    f"fp8_param_gather is True and {where} is {recipe.scaling}: {reason} Set it to "
+                    "blockwise or current, or fp8_param_gather to False."
                 )
 
     def _check_rows(self) -> None:
@@ -190,6 +212,11 @@ class FP8Recipe:
         if not isinstance(value, FP8Recipe):
             raise ConfigError(
                 f"modules[{pattern!r}] is {value!r}; it must be a recipe or the word bf16."
+            )
+        if value.fp8_param_gather or value.fp8_param:
+            raise ConfigError(
+                f"the recipe of modules[{pattern!r}] sets fp8_param_gather, which holds for all "
+                "layers. Set it in the outer recipe."
             )
         if value.modules:
             raise ConfigError(

@@ -32,6 +32,7 @@ from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.group_names import groups_of_rank, merge_groups
+from megatron_lightning.optim.reducer import MainShard
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import Ranks
@@ -53,6 +54,7 @@ class Checkpoints:
         ranks_per_node: Ranks of each node.
         share_buffers: Makes buffers equal on all ranks that hold them: replicas write parts of a
             tensor each.
+        main_shards: Returns the main params of parameters that the module keeps as codes.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Checkpoints:
         saver: Saver,
         ranks_per_node: int,
         share_buffers: Callable[[], None],
+        main_shards: Callable[[], Mapping[str, MainShard]],
     ) -> None:
         self._module = module
         self._ranks = ranks
@@ -73,6 +76,7 @@ class Checkpoints:
         self._progress = progress
         self._ranks_per_node = ranks_per_node
         self._share_buffers = share_buffers
+        self._main_shards = main_shards
         self._source: CheckpointSource | None = None
         self._path = ""
         self._is_plain = False
@@ -192,7 +196,8 @@ class Checkpoints:
     @property
     def _sharding(self) -> dict[str, Any]:
         """Settings that determine which rank holds which shard."""
-        return {**asdict(self._context.layout), "data_parallel": self._options.data_parallel}
+        sharding = {**asdict(self._context.layout), "data_parallel": self._options.data_parallel}
+        return {**sharding, "main_params": True} if self._main_shards() else sharding
 
     def _divide(
         self, checkpoint: Mapping[str, Any], part: Part
@@ -213,7 +218,7 @@ class Checkpoints:
         return tensors, rest
 
     def _module_state(self, part: Part) -> ModuleState:
-        return ModuleState(self._module, part, self._context)
+        return ModuleState(self._module, part, self._context, self._main_shards())
 
     def _merged_groups(
         self, optimizers: Sequence[DistributedOptimizer], part: Part

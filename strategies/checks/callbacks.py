@@ -72,6 +72,7 @@ def check_callbacks(
     num_replicas: int,
     *,
     overlapped: bool = False,
+    coded: bool = False,
 ) -> None:
     """Check what callbacks do to the optimizer and the weights.
 
@@ -81,6 +82,7 @@ def check_callbacks(
         data_parallel: The strategy's mode.
         num_replicas: Data-parallel ranks.
         overlapped: Whether parameters are gathered beside the next forward.
+        coded: Whether weights are kept as codes.
 
     Raises:
         ConfigError: If one needs full parameters where there are shards, or reads weights while
@@ -89,7 +91,17 @@ def check_callbacks(
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     sharded = data_parallel != "ddp" and num_replicas > 1
     if overlapped:
-        _check_readers(callbacks)
+        _check_readers(
+            callbacks,
+            "between a step and the next forward, when overlap_param_gather=True is still "
+            "gathering them. Set overlap_param_gather=False",
+        )
+    if coded and sharded:
+        _check_readers(
+            callbacks,
+            "and fp8_param_gather=True keeps those of quantized layers as codes of 8 bits. Set "
+            "fp8_param_gather=False",
+        )
     finetuning = next(
         (callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None
     )
@@ -124,15 +136,13 @@ def check_callbacks(
         )
 
 
-def _check_readers(callbacks: list[pl.Callback]) -> None:
-    """Check that no callback reads weights while they are gathered."""
+def _check_readers(callbacks: list[pl.Callback], why: str) -> None:
+    """Check that no callback reads weights that are not there."""
     readers = (WeightAveraging, StochasticWeightAveraging)
     reader = next(
         (c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None
     )
     if reader is not None:
         raise ConfigError(
-            f"{type(reader).__name__} reads the weights between a step and the next forward, when "
-            "overlap_param_gather=True is still gathering them. Set overlap_param_gather=False, "
-            "or remove the callback."
+            f"{type(reader).__name__} reads the weights {why}, or remove the callback."
         )

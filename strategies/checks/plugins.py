@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -46,6 +47,30 @@ def check_compiled_precision(plugin: Precision | None) -> None:
             'compile="block" and MegatronFP8Precision(backend="transformer_engine"): its layers '
             "are kernels already, with which torch.compile makes no graph of a block. Leave "
             "compile out, or set backend to native."
+        )
+
+
+def keeps_codes(plugin: Precision | None) -> bool:
+    """Return whether weights are kept, and gathered, as codes of 8 bits."""
+    return isinstance(plugin, MegatronFP8Precision) and plugin.recipe.fp8_param_gather
+
+
+def check_kept_codes(plugin: Precision | None, data_parallel: str) -> None:
+    """Check that weights which are to be kept as codes have main params elsewhere.
+
+    Raises:
+        ConfigError: If every rank steps the full parameters.
+    """
+    if keeps_codes(plugin) and data_parallel == "ddp":
+        raise ConfigError(
+            'fp8_param_gather=True and data_parallel="ddp": every rank steps its full parameters, '
+            'so that there is nothing to gather. Set data_parallel to "zero1" or "fsdp", or '
+            "fp8_param_gather to False."
+        )
+    if keeps_codes(plugin) and data_parallel == "fsdp":
+        raise ConfigError(
+            'fp8_param_gather=True and data_parallel="fsdp" cannot be combined yet. Set '
+            'data_parallel to "zero1".'
         )
 
 

@@ -48,7 +48,9 @@ from megatron_lightning.strategies.checks.module import (
 from megatron_lightning.strategies.checks.plugins import (
     check_checkpoint_io,
     check_compiled_precision,
+    check_kept_codes,
     check_precision,
+    keeps_codes,
 )
 from megatron_lightning.strategies.options import StrategyOptions
 
@@ -75,6 +77,7 @@ def check_trainer(
     grid = RankGrid(options.layout, world_size)
     check_data_parallel(grid, options.data_parallel, options.data)
     check_precision(precision, world_size)
+    check_kept_codes(precision, options.data_parallel)
     check_checkpoint_io(checkpoint_io, world_size)
     if options.compile is not None:
         check_compiler(options.compile, device)
@@ -204,7 +207,14 @@ def _check_trained_by(
     )
     check_module(module, options.layout, options.micro_batch_size, fitting=fitting)
     overlapped = options.data.overlap_param_gather
-    check_callbacks(trainer, options.layout, options.data_parallel, replicas, overlapped=overlapped)
+    check_callbacks(
+        trainer,
+        options.layout,
+        options.data_parallel,
+        replicas,
+        overlapped=overlapped,
+        coded=keeps_codes(trainer.precision_plugin),
+    )
     if options.data_parallel == "fsdp" and replicas > 1:
         if not is_built_later(module):
             checks.check_sharded_units(module, options.pipeline)

@@ -15,12 +15,16 @@ from torch.optim import Optimizer
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.layers.moe.balance import ExpertBalance
+from megatron_lightning.layers.split_backward import hide_codes, join_backwards
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
+from megatron_lightning.precision.weights import WeightCodes
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
@@ -50,6 +54,7 @@ class Training:
             scope.undo,
         )
         self._scope = scope
+        coders = _coders(scope)
         self._scheduled = [
             config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)
         ]
@@ -62,7 +67,15 @@ class Training:
             options=options.data,
             stage_of=part.stage_of,
             units=part.units,
+            coders=coders,
         )
+        self._coded: dict[str, Any] = {
+            name: module.get_submodule(name.rpartition(".")[0]) for name in coders
+        }
+        self._weight_gradients = WeightGradients()  # of compiled layers
+        if coders:
+            undo.callback(join_backwards, module)
+            self.keep_codes()
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, options.data_parallel)
@@ -151,6 +164,14 @@ class Training:
                 "gradient_clip_algorithm=...)."
             )
 
+    def keep_codes(self) -> None:
+        """Keep the weights that have coders as codes from now on. A collective."""
+        self.accumulation.gather.keep_codes()
+        names = self.accumulation.reducer.main_shards()
+        hide_codes(
+            [layer for name, layer in self._coded.items() if name in names], self._weight_gradients
+        )
+
     @property
     def loss_scale(self) -> float:
         """Factor of the losses, which the precision plugin takes out of the gradients again."""
@@ -204,3 +225,14 @@ class Training:
             for scheduler in self._scheduled:
                 scheduler.forget_samples()
         return output
+
+
+def _coders(scope: Scope) -> dict[str, WeightCodes]:
+    """Return the coders of the parameters that are kept as codes, by name; tied ones have copies
+    that are not.
+    """
+    precision, tied = scope.precision, scope.part.tied
+    if not isinstance(precision, MegatronFP8Precision):
+        return {}
+    coders = precision.weight_coders(scope.module)
+    return {name: c for name, c in coders.items() if name not in {*tied, *tied.values()}}

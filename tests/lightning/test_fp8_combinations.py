@@ -97,6 +97,7 @@ class Case:
     packed: bool = False
     compiled: bool = False
     output: bool = False
+    coded: bool = False
     band: float = 1e-5
     steps: int = STEPS
 
@@ -110,6 +111,7 @@ class Case:
         """Return the Trainer, its module and the data."""
         torch._dynamo.reset()
         recipe = (OUTPUT if self.output else RECIPES)[scaling]
+        recipe = replace(recipe, fp8_param_gather=self.coded)
         fit = trainer(
             MegatronStrategy(**{MICRO: 1, **self.strategy}),
             max_steps=self.steps,

@@ -204,8 +204,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"num_layers_at_start_in_bf16": -1}, "is -1; it must be an integer of 0 or more"),
     "mxfp8 scales": ({"scaling": "mxfp8", "power_of_two_scales": False}, "whose format says True"),
     "nvfp4 scales": ({"scaling": "nvfp4", "power_of_two_scales": True}, "whose format says False"),
-    "parameters": ({"fp8_param": True}, "fp8_param is True, .* stay in fp32"),
-    "gathers": ({"fp8_param_gather": True}, "fp8_param_gather is True, .*fsdp"),
+    "parameters": ({"fp8_param": True}, "fp8_param is True and fp8_param_gather is False.*Set"),
+    **{
+        f"gathers {scaling}": (
+            {"scaling": scaling, "fp8_param_gather": True},
+            f"fp8_param_gather is True and scaling is {scaling}: .*{why}.*blockwise or current",
+        )
+        for scaling, why in {"rowwise": "2 bytes", "mxfp8": "2 bytes", "nvfp4": "4 bits"}.items()
+    },
+    "gathers a row": (
+        {"fp8_param_gather": True, "modules": {"a": {"scaling": "mxfp8"}}},
+        r"modules\['a'\] is mxfp8",
+    ),
+    "gathers by a row": (
+        {"modules": {"a": {"fp8_param_gather": True}}},
+        r"modules\['a'\] sets fp8_param_gather.* outer recipe",
+    ),
     "row": ({"modules": {"a.*": "fp16"}}, r"modules\['a.\*'\] is 'fp16'"),
     "field of a row": ({"modules": {"a": {"scalin": "x"}}}, r"modules\['a'\] sets scalin, which"),
     "layers of a row": (

@@ -1,0 +1,153 @@
+"""Codes of a quantized layer's weight, made of parts of it: what ranks that share its main params
+gather (:mod:`megatron_lightning.optim.codes`).
+
+They are bit-equal to those that the layer's products make of the full weight. For this one set of
+codes has to serve both products: recipes with one scale a tensor, or with square blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.layers.transposed import (
+    TransposedColumnParallelLinear,
+    TransposedRowParallelLinear,
+)
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.precision.emulation import EmulatedGemm
+from megatron_lightning.precision.formats import DTYPES, cast
+from megatron_lightning.precision.quantization import block_of, encode
+from megatron_lightning.precision.scaling import amax_of, scales_of, to_blocks
+
+
+def weight_coders(
+    module: nn.Module, quantized: Mapping[str, EmulatedGemm]
+) -> dict[str, WeightCodes]:
+    """Return coders of the weights that may be kept as codes, by parameter name: those that one
+    layer reads, as its own products take them.
+
+    Args:
+        module: Holds the layers.
+        quantized: Path of a layer -> its products.
+    """
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    coders = {}
+    for path, gemm in quantized.items():
+        layer = module.get_submodule(path)
+        weight = layer._parameters.get("weight")
+        turned = isinstance(layer, TransposedColumnParallelLinear | TransposedRowParallelLinear)
+        if weight is not None and uses[id(weight)] == 1 and not turned:
+            coders[f"{path}.weight"] = WeightCodes(gemm, tuple(weight.shape))
+    return coders
+
+
+class _Window(NamedTuple):
+    """Whole rows of blocks of one matrix, of which a range of the weight is a part."""
+
+    place: slice
+    """Of the matrix's values in the range."""
+    offset: int
+    """Of them in the window."""
+    shape: tuple[int, int]
+    scales: slice
+    """Of the window's blocks in the table."""
+
+
+class WeightCodes:
+    """Codes of the weight [out, in] or [E, out, in] of a layer.
+
+    Args:
+        gemm: Products of the layer.
+        shape: Shape of the weight on this rank.
+    """
+
+    def __init__(self, gemm: EmulatedGemm, shape: tuple[int, ...]) -> None:
+        self._gemm = gemm
+        self._recipe = recipe = gemm.recipe
+        self._block = block_of(recipe, "weight")
+        self._matrices, self._rows, self._columns = math.prod(shape[:-2]), *shape[-2:]
+        if recipe.scaling == "delayed":  # one scale for all experts
+            self._matrices, self._rows = 1, self._matrices * self._rows
+        height, width = self._block.rows or self._rows, self._block.columns or self._columns
+        self._grid = (-(-self._rows // height), -(-self._columns // width))
+        self._stacked = len(shape) > 2
+        self.num_scales = self._matrices * math.prod(self._grid)
+        """See :class:`~megatron_lightning.optim.codes.WeightCoder`, also for the rest."""
+        self.dtype = DTYPES[recipe.code_format("weight")]
+        self.group: AxisGroup | None = gemm.group if recipe.scaling == "current" else None
+
+    def _windows(self, start: int, size: int) -> Iterator[_Window]:
+        """Yield the windows of a range, one a matrix."""
+        per_matrix, num_scales = self._rows * self._columns, math.prod(self._grid)
+        position = start
+        while position < start + size:
+            index, first = divmod(position, per_matrix)
+            last = min(first + start + size - position, per_matrix)
+            place = slice(position - start, position - start + last - first)
+            height = self._block.rows
+            if height is None:  # all of them share a scale
+                table = slice(index * num_scales, (index + 1) * num_scales)
+                yield _Window(place, 0, (1, last - first), table)
+            else:
+                top = first // self._columns // height * height
+                rows = min(
+                    -(-(-(-last // self._columns) - top) // height) * height, self._rows - top
+                )
+                above = index * num_scales + top // height * self._grid[1]
+                table = slice(above, above + -(-rows // height) * self._grid[1])
+                yield _Window(place, first - top * self._columns, (rows, self._columns), table)
+            position += last - first
+
+    def _filled(self, values: Tensor, window: _Window) -> Tensor:
+        """Return a window with the range's values, and zeros around them."""
+        part = values[window.place].to(self._gemm.dtype)
+        if len(part) == math.prod(window.shape):
+            return part.view(window.shape)
+        filled = part.new_zeros(math.prod(window.shape))
+        filled[window.offset : window.offset + len(part)] = part
+        return filled.view(window.shape)
+
+    def largest(self, values: Tensor, start: int) -> Tensor:
+        """Return the largest values of every block within a range."""
+        table = torch.zeros(self.num_scales, device=values.device)
+        for window in self._windows(start, len(values)):
+            blocks = to_blocks(self._filled(values, window), self._block)
+            table[window.scales] = amax_of(blocks).flatten()
+        return table
+
+    def encode(self, values: Tensor, start: int, largest: Tensor) -> Tensor:
+        """Return the codes of a range."""
+        codes = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+        for window in self._windows(start, len(values)):
+            part = self._codes(self._filled(values, window), largest[window.scales]).flatten()
+            size = window.place.stop - window.place.start
+            codes[window.place] = part[window.offset : window.offset + size]
+        return codes
+
+    def _codes(self, window: Tensor, largest: Tensor) -> Tensor:
+        if self._recipe.scaling == "delayed":
+            factor = self._gemm.histories["weight"].factor.to(window.device)
+            return cast(window.float() * factor, self._recipe.code_format("weight"))
+        table = largest.view(-1, self._grid[1])
+        return encode(window, self._recipe, "weight", self._block, shared_amax=table)[0]
+
+    def set_scales(self, largest: Tensor) -> None:
+        """Give the layer the scales of its codes."""
+        if self._recipe.scaling == "delayed":
+            factor = self._gemm.histories["weight"].factor.to(largest.device)
+            scales = factor.reciprocal().where(largest.isfinite(), torch.nan)
+        else:
+            name, rounds = self._recipe.code_format("weight"), self._recipe.rounds_scales
+            _, scales = scales_of(largest, name, power_of_two=rounds)
+        per_tensor = self._recipe.is_per_tensor and self._matrices == 1
+        if per_tensor and (not self._stacked or self._recipe.scaling == "delayed"):
+            scales, largest = scales.reshape(()), largest.reshape(())
+        else:
+            scales = scales.view(*((self._matrices,) * self._stacked), *self._grid)
+        self._gemm.keep_scales(scales, largest)
