@@ -361,3 +361,37 @@ def test_kernels_of_blocks_agree(backend: Any) -> None:
     pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(copies, (q, k, v), strict=True))]
     for got, full in pairs:
         assert (got.cpu().float() - full).norm() <= 2e-2 * full.norm()
+
+
+def test_a_llama_with_liger_trains_as_one_without() -> None:
+    """fp32, three steps: 1e-4, other kernels for norms, SwiGLU and the loss."""
+    liger = pytest.importorskip("liger_kernel.transformers")
+    transformers = pytest.importorskip("transformers")
+
+    class Llama(pl.LightningModule):
+        def __init__(self, patch: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+            if patch:
+                liger.apply_liger_kernel_to_llama(model=self.model, rope=False)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+            return {"loss": self.model(batch, labels=batch).loss}
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def losses(patch: bool) -> list[float]:
+        record = _Losses()
+        fit = pl.Trainer(
+            strategy=MegatronStrategy(), accelerator="gpu", devices=1, max_steps=3, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, callbacks=[record],
+        )  # fmt: skip
+        tokens = torch.randint(0, 96, (12, 32), generator=torch.Generator().manual_seed(1))
+        fit.fit(Llama(patch), DataLoader(tokens, batch_size=4))
+        return record.losses
+
+    assert losses(patch=True) == pytest.approx(losses(patch=False), rel=1e-4)

@@ -63,7 +63,9 @@ def _compare(strategy: dict[str, Any], model: dict[str, Any]) -> list[Any]:
 )  # fmt: skip
 @pytest.mark.timeout(300)
 def test_backends_train_alike(world: int, strategy: dict[str, Any], model: dict[str, Any]) -> None:
-    for rank, (auto, *named) in enumerate(run_ranks(world, _compare, strategy, model)):
+    for rank, (auto, *named) in enumerate(
+        run_ranks(world, _compare, strategy, model, timeout_s=240)
+    ):
         (losses, norms, val), _, (num_graphs, breaks) = auto
         assert not breaks
         for backend, ((its_losses, its_norms, its_val), said, graphs) in zip(
