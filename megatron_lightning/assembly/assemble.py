@@ -84,7 +84,7 @@ def assemble(
     check_plans(module, context.layout, plan)
     # Before the partition: plans of ``transformers`` are translated from all layers, and lists of
     # types count all attention modules.
-    plans = find_plans(module, plan, context.tp.size, context.cp.size)
+    plans = find_plans(module, plan, context.tp.size, context.cp.size, context.ep.size)
     if context.cp.size > 1:
         plans = name_exchanges(module, plans, context.context_options.cp_comm_type)
     shards_sequence = context.sp and any(own_plan.shards_sequence for own_plan in plans.values())

@@ -59,7 +59,7 @@ def describe_layout(
         )
     stages = _stages(module, placement, options) if layout.num_stages > 1 else {}
     check_plans(module, layout, plan)
-    plans = find_plans(module, plan, layout.tp, layout.cp)
+    plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
     styles = _styles(module, plans)
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))

@@ -4,18 +4,24 @@ of its ``transformers`` models.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from megatron_lightning.assembly.attention_watch import check_attention_rows
-from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.styles import ContextAttention
+from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
 from megatron_lightning.models.hf_plans import transformers_models, transformers_plan
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, sharding_plans
 
 
 def find_plans(
-    module: nn.Module, plan: ShardingPlan | None, tensor_size: int = 1, context_size: int = 1
+    module: nn.Module,
+    plan: ShardingPlan | None,
+    tensor_size: int = 1,
+    context_size: int = 1,
+    expert_size: int = 1,
 ) -> dict[str, ShardingPlan]:
     """Return ``plan`` for the module itself, or else those of its submodules, by their paths.
 
@@ -28,6 +34,7 @@ def find_plans(
         plan: The user's plan; None: there is none.
         tensor_size: Tensor-parallel ranks.
         context_size: Context-parallel ranks.
+        expert_size: Expert-parallel ranks.
 
     Raises:
         ConfigError: If a plan of ``transformers`` cannot be translated.
@@ -35,10 +42,10 @@ def find_plans(
     if plan is not None:
         return {"": plan}
     plans = sharding_plans(module)
-    if tensor_size == context_size == 1:
+    if tensor_size == context_size == expert_size == 1:
         return plans
     translated = {
-        path: transformers_plan(model, tensor_size, context_size)
+        path: transformers_plan(model, tensor_size, context_size, expert_size)
         for path, model in transformers_models(module).items()
         if not any(_is_inside(path, other) or _is_inside(other, path) for other in plans)
     }
@@ -56,6 +63,7 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
         ConfigError: If a pattern of a plan is not used; over several tensor-parallel ranks, if none
             of its modules has a plan, a plan cannot be translated, or sequence parallelism is asked
             for and a plan does not say where the sequence is sharded.
+        ShardingError: If experts of ``transformers`` do not divide.
     """
     for path, own_plan in find_plans(module, plan).items():
         check_plan(module.get_submodule(path), own_plan, path)
@@ -70,9 +78,12 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
             "which are not 0, 1, 2, … on a rank. Set ShardingPlan(positions=...) to the keyword "
             'of its forward, such as "position_ids", or to "" if it uses no positions.'
         )
+    plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
+    if plan is None and layout.divides_experts and not sharding_plans(module):
+        _check_has_experts(module, layout, plans)
+    _check_stacked_experts(module, layout, plans)
     if layout.tp == 1:
         return
-    plans = find_plans(module, plan, layout.tp, layout.cp)
     if not plans:
         raise ConfigError(
             f"tensor_model_parallel_size is {layout.tp}, and no module of "
@@ -89,3 +100,34 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
             'ShardSequence row). Set sequence_parallel to "auto" or False, or write a table with '
             "these rows and pass MegatronStrategy(sharding_plan=...)."
         )
+
+
+def _check_has_experts(
+    module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
+) -> None:
+    """Check that a module of ``transformers`` models alone has experts that the layout divides."""
+    models = transformers_models(module).values()
+    rows = [row for plan in plans.values() for row in plan.modules.values()]
+    if models and not any(isinstance(row, DispatchedExperts) for row in rows):
+        names = ", ".join(type(model).__name__ for model in models)
+        raise ConfigError(
+            f"expert_model_parallel_size={layout.ep} and expert_tensor_parallel_size={layout.etp} "
+            f"divide experts otherwise than tensor_model_parallel_size={layout.tp}, and {names} "
+            "has none that expert parallelism divides: stacked weights that its _ep_plan names, as "
+            "in transformers 5. Leave both sizes unset, or pass "
+            "MegatronStrategy(sharding_plan=...) with a table of your own."
+        )
+
+
+def _check_stacked_experts(
+    module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
+) -> None:
+    for root, plan in plans.items():
+        for path, child in module.get_submodule(root).named_modules():
+            style = plan.style_of(path)
+            if not isinstance(style, DispatchedExperts):
+                continue
+            try:
+                style.check(child, layout)
+            except ShardingError as error:
+                raise ShardingError(f"{'.'.join(filter(None, [root, path]))}: {error}") from error

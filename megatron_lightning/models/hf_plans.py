@@ -22,6 +22,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     CopyOutput,
+    DispatchedExperts,
     HeadParallel,
     ParameterShards,
     ReduceOutput,
@@ -81,13 +82,16 @@ def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def transformers_plan(model: nn.Module, tensor_size: int, context_size: int = 1) -> ShardingPlan:
+def transformers_plan(
+    model: nn.Module, tensor_size: int, context_size: int = 1, expert_size: int = 1
+) -> ShardingPlan:
     """Return the sharding plan of a full model of ``transformers``.
 
     Args:
         model: The model, with all layers.
         tensor_size: Tensor-parallel ranks.
         context_size: Context-parallel ranks.
+        expert_size: Expert-parallel ranks.
 
     Raises:
         ConfigError: If an entry cannot be translated, heads cannot be shared by the ranks, or the
@@ -98,7 +102,22 @@ def transformers_plan(model: nn.Module, tensor_size: int, context_size: int = 1)
         if tensor_size == 1
         else _tensor_plan(model, tensor_size)
     )
+    if expert_size > 1:
+        plan = plan | _expert_plan(model)
     return plan if context_size == 1 else with_context(model, plan)
+
+
+def _expert_plan(model: nn.Module) -> ShardingPlan:
+    """Return rows for the experts that the model's own expert-parallel plan divides."""
+    entries: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
+    patterns = [compile_pattern(key) for key, name in entries.items() if name == "grouped_gemm"]
+    owners = {
+        name.rpartition(".")[0]: DispatchedExperts()
+        for name, _ in model.named_parameters()
+        if any(pattern.fullmatch(name) for pattern in patterns)
+    }
+    rows = as_patterns(owners, [path for path, _ in model.named_modules()])
+    return ShardingPlan(modules=rows, sequence_dim=1)
 
 
 def _tensor_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:

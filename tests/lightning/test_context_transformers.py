@@ -43,6 +43,11 @@ CP2_PP2 = make_layout(
 )
 CP2_DP2 = make_layout("cp2-dp2", 4, 2, context_parallel_size=2)
 CP2_FSDP = make_layout("cp2-fsdp", 4, 2, context_parallel_size=2, data_parallel="fsdp")
+EP: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+CP2_EP2 = make_layout("cp2-ep2", 2, 1, context_parallel_size=2, **EP)
+CP2_TP2_EP2 = make_layout(
+    "cp2-tp2-ep2", 4, 1, context_parallel_size=2, tensor_model_parallel_size=2, **EP
+)
 CP2_TP2_PP2 = make_layout(
     "cp2-tp2-pp2",
     8,
@@ -242,6 +247,14 @@ def test_llama_trains_as_in_one_process(layout: Layout, tmp_path: Path) -> None:
 def test_other_families_do(layout: Layout, name: str, tmp_path: Path) -> None:
     losses, value = single(_fit, MODELS[name])
     for rank in run(layout, _fit, tmp_path, MODELS[name]):
+        assert rank[0] == pytest.approx(losses, rel=1e-5)
+        assert rank[1] == pytest.approx(value, rel=1e-5)
+
+
+@layouts(slow=[CP2_EP2, CP2_TP2_EP2])
+def test_experts_are_divided_by_the_model_s_own_plan(layout: Layout, tmp_path: Path) -> None:
+    losses, value = single(_fit, _deepseek)
+    for rank in run(layout, _fit, tmp_path, _deepseek):
         assert rank[0] == pytest.approx(losses, rel=1e-5)
         assert rank[1] == pytest.approx(value, rel=1e-5)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ pytest.importorskip("transformers", "5")
 import transformers
 
 from megatron_lightning.checkpoint import consolidate
-from megatron_lightning.errors import ShardingError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import DispatchedExperts
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.sharding import named_shard_specs
@@ -26,17 +27,36 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 EP, PP = "expert_model_parallel_size", "pipeline_model_parallel_size"
+TP, ETP = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {EP: 2}),
     "ep2-ddp": (2, {EP: 2, "data_parallel": "ddp"}),
     "ep2-dp2": (4, {EP: 2}),
     "ep2-dp2-fsdp": (4, {EP: 2, "data_parallel": "fsdp"}),
     "ep2-pp2": (4, {EP: 2, PP: 2, "micro_batch_size": 1}),
-}
+    # Without a table: the model's own plans of tensor and expert parallelism.
+    "own-ep2": (2, {EP: 2, "sharding_plan": None}),
+    "own-ep2-tp2": (2, {EP: 2, TP: 2, ETP: 1, "sharding_plan": None}),
+    "own-ep2-tp2-dp2": (4, {EP: 2, TP: 2, ETP: 1, "sharding_plan": None}),
+    "own-ep2-tp2-pp2": (
+        4, {EP: 2, TP: 2, ETP: 1, PP: 2, "micro_batch_size": 1, "sharding_plan": None},
+    ),
+    "own-ep2-tp2-fsdp": (
+        4, {EP: 2, TP: 2, ETP: 1, "data_parallel": "fsdp", "sharding_plan": None},
+    ),
+}  # fmt: skip
 TABLE = {"model.model.layers.*.mlp.experts": DispatchedExperts()}
+DEFAULT = [("mixtral", "ep2"), ("mixtral", "own-ep2-tp2")]
 CASES = [
-    pytest.param(*case, marks=[] if case == ("mixtral", "ep2") else pytest.mark.slow)
-    for case in (*(("mixtral", name) for name in LAYOUTS), ("qwen3-moe", "ep2"), ("olmoe", "ep2"))
+    pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
+    for case in (
+        *(("mixtral", name) for name in LAYOUTS),
+        *(
+            (family, name)
+            for family in ("qwen3-moe", "olmoe", "gpt-oss")
+            for name in ("ep2", "own-ep2", "own-ep2-tp2")
+        ),
+    )
 ]
 
 
@@ -45,7 +65,7 @@ def _train(
 ) -> tuple[list[float], list[float], list[int]]:
     """Return the loss and gradient norm of every step, and the shape of the first experts."""
     record, plan = Losses(), ShardingPlan(modules=TABLE, sequence_dim=1)
-    strategy = "auto" if options is None else MegatronStrategy(sharding_plan=plan, **options)
+    strategy = "auto" if options is None else MegatronStrategy(**{"sharding_plan": plan, **options})
     fit, module = trainer(strategy, max_epochs=1, callbacks=[record]), Untouched(family)
     fit.fit(module, hf_models.loader(family, hf_models.BATCH // replicas))
     fit.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
@@ -58,7 +78,7 @@ def test_training_equals_one_process(family: str, layout: str, tmp_path: Path) -
     """fp32, sums in another order: 1e-5; a rank's loss is of its own samples."""
     [(losses, norms, full)] = run_ranks(1, _train, str(tmp_path), family, None, 1)
     world, options = LAYOUTS[layout]
-    replicas = world // options.get(PP, 1)
+    replicas = world // options.get(PP, 1) // options.get(TP, 1)
     ranks = run_ranks(world, _train, str(tmp_path), family, options, replicas)
     mean = torch.tensor([rank[0] for rank in ranks], dtype=torch.float64).mean(0)
     assert mean.tolist() == pytest.approx(losses, rel=1e-5)
@@ -89,12 +109,17 @@ def _experts(implementation: str = "grouped_mm") -> nn.Module:
     return experts
 
 
-def _call(experts: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and the gradients of tokens and weights; experts 2 and 3 get none."""
+def _call(
+    experts: nn.Module, rank: int, num_tokens: int = NUM_TOKENS, num_used: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and the gradients of tokens and weights; by default experts 2 and 3 get
+    none.
+    """
     generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, requires_grad=True)
-    weights = torch.rand(NUM_TOKENS, 2, generator=generator, requires_grad=True)
-    index = torch.stack([torch.randperm(2, generator=generator) for _ in range(NUM_TOKENS)])
+    tokens = torch.randn(num_tokens, HIDDEN, generator=generator, requires_grad=True)
+    weights = torch.rand(num_tokens, 2, generator=generator, requires_grad=True)
+    chosen = [torch.randperm(num_used, generator=generator)[:2] for _ in range(num_tokens)]
+    index = torch.stack(chosen)
     out = experts(tokens, top_k_index=index, top_k_weights=weights)
     out.square().sum().backward()
     return out.detach(), tokens.grad, weights.grad
@@ -120,6 +145,27 @@ def test_a_rank_may_get_no_token(implementation: str) -> None:
     run_ranks(2, _one_rank_gets_no_token, implementation)
 
 
+def _replicated_tokens() -> None:
+    layout = {TP: 2, EP: 2, ETP: 1}
+    context = ParallelContext(ParallelLayout(**layout))
+    divided, full = nn.ModuleDict({"experts": _experts()}), _experts()
+    parallelize(divided, context, ShardingPlan(modules={"experts": DispatchedExperts()}))
+    for num_tokens in (5, 1):
+        found, expected = (
+            _call(experts, 7, num_tokens, NUM_EXPERTS) for experts in (divided.experts, full)
+        )
+        for actual, value in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, value)
+        for name, spec in named_shard_specs(divided).items():
+            own = full.get_parameter(name.removeprefix("experts."))
+            torch.testing.assert_close(divided.get_parameter(name).grad, spec.shard(own.grad))
+
+
+def test_ranks_divide_the_tokens_that_they_have_in_common() -> None:
+    """Also where these are no multiple of the ranks."""
+    run_ranks(2, _replicated_tokens)
+
+
 def _apply(module: nn.Module, **layout: int) -> None:
     model = nn.ModuleDict({"experts": module})
     plan = ShardingPlan(modules={"experts": DispatchedExperts()})
@@ -142,17 +188,30 @@ def test_older_layouts_are_refused(module: nn.Module, message: str) -> None:
         _apply(module)
 
 
-def _refused(message: str, layout: dict[str, int]) -> None:
-    with pytest.raises(ShardingError, match=message):
-        _apply(_experts(), **layout)
+def _fit(family: str, **options: Any) -> None:
+    strategy = MegatronStrategy(**options)
+    fit = pl.Trainer(strategy=strategy, accelerator="cpu", devices=12, logger=False)
+    fit.fit(Untouched(family), hf_models.loader(family))
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "message"),
+    ("layout", "message"),
     [
-        (2, {"tensor_model_parallel_size": 2}, "size is 2 and expert_tensor.* 2, and.*both to 1"),
-        (3, {EP: 3}, "4 experts are not divisible by expert_model_parallel_size=3"),
+        ({TP: 2, EP: 2}, r"^model.model.layers.0.mlp.experts: expert_tensor.* is 2.*\(2\).* to 1"),
+        ({EP: 3}, "4 experts are not divisible by expert_model_parallel_size=3"),
     ],
 )
-def test_layouts_that_do_not_fit(world: int, layout: dict[str, int], message: str) -> None:
-    run_ranks(world, _refused, message, layout)
+@pytest.mark.parametrize("table", [None, ShardingPlan(modules=TABLE, sequence_dim=1)])
+def test_layouts_that_do_not_fit_are_refused_before_processes_start(
+    layout: dict[str, int], message: str, table: ShardingPlan | None
+) -> None:
+    with pytest.raises(ShardingError, match=message):
+        _fit("mixtral", sharding_plan=table, **layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", {EP: 2}), ("mixtral", {TP: 2, ETP: 1})], ids=str
+)
+def test_models_without_experts_to_divide(family: str, layout: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"ForCausalLM has none .* _ep_plan.*both sizes unset"):
+        _fit(family, **layout)

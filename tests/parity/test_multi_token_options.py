@@ -110,10 +110,11 @@ def _compiled(model: str, layout: str) -> Any:
     return train(_config(model), options, _replicas(model, layout))
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("model", "layout"), _cases(("untied", "pp2-zb")))
 def test_compiled_blocks_train_as_one_process_without(model: str, layout: str) -> None:
     expected, replicas = _plain(model), _replicas(model, layout)
-    for found in run_ranks(_layouts(model)[layout][0], _compiled, model, layout, timeout_s=200):
+    for found in run_ranks(_layouts(model)[layout][0], _compiled, model, layout, timeout_s=380):
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         if replicas == 1:
             assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)

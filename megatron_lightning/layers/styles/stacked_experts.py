@@ -6,6 +6,7 @@ Shapes: ``t`` tokens of this rank, ``h`` hidden, ``k`` experts of a token, ``E``
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.moe.dispatch import AllToAllDispatch, Exchange
 from megatron_lightning.layers.moe.router import Routing
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.collectives import gather, scatter
+from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
 from megatron_lightning.parallel.spec import ShardSpec
-
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,37 @@ class DispatchedExperts:
 
     Weights: every parameter is [E, ...], experts over ``ep``. Input: this rank's tokens, sent to
     the ranks of their experts; there the module's own forward computes each row by one expert of
-    weight 1. Output: the weighted sums of this rank's tokens.
+    weight 1. Tokens that tensor-parallel ranks have in common are divided among them. Output: the
+    weighted sums of the tokens.
     """
+
+    def check(self, module: nn.Module, layout: ParallelLayout) -> None:
+        """Check that the layout divides the experts of a full module.
+
+        Raises:
+            ShardingError: If the module has no stacked experts, they do not divide, or each would
+                be split.
+        """
+        _check_stacked(module)
+        num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        if layout.etp > 1:
+            raise ShardingError(
+                f"expert_tensor_parallel_size is {layout.etp}, by default that of "
+                f"tensor_model_parallel_size ({layout.tp}), and style DispatchedExperts divides "
+                "experts over expert_model_parallel_size only. Set expert_tensor_parallel_size to "
+                "1; or leave expert_model_parallel_size and the row out: the model's own plan then "
+                "splits every expert over the tensor-parallel ranks."
+            )
+        if num_experts % layout.ep:
+            raise ShardingError(
+                f"{num_experts} experts are not divisible by expert_model_parallel_size="
+                f"{layout.ep}. Set it to a divisor of the experts."
+            )
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Take this rank's experts, and exchange tokens around the forward."""
-        _check_stacked(module)
-        if context.tp.size > 1 or context.etp.size > 1:
-            raise ShardingError(
-                f"tensor_model_parallel_size is {context.tp.size} and expert_tensor_parallel_size "
-                f"{context.etp.size}, and style DispatchedExperts divides experts over "
-                "expert_model_parallel_size only. Set both to 1, or leave "
-                "expert_model_parallel_size and the sharding plan out: the model's own plan then "
-                "splits every expert over the tensor-parallel ranks."
-            )
+        self.check(module, context.layout)
         num_experts, ep = int(module.num_experts), context.ep  # type: ignore[arg-type]
-        if num_experts % ep.size:
-            raise ShardingError(
-                f"{num_experts} experts are not divisible by expert_model_parallel_size={ep.size}. "
-                "Set it to a divisor of the experts."
-            )
         specs = {
             name: ShardSpec.split(tuple(p.shape), dim=0, size=ep.size, rank=ep.rank, axis="ep")
             for name, p in module.named_parameters()
@@ -59,7 +71,10 @@ class DispatchedExperts:
             return module
         take_shards(module, module, specs)
         module.num_experts = num_experts // ep.size  # type: ignore[assignment]
-        exchange = _ExchangeTokens(AllToAllDispatch(context.axis("etp-ep")), num_experts)
+        dispatcher = AllToAllDispatch(context.axis("etp-ep"))
+        replicas = ALONE if context.sp and plan.shards_sequence else context.tp
+        names = tuple(inspect.signature(module.forward).parameters)
+        exchange = _ExchangeTokens(dispatcher, num_experts, replicas, names)
         module.register_forward_pre_hook(exchange.send, with_kwargs=True)
         module.register_forward_hook(exchange.receive)
         return module
@@ -82,19 +97,37 @@ def _check_stacked(module: nn.Module) -> None:
 
 
 class _ExchangeTokens:
-    """Hooks around one module; they belong to the same call."""
+    """Hooks around one module; they belong to the same call.
 
-    def __init__(self, dispatcher: AllToAllDispatch, num_experts: int) -> None:
+    Args:
+        dispatcher: Sends rows to the ranks of their experts.
+        num_experts: Experts of all ranks.
+        replicas: Ranks with the same tokens, of which each dispatches a part.
+        names: Names of the arguments of the module's forward.
+    """
+
+    def __init__(
+        self,
+        dispatcher: AllToAllDispatch,
+        num_experts: int,
+        replicas: AxisGroup,
+        names: tuple[str, ...],
+    ) -> None:
         self._dispatcher = dispatcher
         self._num_experts = num_experts
+        self._replicas = replicas
+        self._names = names
         self._exchange: Exchange | None = None
         self._num_rows = 0
+        self._num_tokens = 0
 
     def send(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Replace the arguments by the rows of this rank's experts, one choice of weight 1 each."""
-        hidden, index, weights = (*args, *(kwargs[name] for name in _ARGUMENTS[len(args) :]))
+        hidden, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) : 3]))
+        self._num_tokens = len(hidden)
+        hidden, index, weights = self._own(hidden), self._own(index), self._own(weights)
         exchange = self._dispatcher.begin(self._routing(index, weights), index.shape[1])
         rows, counts = exchange.dispatch(hidden)
         self._exchange, self._num_rows = exchange, len(rows)
@@ -107,11 +140,19 @@ class _ExchangeTokens:
         return (rows, experts, torch.ones_like(experts, dtype=weights.dtype)), {}
 
     def receive(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return the weighted sums of this rank's tokens."""
+        """Return the weighted sums of the tokens."""
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             raise RuntimeError("the experts have returned without having been called")
-        return exchange.combine(output[: self._num_rows])
+        own = exchange.combine(output[: self._num_rows])
+        return gather(own, self._replicas, 0)[: self._num_tokens]
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Return this rank's part [t / n, ...] of what the replicas have in common; the last token
+        is repeated until all have equally many.
+        """
+        missing = -len(x) % self._replicas.size
+        return scatter(torch.cat([x, x[-1:].expand(missing, -1)]) if missing else x, self._replicas)
 
     def _routing(self, index: Tensor, weights: Tensor) -> Routing:
         probs = weights.new_zeros(len(index), self._num_experts).scatter(1, index, weights)
