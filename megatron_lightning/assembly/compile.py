@@ -4,8 +4,9 @@ A block is a unit of the pipeline (``pipeline.units``) that is one of several of
 numbered layer. Of each, ``forward`` is replaced on the instance, inside of what
 ``nn.Module.__call__`` does around it: hooks (of FSDP2, of the pipeline, of users) stay outside of
 the graphs, parameters keep their names, and recomputation of a full block, which wraps ``forward``
-before, is traced as a part of it. Blocks of one kind share graphs, since the compiler's cache
-belongs to the code that they share.
+before, is traced as a part of it. Where it cannot be, with experts or named random streams in it,
+recomputation stays outside, and runs the compiled forward again. Blocks of one kind share graphs,
+since the compiler's cache belongs to the code that they share.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.compat import compiled
 from megatron_lightning.config import CompileOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.layers.recompute import (
+    draws_from_streams,
+    recomputed_forward,
+    replace_recomputed,
+)
 from megatron_lightning.parallel.absent import is_absent
 from megatron_lightning.pipeline.partition import is_layer, unit_names
 from megatron_lightning.pipeline.units import find_pipelined
@@ -77,14 +84,32 @@ def compile_blocks(
     for name in _blocks(module.get_submodule(path), units):
         block = module.get_submodule(path).get_submodule(name)
         if not is_absent(block) and not is_compiled(block):
-            block.__dict__["forward"] = CompiledForward(block.forward, options)
+            _compile(block, options)
             paths.append(f"{path}.{name}" if path else name)
     return paths
+
+
+def _compile(block: nn.Module, options: CompileOptions) -> None:
+    for child in block.modules():
+        forward = recomputed_forward(child)
+        if forward is not None and _is_untraceable(child):
+            replace_recomputed(child, CompiledForward(forward, options))
+    if not is_compiled(block):
+        block.__dict__["forward"] = CompiledForward(block.forward, options)
+
+
+def _is_untraceable(recomputed: nn.Module) -> bool:
+    """Return whether its recomputation cannot be a part of a graph."""
+    has_experts = any(isinstance(child, MoELayer) for child in recomputed.modules())
+    return has_experts or draws_from_streams(recomputed)
 
 
 def uncompile_blocks(module: nn.Module) -> None:
     """Undo :func:`compile_blocks`."""
     for child in module.modules():
+        recomputed = recomputed_forward(child)
+        if isinstance(recomputed, CompiledForward):
+            replace_recomputed(child, recomputed.original)
         forward = child.__dict__.get("forward")
         if isinstance(forward, CompiledForward):
             del child.__dict__["forward"]
@@ -98,6 +123,7 @@ def is_compiled(module: nn.Module) -> bool:
         module._compiled_call_impl is not None
         or hasattr(module, "_orig_mod")
         or isinstance(module.__dict__.get("forward"), CompiledForward)
+        or isinstance(recomputed_forward(module), CompiledForward)
     )
 
 

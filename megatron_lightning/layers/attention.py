@@ -7,6 +7,8 @@ shapes, so that no count needs rewriting.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,17 +103,25 @@ class CoreAttention(nn.Module):
             exchange = self.exchange or LocalAttention()
             out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, scale, backend=self.backend)
             return out.permute(2, 0, 1, 3)
-        with self.dropout.stream():
-            out = attend(
-                q_bnsd,
-                k_bgsd,
-                v_bgsd,
-                backend=self.backend,
-                dropout_p=self.dropout.active_p,
-                causal=sequence.causal,
-                scale=scale,
-            )
+        run = self._attend_in_stream if self.dropout.draws_from_stream else attend
+        out = run(
+            q_bnsd,
+            k_bgsd,
+            v_bgsd,
+            backend=self.backend,
+            dropout_p=self.dropout.active_p,
+            causal=sequence.causal,
+            scale=scale,
+        )
         return out.permute(2, 0, 1, 3)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_in_stream(self, *inputs: Tensor, **arguments: Any) -> Tensor:
+        """Do as :func:`attend`. No graph may change a generator's state, and one that draws what is
+        dropped by itself would hold all scores.
+        """
+        with self.dropout.stream():
+            return attend(*inputs, **arguments)
 
     def check_positions(self, sequence: SequenceInfo | None) -> None:
         """Check that a rank knows which positions it holds.

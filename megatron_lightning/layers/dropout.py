@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +31,11 @@ class Dropout(nn.Module):
         """The probability, 0 in evaluation."""
         return self.p if self.training else 0.0
 
+    @property
+    def draws_from_stream(self) -> bool:
+        """Whether something is drawn now, from a named stream."""
+        return self.streams is not None and bool(self.active_p)
+
     def stream(self) -> AbstractContextManager[None]:
         """Return a context in which draws come from the right stream."""
         if self.streams is None or not self.active_p:
@@ -40,5 +46,9 @@ class Dropout(nn.Module):
         """Return ``x`` with dropped entries; any shape."""
         if not self.active_p:
             return x
+        if self.streams is not None and torch.compiler.is_compiling():
+            # A generator is no part of a graph; which entries are kept is the same as below.
+            kept = self.streams.draw_kept(x, self.p, self.stream_name)
+            return torch.where(kept, x / (1.0 - self.p), 0.0)
         with self.stream():
             return F.dropout(x, self.p)

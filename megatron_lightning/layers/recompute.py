@@ -175,6 +175,27 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return self.__dict__[_WRAPPED]["forward"](*args, **kwargs)
 
 
+def recomputed_forward(module: nn.Module) -> Forward | None:
+    """Return what ``module`` runs again in backward in place of its forward; None: nothing."""
+    wrapper: Any = module.__dict__.get(_WRAPPED, {}).get("forward")
+    return wrapper.args[0] if wrapper is not None and wrapper.func is _checkpointed else None
+
+
+def replace_recomputed(module: nn.Module, forward: Forward) -> None:
+    """Run ``forward`` in place of :func:`recomputed_forward`, which ``module`` has."""
+    wrapper = module.__dict__[_WRAPPED]["forward"]
+    wrapped = partial(wrapper.func, forward, *wrapper.args[1:], **wrapper.keywords)
+    module.__dict__[_WRAPPED]["forward"] = wrapped
+
+
+def draws_from_streams(module: nn.Module) -> bool:
+    """Return whether layers in ``module`` draw from named random streams in training."""
+    return any(
+        isinstance(getattr(child, "streams", None), RngStreams) and getattr(child, "p", 1.0) > 0
+        for child in module.modules()
+    )
+
+
 def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
     """Yield the paths that match, without those inside another one."""
     expanded = [
@@ -224,8 +245,16 @@ def _checkpointed(
         if own is not None:
             return own(forward, *args, use_reentrant=False, **kwargs)
     streams = next((child.streams for child in drawing if getattr(child, "active_p", True)), None)
-    if streams is None:  # the only form that torch.compile traces into the compiled layer
+    if streams is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return _replayed(forward, streams, args, kwargs)
+
+
+# torch.compile traces a checkpoint into the compiled layer, but no contexts of it.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _replayed(
+    forward: Forward, streams: RngStreams, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     return checkpoint(
         forward, *args, use_reentrant=False, context_fn=partial(_replaying, streams), **kwargs
     )

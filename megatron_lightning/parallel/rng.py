@@ -20,10 +20,13 @@ equal.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 EXPERTS = "expert-parallel-rng"
 """Stream of the experts, equal on the ranks that hold the same ones."""
@@ -103,6 +106,15 @@ class RngStreams:
             "training-seeds": torch.Generator().manual_seed(seed).get_state(),
             "evaluation-seeds": torch.Generator().manual_seed(seed + 1).get_state(),
         }
+        self._register()
+
+    def _register(self) -> None:
+        self._number = torch.tensor(id(self), device="cpu")
+        _STREAMS[id(self)] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()  # a copy has a number of its own
 
     def _seeded(self, seed: int) -> torch.Tensor:
         return torch.Generator(device=self.device).manual_seed(seed).get_state()
@@ -117,6 +129,18 @@ class RngStreams:
         finally:
             self._states[name] = get_generator_state(self.device)
             set_generator_state(self.device, outside)
+
+    def draw_kept(self, like: torch.Tensor, p: float, name: str) -> torch.Tensor:
+        """Return which entries dropout keeps of a tensor like ``like``, drawn from stream ``name``;
+        bool, and one operation in compiled graphs.
+
+        Args:
+            like: Any shape.
+            p: Probability of False.
+            name: Of the stream.
+        """
+        kept: torch.Tensor = torch.ops.megatron_lightning.draw_kept(like, p, name, self._number)
+        return kept
 
     def draw_seed(self, name: str) -> int:
         """Return the next seed of stream ``name``."""
@@ -139,3 +163,23 @@ class RngStreams:
     def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
         """Resume from :meth:`state_dict`."""
         self._states.update({name: state.clone() for name, state in states.items()})
+
+
+# Operators take tensors and numbers, so a number represents the streams.
+_STREAMS: weakref.WeakValueDictionary[int, RngStreams] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "megatron_lightning::draw_kept",
+    mutates_args=(),
+    schema="(Tensor like, float p, str name, Tensor number) -> Tensor",
+    tags=[torch.Tag.nondeterministic_seeded],  # two equal calls are not one
+)
+def _draw_kept(like: torch.Tensor, p: float, name: str, number: torch.Tensor) -> torch.Tensor:
+    with _STREAMS[int(number)].fork(name):
+        return F.dropout(torch.ones_like(like), p) != 0
+
+
+@_draw_kept.register_fake
+def _(like: torch.Tensor, p: float, name: str, number: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, dtype=torch.bool)

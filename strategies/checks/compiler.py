@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch._dynamo.backends.registry import list_backends
@@ -14,7 +16,8 @@ from megatron_lightning.errors import ConfigError
 
 
 def check_compiler(options: CompileOptions, device: torch.device) -> None:
-    """Check that the backend exists, and that inductor can compile for ``device``.
+    """Check that the backend exists, and that inductor can compile for ``device``: what it lacks
+    would be found in the first step, on every rank.
 
     Raises:
         ConfigError: Naming what is missing.
@@ -37,4 +40,11 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
         raise ConfigError(
             'compile="block" writes kernels for CUDA in Triton, which is not installed. Install '
             "triton, or leave compile out."
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise ConfigError(
+            f'compile="block" builds extensions of Python, and {headers} has no Python.h. Install '
+            f"the headers of Python {sysconfig.get_python_version()} (python3-dev or "
+            "python3-devel), or leave compile out."
         )

@@ -32,18 +32,26 @@ RECOMPUTE: dict[str, RecomputeOptions | None] = {
 
 def small_gpt(num_layers: int, dropout: float = 0.0, **options: Any) -> TransformerConfig:
     """Return a config whose gradients are large enough to tell two runs apart."""
-    return TransformerConfig(
-        num_layers=num_layers, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        init_method_std=0.1, hidden_dropout=dropout, attention_dropout=dropout, **options,
-    )  # fmt: skip
+    defaults: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": SEQUENCE,
+        "init_method_std": 0.1,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+    }
+    return TransformerConfig(num_layers=num_layers, **{**defaults, **options})
 
 
 def losses_of(
-    module: GPTLightningModule, strategy: MegatronStrategy | str, callbacks: Sequence[pl.Callback]
+    module: GPTLightningModule,
+    strategy: MegatronStrategy | str,
+    callbacks: Sequence[pl.Callback],
+    **options: Any,
 ) -> tuple[list[float], list[float], float]:
     """Train for ``STEPS`` steps with a validation after each; return losses, gradient norms and the
-    last validation loss."""
+    last validation loss; ``options``: of the Trainer."""
     text = torch.randint(
         0, VOCABULARY, (STEPS * 2 * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3)
     )
@@ -56,6 +64,7 @@ def losses_of(
         gradient_clip_val=1.0,
         limit_val_batches=1,
         val_check_interval=1,
+        **options,
     )
     fit.fit(module, DataLoader(rows, batch_size=BATCH), DataLoader(rows, batch_size=BATCH))
     return record.losses, record.norms, float(fit.callback_metrics["val_loss"])

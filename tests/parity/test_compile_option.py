@@ -14,7 +14,6 @@ import pytest
 
 from megatron_lightning.assembly.compile import is_compiled
 from megatron_lightning.config import CompileOptions, RecomputeOptions
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE, losses_of, small_gpt
@@ -60,12 +59,3 @@ def test_compiled_blocks_train_as_plain_ones(world: int, layout: dict[str, Any],
         assert val == pytest.approx(expected_val, rel=1e-6)
         assert norms == pytest.approx(expected_norms, rel=1e-5)
         assert compiled[1] == 2 and not compiled[2]  # training and validation
-
-
-def test_what_cannot_be_compiled_is_refused() -> None:
-    with pytest.raises(ConfigError, match='Set it to "block"'):
-        MegatronStrategy(compile="model")
-    with pytest.raises(ConfigError, match="nothing is compiled"):
-        MegatronStrategy(compile_options=CompileOptions())
-    with pytest.raises(ConfigError, match="CUDA graphs"):
-        CompileOptions(mode="reduce-overhead")

@@ -7,6 +7,7 @@ first, and not when it is recomputed.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
@@ -36,6 +37,7 @@ class GlobalCounts:
         # By micro-batch: its mark, how often the layer has run, and what it got.
         self._given: dict[int, tuple[LossScale, int, Tensor]] = {}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, counts: Tensor) -> Tensor:
         """Add ``counts`` [E] of one micro-batch, and of all data-parallel ranks; return the sum.
 

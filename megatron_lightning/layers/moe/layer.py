@@ -9,6 +9,9 @@ Logged, for each layer (``name/path of the layer``) and under the name alone:
     expert_load   tokens of the busiest expert over the mean of all, 1 if balanced, with those that
                   are dropped, over a batch and all ranks; alone: the largest of the layers
     drop_rate     share of the choices that were dropped, where experts have a capacity; alone: mean
+
+Compiled, a layer is several graphs: router, experts and shared experts. What stands between them
+runs uncompiled, since it depends on the data, waits for other ranks, or reports to the step.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.counts import GlobalCounts
-from megatron_lightning.layers.moe.dispatch import Dispatcher, LocalDispatch
+from megatron_lightning.layers.moe.dispatch import Dispatcher, Exchange, LocalDispatch
 from megatron_lightning.layers.moe.experts import Experts
 from megatron_lightning.layers.moe.router import Router, RouterLoss, Routing
 from megatron_lightning.layers.report import StepReport
@@ -35,6 +38,16 @@ from megatron_lightning.parallel.context import ALONE, AxisGroup
 
 TOKENS_PER_EXPERT = "tokens_per_expert"
 """Count of a layer's report: [E] tokens of this rank that chose an expert."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(dispatcher: Dispatcher, routing: Routing, num_choices: int | None) -> Exchange:
+    return dispatcher.begin(routing, num_choices)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _dispatch(exchange: Exchange, own: Tensor) -> tuple[Tensor, Tensor]:
+    return exchange.dispatch(own.flatten(0, 1))
 
 
 class SharedExperts(MLP):
@@ -84,17 +97,24 @@ class MoELayer(nn.Module):
         """Tensor- and context-parallel ranks that hold other tokens of the same sequences."""
         self._num_choices = moe.router_topk if moe.expert_capacity_factor is None else None
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
         own, is_padding = self._own(hidden)
         routing = self.router(own, is_padding)
-        exchange = self.dispatcher.begin(routing, self._num_choices)
+        exchange = _begin(self.dispatcher, routing, self._num_choices)
         # While the numbers of rows travel.
         shared = None if self.shared_experts is None else self.shared_experts(hidden)
-        rows, counts = exchange.dispatch(own.flatten(0, 1))
-        out = exchange.combine(self.experts(rows, counts))
-        out = self._full(self._report(routing, out), hidden)
+        rows, counts = _dispatch(exchange, own)
+        out: Tensor = self._combine(exchange, self.experts(rows, counts), routing, hidden)
         return out if shared is None else out + shared
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _combine(
+        self, exchange: Exchange, outputs: Tensor, routing: Routing, hidden: Tensor
+    ) -> Tensor:
+        """Return the sums [s, b, h] over the tokens' experts, which carry the losses."""
+        return self._full(self._report(routing, exchange.combine(outputs)), hidden)
 
     def _report(self, routing: Routing, out: Tensor) -> Tensor:
         """Report a routing; return the activation, which carries its losses."""
@@ -107,6 +127,7 @@ class MoELayer(nn.Module):
             report.value("drop_rate", routing.num_dropped / counts.sum().clamp(min=1))
         return out
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _own(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this rank's tokens [s, b, h], or of replicated ones its part [t, 1, h]; and which
         of them are padding, if any.
