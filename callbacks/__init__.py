@@ -4,6 +4,7 @@
 if __name__ != "megatron_lightning.callbacks":
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
+from megatron_lightning.callbacks.expert_load import ExpertLoadMonitor
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
 from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
 from megatron_lightning.callbacks.memory import MemoryMonitor
@@ -12,6 +13,7 @@ from megatron_lightning.callbacks.rescue import RescueCheckpoint
 from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
+    "ExpertLoadMonitor",
     "GradientNormMonitor",
     "LocalCopyCheckpoint",
     "MemoryMonitor",

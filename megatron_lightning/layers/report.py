@@ -35,7 +35,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.parallel.numbers import number_on
 
-Kind = Literal["loss", "mean", "sum", "peak"]
+Kind = Literal["loss", "mean", "sum", "peak", "each"]
+_OF_VECTORS = ("peak", "each")
 
 
 class Key(NamedTuple):
@@ -44,7 +45,8 @@ class Key(NamedTuple):
     name: str
     kind: Kind
     """loss: sum over layers of the means over micro-batches; mean: over all reports; sum; peak:
-    largest element of a layer's sum over their mean, and the largest of the layers' peaks."""
+    largest element of a layer's sum over their mean, and the largest of the layers' peaks; each:
+    every element of a layer's sum."""
     layer: str = ""
     """Path of the one layer that is meant; empty: all."""
     size: int = 1
@@ -163,7 +165,7 @@ class StepReport(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def value(
-        self, name: str, value: Tensor, reduce: Literal["mean", "sum", "peak"] = "mean"
+        self, name: str, value: Tensor, reduce: Literal["mean", "sum", "peak", "each"] = "mean"
     ) -> None:
         """Log a number, averaged or summed over micro-batches, layers, and data- and
         context-parallel ranks; means are weighted as losses are.
@@ -171,7 +173,8 @@ class StepReport(nn.Module):
         With ``peak``, ``value`` is a vector of numbers that are not negative, such as the tokens of
         each expert. Over micro-batches and ranks, tensor-parallel ones as well, it is summed; what
         is logged is the largest element over the mean of all, of each layer and, under the name
-        alone, of the layer where it is largest.
+        alone, of the layer where it is largest. With ``each``, ``value`` is a vector, too, and its
+        elements are summed as one number is, and logged as ``name/path of the layer/index``.
         """
         self._record(Key(name, reduce), value)
 
@@ -193,7 +196,7 @@ class StepReport(nn.Module):
         return self.microbatch.records and not compat.is_in_backward()
 
     def _record(self, key: Key, value: Tensor) -> None:
-        if key.kind == "peak":
+        if key.kind in _OF_VECTORS:
             key = key._replace(size=value.numel())
         elif value.numel() != 1:
             raise ConfigError(
@@ -248,9 +251,9 @@ def add_up(
 
 
 def _keys(key: Key, path: str, report: StepReport) -> Iterator[Key]:
-    if key.kind != "peak":
+    if key.kind not in _OF_VECTORS:
         yield key
-    if report.per_layer or key.kind == "peak":
+    if report.per_layer or key.kind in _OF_VECTORS:
         yield key._replace(layer=path.rpartition(".")[0])
 
 
@@ -267,6 +270,9 @@ def reduced(totals: Mapping[Key, Tensor], weight: Any) -> dict[Key, Tensor]:
         if key.kind == "peak":
             numbers[key] = _ratio(total[:-1].max(), total[:-1].mean())
             peaks.setdefault(key.name, []).append(numbers[key])
+        elif key.kind == "each":
+            for index, number in enumerate(total[:-1]):
+                numbers[Key(key.name, "sum", f"{key.layer}/{index}")] = number
         else:
             divisor = {"loss": weight, "mean": total[1], "sum": 1.0}[key.kind]
             numbers[key] = _ratio(total[0], divisor)

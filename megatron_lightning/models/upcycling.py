@@ -60,8 +60,8 @@ def upcycle(source: str, target: str, *, moe: MoEConfig) -> None:
     Args:
         source: A checkpoint of GPTLightningModule: a directory of any layout, or a plain .ckpt
             file.
-        target: The checkpoint directory to write; a run resumes from it at step 0, with new
-            optimizer states.
+        target: The checkpoint directory to write; an existing one is replaced. A run resumes from
+            it at step 0, with new optimizer states.
         moe: The experts, as in the model's configuration: --moe.num_experts=8, or a YAML file.
     """
     upcycling = Upcycling(open_checkpoint(source), source, moe)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from megatron_lightning.callbacks import ExpertLoadMonitor
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.report import find_reports
@@ -142,7 +143,8 @@ def _train(
     strategy = MegatronStrategy(**options) if isinstance(options, dict) else options or "auto"
     if kind is not Manual:
         more["accumulate_grad_batches"] = accumulate
-    fit = trainer(strategy, **{"max_steps": STEPS, "callbacks": [record], **more})
+    callbacks = [record, *more.pop("callbacks", ())]
+    fit = trainer(strategy, callbacks=callbacks, **{"max_steps": STEPS, **more})
     rows = _rows(replicas, accumulate)
     # Lightning's own strategies shuffle.
     sampler = DistributedSampler(rows, shuffle=False) if options == "ddp" else None
@@ -331,35 +333,58 @@ def test_counts_of_other_ranks_are_refused_without_the_strategy() -> None:
 
 # ------------------------------------------------------------------------------------------- logged
 
-WATCHED = {"expert_capacity_factor": 1.0, "aux_loss_coeff": 0.02, "z_loss_coeff": 0.01}
+LOSSES = {"aux_loss_coeff": 0.02, "z_loss_coeff": 0.01}
+DROPPING = {**LOSSES, "expert_capacity_factor": 1.0}
 
 
-def _logged(replicas: int, options: Any, folder: str) -> Any:
+def _logged(moe: dict[str, Any], replicas: int, options: Any, folder: str) -> Any:
     logger = pl.loggers.CSVLogger(folder, name="", version="")
-    _, fit = _train(WATCHED, replicas, options, logger=logger, log_every_n_steps=1)
+    more = {"logger": logger, "log_every_n_steps": 1, "callbacks": [ExpertLoadMonitor()]}
+    _, fit = _train(moe, replicas, options, **more)
     logged = {name: float(value) for name, value in fit.logged_metrics.items()}
     return logged, len(find_reports(fit.lightning_module))
 
 
-def test_every_rank_logs_the_balance_of_every_layer(tmp_path: Path) -> None:
-    """Capacity is that of a rank's micro-batch: one process with the same micro-batches."""
-    folders = [str(tmp_path / name) for name in ("one", "ep2-pp2")]
-    run_ranks(1, _logged, 1, {MICRO: 2}, folders[0])
-    ranks = run_ranks(4, _logged, 2, {EP: 2, PP: 2, MICRO: 2}, folders[1])
+@pytest.mark.parametrize(
+    ("moe", "options", "num_reports"),
+    [
+        # Capacity is that of a rank's micro-batch: one process with the same micro-batches.
+        pytest.param(DROPPING, {EP: 2, PP: 2, MICRO: 2}, [1, 1, 2, 2], id="ep2-pp2"),
+        pytest.param(LOSSES, {TP: 2, ETP: 1, EP: 2, MICRO: 2}, [3] * 4, id="tp2-ep2"),
+    ],
+)
+def test_every_rank_logs_the_balance_of_every_layer(
+    moe: dict[str, Any], options: dict[str, Any], num_reports: list[int], tmp_path: Path
+) -> None:
+    folders = [str(tmp_path / name) for name in ("one", "divided")]
+    run_ranks(1, _logged, moe, 1, {MICRO: 2}, folders[0])
+    ranks = run_ranks(4, _logged, moe, 2, options, folders[1])
     tables = []
     for folder in folders:
         with Path(folder, "metrics.csv").open() as file:
             tables.append(list(csv.DictReader(file)))
     one, divided = tables
-    names = [f"{n}/model.decoder.layers.{i}.mlp" for n in NAMES for i in (1, 2, 3)]
-    assert {*NAMES, *names, "train_loss", "epoch", "step"} == one[0].keys() == divided[0].keys()
+    alone = [name for name in NAMES if name != "drop_rate" or moe is DROPPING]
+    layers = [f"model.decoder.layers.{i}.mlp" for i in (1, 2, 3)]
+    tokens = {
+        layer: [f"tokens_per_expert/{layer}/{expert}" for expert in range(4)] for layer in layers
+    }
+    names = [*alone, *(f"{name}/{layer}" for name in alone for layer in layers)]
+    names += [name for of_layer in tokens.values() for name in of_layer]
+    assert {*names, "train_loss", "epoch", "step"} == one[0].keys() == divided[0].keys()
     assert len(one) == len(divided) == STEPS
     for row, other in zip(one, divided, strict=True):
-        for name in [*NAMES, *names]:
+        for name in names:
             assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-5), name
-        assert float(row["expert_load"]) == max(float(row[n]) for n in names if "load" in n)
-        assert 0.0 < float(row["drop_rate"]) < 1.0 < float(row["expert_load"])
+        loads = {}
+        for layer in layers:
+            counts = [float(row[name]) for name in tokens[layer]]
+            assert sum(counts) == BATCH * SEQUENCE * 2  # each token has two experts
+            loads[layer] = 4 * max(counts) / sum(counts)
+            assert float(row[f"expert_load/{layer}"]) == pytest.approx(loads[layer], rel=1e-6)
+        assert float(row["expert_load"]) == pytest.approx(max(loads.values()), rel=1e-6)
+        assert moe is LOSSES or 0.0 < float(row["drop_rate"]) < 1.0
     for logged, _ in ranks:
-        for name in [*NAMES, *names]:
+        for name in names:
             assert logged[name] == pytest.approx(float(one[-1][name]), rel=1e-5), name
-    assert sorted(number for _, number in ranks) == [1, 1, 2, 2]
+    assert sorted(number for _, number in ranks) == num_reports

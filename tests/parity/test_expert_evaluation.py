@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_lightning.callbacks import ExpertLoadMonitor
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -70,9 +71,11 @@ def _samples() -> Any:
 
 
 def _evaluate(dispatcher: str, options: dict[str, Any] | None, batch_size: int) -> Any:
-    """Return the losses of validation and test, and logits by sample."""
+    """Return the losses and the tokens of every expert, of validation and test, and logits by
+    sample."""
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    run, module = trainer(strategy), _Module(_config(dispatcher))
+    run = trainer(strategy, callbacks=[ExpertLoadMonitor()])
+    module = _Module(_config(dispatcher))
     loader = DataLoader(_samples(), batch_size=batch_size)
     [validated] = run.validate(module, loader, verbose=False)
     [tested] = run.test(module, loader, verbose=False)
@@ -82,7 +85,13 @@ def _evaluate(dispatcher: str, options: dict[str, Any] | None, batch_size: int) 
         for numbers, batch in predicted or []
         for number, rows in zip(numbers, batch, strict=True)
     }
-    return (validated["val_loss"], tested["test_loss"]), logits
+    numbers = [
+        value
+        for metrics in (validated, tested)
+        for name, value in sorted(metrics.items())
+        if name.endswith("_loss") or "tokens_per_expert" in name
+    ]
+    return numbers, logits
 
 
 def _evaluate_all(dispatcher: str, cases: list[Any]) -> list[Any]:

@@ -10,6 +10,9 @@ Logged, for each layer (``name/path of the layer``) and under the name alone:
                   are dropped, over a batch and all ranks; alone: the largest of the layers
     drop_rate     share of the choices that were dropped, where experts have a capacity; alone: mean
 
+and with ``logs_tokens``, for each expert of each layer (``tokens_per_expert/path/number``), the
+tokens that chose it, over a batch and all ranks.
+
 Compiled, a layer is several graphs: router, experts and shared experts. What stands between them
 runs uncompiled, since it depends on the data, waits for other ranks, or reports to the step.
 """
@@ -95,6 +98,8 @@ class MoELayer(nn.Module):
         """Ranks with the same tokens, of which each dispatches a part."""
         self.sharing: tuple[AxisGroup, AxisGroup] = (ALONE, ALONE)
         """Tensor- and context-parallel ranks that hold other tokens of the same sequences."""
+        self.logs_tokens = False
+        """Whether the tokens of every expert are logged; the callback ExpertLoadMonitor sets it."""
         self._num_choices = moe.router_topk if moe.expert_capacity_factor is None else None
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -123,6 +128,10 @@ class MoELayer(nn.Module):
             out = report.loss(loss.name, self._total(loss), out)
         report.count(TOKENS_PER_EXPERT, counts)
         report.value("expert_load", counts, "peak")
+        if self.logs_tokens:
+            # The mean over tensor-parallel ranks is logged, and each has tokens of its own.
+            tensor_size = self.sharing[0].size * self.replicas.size
+            report.value(TOKENS_PER_EXPERT, counts * tensor_size, "each")
         if self.router.moe.expert_capacity_factor is not None:
             report.value("drop_rate", routing.num_dropped / counts.sum().clamp(min=1))
         return out
