@@ -67,20 +67,22 @@ def chosen_backend(
     backend: AttentionBackend,
     dropout_p: float,
     causal: bool,
-) -> AttentionBackend:
-    """Return the name of the kernels that :func:`attend` runs.
+) -> str:
+    """Return the name of the kernels that :func:`attend` runs; "default" where torch does not tell
+    what it chooses.
 
     Raises:
         ConfigError: If the named backend cannot compute it, with torch's reasons.
     """
     arguments: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal}
     chosen, reasons = _choice(q, k, v, backend, arguments)
-    if chosen is not None:
-        return chosen
+    if chosen is not None or backend == "auto":
+        return chosen or "default"
     others = [name for name in _KERNELS if _choice(q, k, v, name, arguments)[0] is not None]
+    dtype = str(q.dtype).removeprefix("torch.")
     raise ConfigError(
         f"attention_backend is {backend!r}, and torch has no such kernel for {q.shape[1]} query "
-        f"heads and {k.shape[1]} key heads of size {q.shape[3]} in {str(q.dtype)[6:]} on "
+        f"heads and {k.shape[1]} key heads of size {q.shape[3]} in {dtype} on "
         f"{q.device.type} with dropout {dropout_p}: {' '.join(reasons)} Set it to auto, or to one "
         f"that can: {', '.join(others)}."
     )
@@ -88,7 +90,7 @@ def chosen_backend(
 
 def _choice(
     q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, arguments: Mapping[str, Any]
-) -> tuple[AttentionBackend | None, list[str]]:
+) -> tuple[str | None, list[str]]:
     """Return the kernels that torch takes, None if there are none, and its reasons."""
     only: AbstractContextManager[None] = (
         nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
@@ -101,4 +103,5 @@ def _choice(
             said = [_ORIGIN.sub("", str(warning.message)) for warning in caught]
             reasons = [text for text in dict.fromkeys(said) if not _NO_REASON.search(text)]
             return None, reasons or [str(error)]
-    return next(name for name, kernel in _KERNELS.items() if kernel.value == number), []
+    names = {kernel.value: name for name, kernel in _KERNELS.items()}
+    return names.get(number, "default"), []

@@ -15,6 +15,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import CoreAttention, SequenceInfo
 from megatron_lightning.layers.attention_backend import chosen_backend
 from megatron_lightning.layers.context.kernels import kernel_for
+from megatron_lightning.precision.transformer_engine.engines import AttentionEngine
 from megatron_lightning.rules import check_attention_backend
 
 CPU_KERNELS = {"flash": "_scaled_dot_product_flash_attention_for_cpu", "math": "softmax"}
@@ -68,6 +69,18 @@ def test_torch_chooses_among_those_that_take_the_inputs() -> None:
     q, k, v = (x.permute(1, 2, 0, 3) for x in _inputs())
     assert chosen_backend(q, k, v, backend="auto", dropout_p=0.0, causal=True) == "flash"
     assert chosen_backend(q, k, v, backend="auto", dropout_p=0.5, causal=True) == "math"
+
+
+def test_a_device_that_does_not_tell_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in _inputs())
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 4)  # SDPBackend.OVERRIDEABLE
+    assert chosen_backend(q, k, v, backend="auto", dropout_p=0.0, causal=True) == "default"
+
+    def missing(*_: Any, **__: Any) -> int:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", missing)
+    assert chosen_backend(q, k, v, backend="auto", dropout_p=0.0, causal=True) == "default"
 
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
@@ -140,3 +153,13 @@ def test_unknown_names_are_refused() -> None:
     names = re.escape("'fused', which is unknown. Set it to one of auto, flash, cudnn, efficient")
     with pytest.raises(ConfigError, match=names):
         TransformerConfig(**SIZES, attention_backend="fused")
+
+
+def test_transformer_engine_leaves_named_kernels_to_torch() -> None:
+    def no_module(*_: Any) -> Any:
+        raise AssertionError
+
+    q = torch.zeros(4, 1, 2, 8)
+    for backend, taken in (("auto", True), ("flash", False), ("math", False)):
+        engine = AttentionEngine(CoreAttention(0.0, backend=backend), no_module)
+        assert engine.takes(q, SequenceInfo()) is taken
