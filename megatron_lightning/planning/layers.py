@@ -264,14 +264,14 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
         sizes, f"{path}.experts", dispatched, widths=(h, up, f), layer=layer, rows=rows
     )
     operations += inner
-    # In fp32: rows, multiplied with the probabilities, and these in the slots of their tokens.
-    outputs = {f"{path} outputs": 2 * wide}
+    # In fp32: the outputs are kept for the gradients of the probabilities, which multiply them.
+    outputs = {f"{path} outputs": wide}
     return [
         *operations,
         Operation(
             path=path,
             keeps=outputs,
-            forward_bytes=2 * exchanged + 2 * wide,
+            forward_bytes=2 * exchanged + wide,
             backward_bytes=2 * exchanged + 2 * wide,
         ),
     ]

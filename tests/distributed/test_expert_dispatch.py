@@ -108,8 +108,7 @@ def _expected(case: _Case, num_ranks: int, dtype: torch.dtype) -> list[Tensor]:
     chosen = torch.cat([rank[2].chosen for rank in ranks])
     leaves = [x, probs, *(weight.to(dtype).double() for weight in _weights())]
     x, probs, fc1, fc2 = (leaf.requires_grad_() for leaf in leaves)
-    # Tokens of weight 0 that fill an expert take no part.
-    out = _dense(x, probs * (chosen & (probs != 0)), fc1, fc2)
+    out = _dense(x, probs * chosen, fc1, fc2)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -378,7 +377,7 @@ def test_rows_equal_megatron_cores() -> None:
     facts = json.loads(path.read_text())["facts"]
     recorded = facts["permute_topk2"]
     probs, chosen = route(torch.tensor(facts["logits"]), config(num_experts=8))
-    order = TokenOrder.of(chosen, probs, 2)
+    order = TokenOrder.of(chosen, 2)
     assert order.tokens.tolist() == recorded["sorted_indices"]
     tokens = torch.arange(len(chosen), dtype=torch.float32)[:, None]
     assert order.rows(tokens)[:, 0].tolist() == recorded["permuted_tokens_col0"]
@@ -392,16 +391,19 @@ def test_rows_equal_megatron_cores() -> None:
 @pytest.mark.parametrize("width", [2, None])
 def test_rows_of_choices_whose_number_is_known_are_the_same(width: int | None) -> None:
     """Without it, the numbers are read from the device."""
-    probs, chosen = route(torch.randn(9, 8, generator=torch.Generator().manual_seed(3)), config())
-    order, other = (TokenOrder.of(chosen, probs, number) for number in (width, 2))
-    for name in ("tokens", "experts", "slots", "counts"):
+    _, chosen = route(torch.randn(9, 8, generator=torch.Generator().manual_seed(3)), config())
+    order, other = (TokenOrder.of(chosen, number) for number in (width, 2))
+    for name in ("tokens", "experts", "counts", "by_token", "first"):
         assert torch.equal(getattr(order, name), getattr(other, name)), name
 
 
-def test_tokens_that_fill_an_expert_need_no_place_in_the_sums() -> None:
-    """Their number is not limited by k: here the first tokens fill most of the 8 experts."""
+def test_tokens_have_any_number_of_rows() -> None:
+    """Those that fill experts up to their capacity have more than k, dropped ones none."""
     moe = config(expert_capacity_factor=2.0, pad_expert_input_to_capacity=True)
-    probs, chosen = route(torch.randn(64, 8, generator=torch.Generator().manual_seed(3)), moe)
-    order = TokenOrder.of(chosen, probs, None)
-    assert int(chosen.sum(1).max()) > 4 and order.width == 2
-    assert order.counts.tolist() == [32] * 8
+    _, chosen = route(torch.randn(64, 8, generator=torch.Generator().manual_seed(3)), moe)
+    chosen[5] = False
+    num_rows = chosen.sum(1)
+    order = TokenOrder.of(chosen, None)
+    assert int(num_rows.max()) > 4 and num_rows[5] == 0
+    assert order.counts.tolist() == chosen.sum(0).tolist()
+    assert torch.equal(order.sums(torch.ones(int(num_rows.sum()), 1))[:, 0], num_rows.float())

@@ -67,7 +67,7 @@ class LocalDispatch:
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`."""
-        order = TokenOrder.of(routing.chosen, routing.probs, num_choices)
+        order = TokenOrder.of(routing.chosen, num_choices)
         return _LocalExchange(order, routing.probs)
 
 
@@ -105,7 +105,7 @@ class AllToAllDispatch(_RankDispatch):
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`; a collective."""
-        order = TokenOrder.of(routing.chosen, routing.probs, num_choices)
+        order = TokenOrder.of(routing.chosen, num_choices)
         return _AllToAllExchange(order, routing.probs, self.group, self.num_parts)
 
 
@@ -196,7 +196,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (order,) = ctx.saved_tensors
-        return torch.empty_like(grad).index_copy(0, order, grad), None
+        return torch.empty_like(grad).index_copy_(0, order, grad), None
 
 
 # --------------------------------------------------------------------------------------- all-gather
@@ -215,7 +215,7 @@ class AllGatherDispatch(_RankDispatch):
         chosen = _padded(routing.chosen.to(torch.uint8), padded)
         chosen = gather_sequence(chosen, self.group).bool()[:, experts]
         probs = gather_sequence(_padded(routing.probs, padded), self.group)[:, experts]
-        return _AllGatherExchange(TokenOrder.of(chosen, probs, None), probs, self.group)
+        return _AllGatherExchange(TokenOrder.of(chosen, None), probs, self.group)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
@@ -235,7 +235,7 @@ class _AllGatherExchange:
 
     def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._num_tokens = len(tokens)
-        padded = self._order.num_tokens // self._group.size
+        padded = len(self._order.first) // self._group.size
         return self._local.dispatch(gather_sequence(_padded(tokens, padded), self._group))
 
     def combine(self, outputs: Tensor) -> Tensor:

@@ -3,10 +3,8 @@
 Shapes: ``t`` tokens, ``h`` hidden, ``E`` experts, ``n`` rows: one for each token and expert that
 computes it. Rows are sorted by expert, and within one by token.
 
-Both directions copy rows to or from *slots*: [t, w] places, of which a token has one for each of
-its rows. Sums over a token's rows are sums over its slots, always in the same order, so that
-results are bit-equal from run to run; adding rows into tokens would be atomic on GPUs, in any
-order.
+The rows of a token are summed where they lie, always in the order of its experts, so that results
+are bit-equal from run to run; adding rows into tokens would be atomic on GPUs, in any order.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,41 +25,37 @@ class TokenOrder:
     """[n] token of every row."""
     experts: Tensor
     """[n] its expert."""
-    slots: Tensor
-    """[n] its place in the [t, w] slots; the one behind them for a row that no sum needs."""
     counts: Tensor
     """[E] rows of every expert."""
-    num_tokens: int
-    """t."""
-    width: int
-    """w."""
-    is_full: bool
-    """Whether there is a row for every slot, and a slot for every row."""
+    by_token: Tensor
+    """[n] the rows in the order of their tokens."""
+    first: Tensor
+    """[t] where a token's rows begin in ``by_token``."""
 
     @classmethod
-    def of(cls, chosen: Tensor, probs: Tensor, num_choices: int | None) -> TokenOrder:
+    def of(cls, chosen: Tensor, num_choices: int | None) -> TokenOrder:
         """Return the rows of ``chosen`` [t, E].
 
         Args:
             chosen: Which experts compute a token.
-            probs: [t, E] weights of their outputs.
             num_choices: How many these are for every token; None: it differs.
         """
-        num_tokens, counts = len(chosen), chosen.sum(0)
         if num_choices is None:
             experts, tokens = chosen.t().nonzero(as_tuple=True)
-            # Rows of weight 0, which fill experts up to their capacity, have no slots.
-            counted = chosen & (probs != 0)
-            width = int(counted.sum(1).max()) if num_tokens else 0
-            slots = tokens * width + (counted.cumsum(1) - 1)[tokens, experts]
-            slots = slots.where(counted[tokens, experts], num_tokens * width)
-            return cls(tokens, experts, slots, counts, num_tokens, width, is_full=False)
-        # The number of rows is known, and nothing has to wait for the device. topk returns
-        # equal values in any order.
-        choices = chosen.to(torch.uint8).topk(num_choices, dim=1).indices.sort(dim=1).values
-        experts, slots = choices.flatten().sort(stable=True)
-        tokens = slots // num_choices
-        return cls(tokens, experts, slots, counts, num_tokens, num_choices, is_full=True)
+        else:
+            # The number of rows is known, and nothing has to wait for the device. topk returns
+            # equal values in any order.
+            choices = chosen.to(torch.uint8).topk(num_choices, dim=1).indices.sort(dim=1).values
+            experts, places = choices.flatten().sort(stable=True)
+            tokens = places // num_choices
+        num_rows = chosen.sum(1)
+        return cls(
+            tokens=tokens,
+            experts=experts,
+            counts=chosen.sum(0),
+            by_token=tokens.argsort(stable=True),
+            first=num_rows.cumsum(0) - num_rows,
+        )
 
     def rows(self, x: Tensor) -> Tensor:
         """Map tokens [t, h] to rows [n, h]."""
@@ -97,17 +92,9 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
-        num_slots, h = order.num_tokens * order.width, rows.shape[1]
-        # Every slot of a full order is written; others have one more, which no sum reads.
-        slots = rows.new_empty(num_slots, h) if order.is_full else rows.new_zeros(num_slots + 1, h)
-        slots = slots.index_copy_(0, order.slots, rows)[:num_slots]
-        return slots.view(order.num_tokens, order.width, h).sum(1)
+        return F.embedding_bag(order.by_token, rows, order.first, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         order: TokenOrder = ctx.order
-        rows = order.rows(grad)
-        if order.is_full:
-            return rows, None
-        unused = order.slots == order.num_tokens * order.width
-        return rows.masked_fill(unused[:, None], 0.0), None
+        return order.rows(grad), None
