@@ -202,9 +202,8 @@ class Upcycling:
                 missing.append(f"{one} {list(expected)}")
         if missing:
             raise CheckpointError(
-                f"{path} has not the weights that its configuration describes: {missing[0]} is "
-                f"not there, nor are {len(missing) - 1} others. Give a checkpoint of "
-                "GPTLightningModule."
+                f"{path} lacks weights that its configuration describes, {len(missing)} in all, "
+                f"such as {missing[0]}. Give a checkpoint of GPTLightningModule."
             )
         # Tensors of the LightningModule around the model.
         others = {name: _Origin(name) for name in self._stored if name not in replaced}

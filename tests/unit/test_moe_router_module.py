@@ -133,6 +133,19 @@ def test_padding_counts_in_no_loss_and_no_number(kind: Any) -> None:
     torch.testing.assert_close(with_padding.probs[:10], without.probs)
 
 
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_padding_takes_no_capacity(policy: str) -> None:
+    """Both have a capacity of 1; the padding comes first, and some of it is more probable."""
+    layer = router(expert_capacity_factor=0.5, token_drop_policy=policy)
+    hidden = torch.randn(5, 1, 6, generator=torch.Generator().manual_seed(5)) * 0.1
+    padded = torch.cat([hidden.new_zeros(2, 1, 6), hidden[:1] * 50, hidden])
+    is_padding = (torch.arange(8) < 3)[:, None]
+    with_padding, without = layer(padded, is_padding), layer(hidden)
+    assert torch.equal(with_padding.chosen[3:], without.chosen)
+    torch.testing.assert_close(with_padding.probs[3:], without.probs)
+    assert torch.equal(with_padding.num_dropped, without.num_dropped)
+
+
 def test_losses_ignore_bias_groups_and_dropping() -> None:
     plain = router(**SIGMOID, aux_loss_coeff=1.0)
     other = router(

@@ -1,6 +1,7 @@
 """Mixture of experts: which experts a token is sent to, and how they are kept balanced."""
 
 from megatron_lightning.layers.moe.balance import balance_experts
+from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.router import (
     Router,
     RouterLoss,
@@ -14,6 +15,7 @@ from megatron_lightning.layers.moe.router import (
 )
 
 __all__ = [
+    "MoELayer",
     "Router",
     "RouterLoss",
     "Routing",

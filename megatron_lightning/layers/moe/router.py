@@ -91,8 +91,8 @@ def _assign(
     softmax = moe.router_score_function == "softmax"
     if softmax and expert_bias is not None:
         raise ConfigError(
-            "expert_bias with moe.router_score_function=softmax: the bias is added to scores that "
-            "do not depend on one another. Set router_score_function to sigmoid or sqrtsoftplus."
+            "expert_bias with moe.router_score_function=softmax: a bias is for scores of which "
+            "each expert has its own. Set router_score_function to sigmoid or sqrtsoftplus."
         )
     scores = _wide(logits) if softmax and not moe.router_pre_softmax else _scores(logits, moe)
     ranked = scores.detach()
@@ -304,8 +304,10 @@ class Router(nn.Module):
         logits = logits_sbE.flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.detach()
         probs, wanted = _assign(logits, moe, bias, self.choose)
-        probs, chosen = _limit(probs, wanted, moe)
         counted = wanted if is_padding is None else wanted & ~is_padding.reshape(-1, 1)
+        # Padding takes no capacity; without one it has as many experts as other tokens.
+        has_capacity = moe.expert_capacity_factor is not None
+        probs, chosen = _limit(probs, counted if has_capacity else wanted, moe)
         return Routing(
             probs=probs,
             chosen=chosen,
