@@ -1,19 +1,23 @@
-"""Count the products of quantized layers."""
+"""Count the products of quantized layers, and round their values at random."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from megatron_lightning.layers.gemm import Gemm, Operand
 from megatron_lightning.precision.emulation import EmulatedGemm
+from megatron_lightning.precision.formats import LARGEST, cast, power_of_two_below
 
 CODES = 255
 """Different values of 8 bits with one scale."""
+_MANTISSAS = {"e4m3": (3, 2.0**-6), "e5m2": (2, 2.0**-14), "e2m1": (1, 1.0)}
+"""Bits of a format's mantissa, and its least normal value."""
 
 
 @contextmanager
@@ -39,3 +43,27 @@ def counted_products(num_scales: int = 1) -> Iterator[dict[str, int]]:
     names = "forward", "input_grad", "weight_grad"
     with patch.multiple(Gemm, **{name: count(getattr(Gemm, name)) for name in names}):
         yield counts
+
+
+@contextmanager
+def dithered_casts(seed: int) -> Iterator[None]:
+    """Inside the block values are rounded at random to one of the two codes around them, without
+    bias.
+
+    Trainings with several seeds differ as valid ones do whose values are rounded independently:
+    with a step d between codes, rounding to the nearest errs by d^2 / 12, two such roundings differ
+    by twice that on average, and rounding at random errs by d^2 / 6.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def dithered(x: Tensor, name: str, random: Tensor | None = None) -> Tensor:
+        bits, least = _MANTISSAS[name]
+        x = x.clamp(-LARGEST[name], LARGEST[name])
+        step = power_of_two_below(x).clamp(min=least) * 2.0**-bits
+        steps = (x.abs() / step + torch.rand(x.shape, generator=generator)).floor()
+        return cast((steps * step).copysign(x), name)
+
+    with ExitStack() as stack:
+        for module in ("scaling", "emulation"):
+            stack.enter_context(patch(f"megatron_lightning.precision.{module}.cast", dithered))
+        yield
