@@ -49,6 +49,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "fsdp": (2, {"data_parallel": "fsdp"}),
     "cp2": (2, {"context_parallel_size": 2}),
+    "tp2ep2": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
 }
 """Name -> (ranks, arguments of the strategy)."""
 

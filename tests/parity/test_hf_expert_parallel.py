@@ -166,6 +166,26 @@ def test_ranks_divide_the_tokens_that_they_have_in_common() -> None:
     run_ranks(2, _replicated_tokens)
 
 
+def _experts_named_twice() -> None:
+    context = ParallelContext(ParallelLayout(expert_model_parallel_size=2))
+    divided, full = nn.ModuleDict({"experts": _experts()}), _experts()
+    parallelize(divided, context, ShardingPlan(modules={"experts": DispatchedExperts()}))
+    index = torch.tensor([[0, 0], [3, 1], [2, 2]])
+    results = []
+    for experts in (divided.experts, full):
+        generator = torch.Generator().manual_seed(context.ep.rank)
+        tokens = torch.randn(3, HIDDEN, generator=generator, requires_grad=True)
+        weights = torch.rand(3, 2, generator=generator, requires_grad=True)
+        out = experts(tokens, index, weights)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (tokens, weights))))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_token_may_name_an_expert_twice() -> None:
+    run_ranks(2, _experts_named_twice)
+
+
 def _apply(module: nn.Module, **layout: int) -> None:
     model = nn.ModuleDict({"experts": module})
     plan = ShardingPlan(modules={"experts": DispatchedExperts()})

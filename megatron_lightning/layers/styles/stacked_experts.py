@@ -128,7 +128,10 @@ class _ExchangeTokens:
         hidden, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) : 3]))
         self._num_tokens = len(hidden)
         hidden, index, weights = self._own(hidden), self._own(index), self._own(weights)
-        exchange = self._dispatcher.begin(self._routing(index, weights), index.shape[1])
+        routing, num_choices = self._routing(index, weights), index.shape[1]
+        # A table from tokens to experts may name one twice (DeepSeek-V4). Waits for the device.
+        is_distinct = bool((routing.chosen.sum(1) == num_choices).all())
+        exchange = self._dispatcher.begin(routing, num_choices if is_distinct else None)
         rows, counts = exchange.dispatch(hidden)
         self._exchange, self._num_rows = exchange, len(rows)
         experts = torch.arange(len(counts), device=rows.device)
@@ -155,6 +158,7 @@ class _ExchangeTokens:
         return scatter(torch.cat([x, x[-1:].expand(missing, -1)]) if missing else x, self._replicas)
 
     def _routing(self, index: Tensor, weights: Tensor) -> Routing:
-        probs = weights.new_zeros(len(index), self._num_experts).scatter(1, index, weights)
+        probs = weights.new_zeros(len(index), self._num_experts)
+        probs = probs.scatter_add(1, index, weights)
         chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(1, index, True)
         return Routing(probs, chosen, chosen.sum(0), index.new_zeros(()), losses=())
