@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "GradientHooks",
@@ -49,6 +50,7 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "scaled_mm_of_blocks",
+    "set_gather_hooks",
     "set_grad_dtype",
     "silence_treespec_warning",
     "takes_grouped_mm",
@@ -262,6 +264,19 @@ def fused_adamw(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim
     optimizer = torch.optim.AdamW(groups, fused=True if devices <= known else None, **options)
     optimizer._step_supports_amp_scaling = False
     return optimizer
+
+
+def set_gather_hooks(
+    shard: DTensor, pre_all_gather: Callable[..., Any], post_all_gather: Callable[..., Any]
+) -> None:
+    """Make FSDP2 gather what ``pre_all_gather`` returns in place of ``shard``.
+
+    It looks for the hooks on the local tensor, and again before its first gather ("allow monkey
+    patch after init", torch 2.11 to 2.13), which a method of DTensor returns a view of only.
+    """
+    local: Any = shard._local_tensor
+    local.fsdp_pre_all_gather = pre_all_gather
+    local.fsdp_post_all_gather = post_all_gather
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

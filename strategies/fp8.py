@@ -9,10 +9,12 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
@@ -260,3 +262,15 @@ def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transfo
         load_library(has_gpu=find_gpu() is not None)
         return "transformer_engine"
     return choose_backend(backend, recipe, find_gpu())
+
+
+def kept_as_codes(
+    module: pl.LightningModule, part: Part, precision: Precision
+) -> dict[str, WeightCodes]:
+    """Return the coders of the parameters that are kept as codes, by name; tied ones have copies
+    that are not.
+    """
+    if not isinstance(precision, MegatronFP8Precision):
+        return {}
+    tied = {*part.tied, *part.tied.values()}
+    return {name: c for name, c in precision.weight_coders(module).items() if name not in tied}

@@ -28,7 +28,7 @@ from megatron_lightning.optim.reducer import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention import report_attention
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision, kept_as_codes
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
@@ -163,6 +163,9 @@ class Run:
                 self.undo,
                 caches_weights=self._part.units is None,
             )
+        if self._part.units is not None:
+            coders = kept_as_codes(self.module, self._part, precision)
+            self._part.units.codes.keep(self._part.units.units, coders)
 
     # ---------------------------------------------------------------------------------------- setup
 
@@ -250,6 +253,8 @@ class Run:
 
     def begin_steps(self, precision: Precision) -> None:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
+        if self.part.units is not None:
+            self.part.units.codes.encode()
         scope = self._scope(precision)
         if self._options.is_native:
             self._steps = NativeSteps(scope, self._training)

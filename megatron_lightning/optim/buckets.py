@@ -208,7 +208,7 @@ class Bucket:
             low, high = max(offset, shard.start), min(offset + parameter.numel(), shard.stop)
             values = self.main[low - shard.start : high - shard.start]
             own = Range(low - offset, values, self.value[low:high])
-            coded.append(CodedWeight(coder, [own] if low < high else []))
+            coded.append(CodedWeight(coder, [own] if low < high else [], self.main.device))
         return coded
 
     def drop_codes(self, group: dist.ProcessGroup) -> None:

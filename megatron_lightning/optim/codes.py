@@ -67,10 +67,11 @@ class CodedWeight:
 
     coder: WeightCoder
     ranges: Sequence[Range]
+    device: torch.device
 
-    def largest(self, device: torch.device) -> Tensor:
+    def largest(self) -> Tensor:
         """Return the largest values in this rank's ranges."""
-        largest = torch.zeros(self.coder.num_scales, device=device)
+        largest = torch.zeros(self.coder.num_scales, device=self.device)
         for start, values, _ in self.ranges:
             torch.maximum(largest, self.coder.largest(values, start), out=largest)
         return largest
@@ -79,32 +80,34 @@ class CodedWeight:
 AllReduce = Callable[[Tensor, AxisGroup, dist.ReduceOp.RedOpType], None]
 
 
+def all_reduce(tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduce in place over the ranks of a group."""
+    dist.all_reduce(tensor, op, group=group.process_group)
+
+
 @torch.no_grad()
-def encode(
-    weights: Sequence[CodedWeight], group: AxisGroup, all_reduce: AllReduce, device: torch.device
-) -> None:
+def encode(weights: Sequence[CodedWeight], group: AxisGroup, reduce: AllReduce) -> None:
     """Renew the codes and scales of ``weights`` from their main params. A collective.
 
     Args:
         weights: Weights whose ranges the ranks of ``group`` share.
         group: These ranks.
-        all_reduce: Reduces in place.
-        device: Device of the weights.
+        reduce: Reduces in place.
     """
     if not weights:
         return
     sizes = [weight.coder.num_scales for weight in weights]
-    largest = torch.cat([weight.largest(device) for weight in weights])
-    all_reduce(largest, group, dist.ReduceOp.MAX)
+    largest = torch.cat([weight.largest() for weight in weights])
+    reduce(largest, group, dist.ReduceOp.MAX)
     tables = torch.split(largest, sizes)
-    _share(weights, tables, all_reduce)
+    _share(weights, tables, reduce)
     for weight, table in zip(weights, tables, strict=True):
         for start, values, codes in weight.ranges:
             codes.copy_(weight.coder.encode(values, start, table).view(torch.uint8))
         weight.coder.set_scales(table)
 
 
-def _share(weights: Sequence[CodedWeight], tables: Sequence[Tensor], all_reduce: AllReduce) -> None:
+def _share(weights: Sequence[CodedWeight], tables: Sequence[Tensor], reduce: AllReduce) -> None:
     """Reduce the largest values of weights whose other parts are on other ranks; in one message for
     each group.
     """
@@ -114,7 +117,7 @@ def _share(weights: Sequence[CodedWeight], tables: Sequence[Tensor], all_reduce:
             shared.setdefault(weight.coder.group, []).append(table)
     for over in sorted(shared, key=lambda axis: axis.name):
         together = torch.cat(shared[over])
-        all_reduce(together, over, dist.ReduceOp.MAX)
+        reduce(together, over, dist.ReduceOp.MAX)
         for table, values in zip(
             shared[over], torch.split(together, [len(table) for table in shared[over]]), strict=True
         ):

@@ -289,6 +289,7 @@ class DistributedOptimizer(OptimizerState):
             torch._foreach_copy_(values, [entry.targets[0].tensor for entry in self._copied])
         for exchange in self._exchanges:
             exchange.scatter_results()
+        self._reducer.encode_units()
         self._gather.start(self._buckets)
 
     @torch.no_grad()

@@ -52,6 +52,7 @@ from megatron_lightning.optim.sharded_unit import (
     local_part,
 )
 from megatron_lightning.optim.unit_backward import StageBackward
+from megatron_lightning.optim.unit_codes import UnitCodes
 from megatron_lightning.optim.unit_order import UnitOrder
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
@@ -160,6 +161,8 @@ class ShardedUnits:
         """Names of the sharded parameters."""
         self.unfilled = tuple(unfilled)
         """Those that were on ``meta`` and are not initialized yet."""
+        self.codes = UnitCodes()
+        """Of the weights that are gathered as codes."""
         for unit in self.units:
             for name, shard in unit.shards.items():
                 hooks[name].move(shard)

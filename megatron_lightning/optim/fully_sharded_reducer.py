@@ -230,6 +230,10 @@ class FullyShardedReducer(GradientReducer):
         for gradients in self._gradients:
             gradients.clear()
 
+    def encode_units(self) -> None:
+        """Renew the codes that FSDP2 gathers. A collective."""
+        self.units.codes.encode(self._all_reduce)
+
     def begin_step(self) -> None:
         """Begin the accumulation of one optimizer step: there is no gradient yet."""
         super().begin_step()

@@ -194,7 +194,10 @@ class GradientReducer:
         """Renew the codes of this rank's shard, where parameters are kept as codes. A
         collective.
         """
-        encode(bucket.coded_weights(), bucket.data.shard, self._all_reduce, self.context.device)
+        encode(bucket.coded_weights(), bucket.data.shard, self._all_reduce)
+
+    def encode_units(self) -> None:
+        """Renew the codes that FSDP2 gathers. A collective."""
 
     def hide(self) -> None:
         """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish`

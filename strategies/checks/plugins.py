@@ -36,12 +36,18 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
         )
 
 
-def check_compiled_precision(plugin: Precision | None) -> None:
+def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> None:
     """Check the Trainer's precision, for blocks that are compiled.
 
     Raises:
-        ConfigError: If Transformer Engine computes their layers.
+        ConfigError: If Transformer Engine computes their layers, or FSDP2 gathers codes of 8 bits.
     """
+    if keeps_codes(plugin) and data_parallel == "fsdp":
+        raise ConfigError(
+            'compile="block" and fp8_param_gather=True with data_parallel="fsdp": the graph of a '
+            "block would round gradients to the 8 bits of the weights that FSDP2 gathers. Set "
+            'data_parallel to "zero1", or leave compile out.'
+        )
     if getattr(plugin, "backend", None) == "transformer_engine":
         raise ConfigError(
             'compile="block" and MegatronFP8Precision(backend="transformer_engine"): its layers '
@@ -66,11 +72,6 @@ def check_kept_codes(plugin: Precision | None, data_parallel: str) -> None:
             'fp8_param_gather=True and data_parallel="ddp": every rank steps its full parameters, '
             'so that there is nothing to gather. Set data_parallel to "zero1" or "fsdp", or '
             "fp8_param_gather to False."
-        )
-    if keeps_codes(plugin) and data_parallel == "fsdp":
-        raise ConfigError(
-            'fp8_param_gather=True and data_parallel="fsdp" cannot be combined yet. Set '
-            'data_parallel to "zero1".'
         )
 
 

@@ -81,7 +81,7 @@ def check_trainer(
     check_checkpoint_io(checkpoint_io, world_size)
     if options.compile is not None:
         check_compiler(options.compile, device)
-        check_compiled_precision(precision)
+        check_compiled_precision(precision, options.data_parallel)
         if options.schedule.splits_backward:
             num_shards, schedule = grid.size("dp-cp"), str(options.schedule)
             check_compiled_shards(options.data_parallel, num_shards, schedule)

@@ -23,8 +23,7 @@ from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
-from megatron_lightning.precision.weights import WeightCodes
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.fp8 import kept_as_codes
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
@@ -54,7 +53,7 @@ class Training:
             scope.undo,
         )
         self._scope = scope
-        coders = _coders(scope)
+        coders = kept_as_codes(module, part, scope.precision)
         self._scheduled = [
             config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)
         ]
@@ -225,14 +224,3 @@ class Training:
             for scheduler in self._scheduled:
                 scheduler.forget_samples()
         return output
-
-
-def _coders(scope: Scope) -> dict[str, WeightCodes]:
-    """Return the coders of the parameters that are kept as codes, by name; tied ones have copies
-    that are not.
-    """
-    precision, tied = scope.precision, scope.part.tied
-    if not isinstance(precision, MegatronFP8Precision):
-        return {}
-    coders = precision.weight_coders(scope.module)
-    return {name: c for name, c in coders.items() if name not in {*tied, *tied.values()}}

@@ -56,6 +56,7 @@ OUTPUT: dict[str, FP8Recipe] = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "experts": {"moe": MoEConfig(num_experts=4)},
+    "two-experts": {"moe": MoEConfig(num_experts=2)},
     "one-by-one": {"moe": MoEConfig(num_experts=4, grouped_gemm=False)},
     "latent": {
         "mla": LatentAttentionConfig(

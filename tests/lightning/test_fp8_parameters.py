@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -20,6 +23,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
+from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.weights import weight_coders
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -69,29 +73,65 @@ LAYOUTS: dict[str, Case] = {
     ),
     **{f"recompute-{n}": Case(2, {"recompute": k}, replicas=2) for n, k in KINDS.items()},
 }
-FAST = [("blockwise", "tp2"), ("current", "experts-ep2"), ("delayed", "zb-h1")]
+FSDP = {"data_parallel": "fsdp"}
+AGAIN = {**FSDP, "data_parallel_options": DataParallelOptions(reshard_after_forward=True)}
+LAYOUTS |= {
+    "fsdp2": Case(2, FSDP, replicas=2),
+    "fsdp3": Case(3, FSDP, replicas=3),  # which do not divide the rows
+    "fsdp-again": Case(2, AGAIN, replicas=2),
+    "fsdp-tp2": Case(4, {**FSDP, TP: 2}, replicas=2),
+    "fsdp-zbv": Case(4, {**FSDP, **ZBV}, replicas=2),
+    "fsdp-ep2": Case(4, {**FSDP, EP: 2}, "experts", 4),
+    "fsdp-rows": Case(4, {**FSDP, EP: 2}, "two-experts", 4),  # of one expert, halved
+    "fsdp-experts": Case(4, FSDP, "experts", 4),
+    "fsdp-llama": Case(2, FSDP, "llama", 2),
+    **{f"fsdp-{n}": Case(2, {**FSDP, "recompute": k}, replicas=2) for n, k in KINDS.items()},
+}
+FAST = [("blockwise", "tp2"), ("current", "fsdp-ep2")]
 
 
 class Seen(pl.Callback):
-    """What ranks hold and send in training."""
+    """What ranks hold and gather in training."""
 
     def __init__(self) -> None:
-        self.num_codes = self.num_others = 0
-        self.sent: list[int] = []
+        self.num_codes = self.num_weights = 0
+        self.gathered: list[int] = [0]
+        """Bytes of all gathers, step by step."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        sizes = Counter({True: 0, False: 0})
-        for parameter in module.parameters():
-            sizes[is_code(parameter.dtype)] += parameter.numel()
-        self.num_codes, self.num_others = sizes[True], sizes[False]
+        self.num_weights = sum(p.numel() for p in module.parameters())
+        self.num_codes = sum(p.numel() for p in module.parameters() if is_code(p.dtype))
         strategy: Any = trainer.strategy
-        self.sent.append(
-            strategy.run.training.accumulation.reducer.bytes_communicated["all_gather"]
-        )
+        if strategy.part.units is None:  # also what is sent directly
+            sent = strategy.run.training.accumulation.reducer.bytes_communicated["all_gather"]
+            self.gathered[-1] = sent - sum(self.gathered[:-1])
+        self.gathered.append(0)  # for what follows
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what collectives of torch gather into one tensor."""
+        names = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)]
+        originals = {name: getattr(dist, name) for name in names}
+
+        def counted(name: str) -> Any:
+            def gather(*args: Any, **kwargs: Any) -> Any:
+                tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+                self.gathered[-1] += max(t.nbytes for t in tensors)
+                return originals[name](*args, **kwargs)
+
+            return gather
+
+        with ExitStack() as patches:
+            for name in names:
+                patches.enter_context(patch.object(dist, name, counted(name)))
+            yield
 
 
 def _fit(case: Case, scaling: str) -> Any:
-    return case.fit(scaling)
+    with patch.object(EmulatedGemm, "_kept", autospec=True, side_effect=EmulatedGemm._kept) as kept:
+        results = case.fit(scaling)
+    assert case.compiled or kept.called == case.coded
+    return results
 
 
 @pytest.mark.parametrize(
@@ -116,20 +156,25 @@ def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
 
 
 def _seen(case: Case, scaling: str) -> tuple[int, int, int]:
-    """Return elements that are codes, others, and bytes gathered in a step."""
+    """Return elements that are codes, all elements, and bytes gathered in a step."""
     seen = Seen()
-    case.train(scaling, seen)
-    return seen.num_codes, seen.num_others, seen.sent[-1] - seen.sent[-2]
+    with seen.counting():
+        case.train(scaling, seen)
+    return seen.num_codes, seen.num_weights, seen.gathered[-2]
 
 
-@pytest.mark.parametrize("layout", ["dp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("fsdp2", marks=[pytest.mark.slow])])
 def test_ranks_gather_one_byte_a_weight(layout: str) -> None:
-    """Of quantized layers; embeddings, norms, biases and the output layer are gathered in fp32.
-    Buckets are padded to 64 and 128 elements."""
-    case = replace(LAYOUTS[layout], coded=True)
-    for codes, others, gathered in run_ranks(case.ranks, _seen, case, "blockwise", timeout_s=100):
-        assert codes == 4 * 16 * 64 * 64
-        assert gathered == pytest.approx(codes + 4 * others, rel=0.03)
+    """Of quantized layers; embeddings, norms, biases and the output layer are gathered in fp32, and
+    buckets are padded. FSDP2 gathers a unit as often as without codes."""
+    case, sharded = LAYOUTS[layout], layout.startswith("fsdp")
+    plain = run_ranks(case.ranks, _seen, case, "blockwise", timeout_s=100)
+    coded = run_ranks(case.ranks, _seen, replace(case, coded=True), "blockwise", timeout_s=100)
+    codes = 4 * 16 * 64 * 64
+    for (own, weights, gathered), (_, _, before) in zip(coded, plain, strict=True):
+        assert own == (0 if sharded else codes)  # FSDP2 has the main params between steps
+        share = (codes + 4 * (weights - codes)) / (4 * weights)
+        assert gathered / before == pytest.approx(share, rel=0.03)
 
 
 def _data(size: int) -> DataLoader[Any]:
@@ -170,7 +215,10 @@ def _in_bf16(path: str) -> list[float]:
     return record.losses
 
 
-@pytest.mark.parametrize("options", [{}], ids=["zero1"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="zero1"), pytest.param(FSDP, id="fsdp", marks=[pytest.mark.slow])],
+)
 @pytest.mark.timeout(240)
 def test_checkpoints_hold_fp32_weights(tmp_path: Path, options: dict[str, Any]) -> None:
     """They equal those of a training without codes, resume bit by bit, also beside it, and in bf16
@@ -201,6 +249,11 @@ def test_checkpoints_hold_fp32_weights(tmp_path: Path, options: dict[str, Any]) 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ddp": ({"data_parallel": "ddp"}, {}, 'data_parallel="ddp": .*nothing to gather.*zero1'),
+    "compiled": (
+        {"data_parallel": "fsdp", "compile": "block"},
+        {},
+        'compile="block" and fp8_param_gather=True with data_parallel="fsdp"',
+    ),
     "average": ({}, {"callbacks": [WeightAveraging()]}, "WeightAveraging reads .* codes of 8 bits"),
 }
 

@@ -18,6 +18,9 @@ SHAPES = {"one block": (64, 40), "ragged": (300, 200), "experts": (3, 130, 150),
 CUTS = {"rows": [128 * 40], "anywhere": [1, 77, 3000, 9001], "none": []}
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize("kind", [EmulatedGemm, NativeGemm])
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -38,7 +41,7 @@ def test_ranges_have_the_codes_of_the_full_weight(
         Range(start, flat[start:stop], codes[start:stop])
         for start, stop in itertools.pairwise(ends)
     ]
-    encode([CodedWeight(coder, ranges)], ALONE, lambda *_: None, torch.device("cpu"))
+    encode([CodedWeight(coder, ranges, CPU)], ALONE, lambda *_: None)
     kept = codes.view(coder.dtype).view(weight.shape)
     for transposed in (False, True):
         expected = gemm.operand(weight, "weight", transposed=transposed)
@@ -54,8 +57,8 @@ def test_a_weight_that_overflowed_shows_in_its_codes(scaling: str) -> None:
     weight[1, 2] = torch.inf
     gemm = EmulatedGemm(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
     coder, codes = WeightCodes(gemm, (4, 4)), torch.zeros(16, dtype=torch.uint8)
-    weights = [CodedWeight(coder, [Range(0, weight.flatten(), codes)])]
-    encode(weights, ALONE, lambda *_: None, torch.device("cpu"))
+    weights = [CodedWeight(coder, [Range(0, weight.flatten(), codes)], CPU)]
+    encode(weights, ALONE, lambda *_: None)
     kept = gemm.operand(codes.view(coder.dtype).view(4, 4), "weight")
     y = gemm.forward(gemm.operand(torch.ones(2, 4), "input"), kept)
     assert y.isnan().any()
@@ -70,6 +73,6 @@ def test_largest_values_of_other_ranks_are_shared_once() -> None:
     def other_rank(tensor: torch.Tensor, *_: object) -> None:
         tensor.clamp_(min=896.0)
 
-    weights = [CodedWeight(coder, [Range(0, torch.ones(16), codes)])]
-    encode(weights, ALONE, other_rank, torch.device("cpu"))
+    weights = [CodedWeight(coder, [Range(0, torch.ones(16), codes)], CPU)]
+    encode(weights, ALONE, other_rank)
     assert gemm.operand(codes.view(coder.dtype).view(2, 8), "weight").scales == 2.0
