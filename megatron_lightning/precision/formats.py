@@ -72,11 +72,6 @@ def to_e8m0(x: Tensor) -> Tensor:
     return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def e8m0_reciprocal(scales: Tensor) -> Tensor:
-    """Return 1 / scale in fp32; exact."""
-    return scales.float().reciprocal()
-
-
 def power_of_two_below(x: Tensor) -> Tensor:
     """Return the power of two at or below the absolute value, of normal fp32 values."""
     return (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)

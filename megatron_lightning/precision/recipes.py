@@ -101,8 +101,8 @@ class FP8Recipe:
     def __post_init__(self) -> None:
         for name, choices in (("scaling", Scaling), ("format", Format)):
             value = getattr(self, name)
-            if (name, str(value)) in _LEFT_OUT:
-                raise ConfigError(f"{name} is {value!r}. {_LEFT_OUT[name, value]}")
+            if reason := _LEFT_OUT.get((name, str(value))):
+                raise ConfigError(f"{name} is {value!r}. {reason}")
             check_choice(name, value, get_args(choices))
         check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))
         check_counts(self, "amax_history_len")

@@ -25,7 +25,6 @@ from torch import Tensor
 from megatron_lightning.precision.formats import (
     LARGEST,
     cast,
-    e8m0_reciprocal,
     power_of_two_below,
     to_e8m0,
 )
@@ -101,7 +100,7 @@ def mx_scales(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return factors in fp32 and scales in e8m0."""
     # A product with the rounded reciprocal, as in Transformer Engine.
     scales = to_e8m0(amax * torch.tensor(1.0 / LARGEST[name], dtype=torch.float32))
-    return e8m0_reciprocal(scales), scales
+    return scales.float().reciprocal(), scales  # exact
 
 
 def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
