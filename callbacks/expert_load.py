@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.layers.moe.layer import MoELayer
-from megatron_lightning.parallel.absent import present_modules
 
 
 class ExpertLoadMonitor(pl.Callback):
@@ -34,6 +34,11 @@ class ExpertLoadMonitor(pl.Callback):
         self._switch(pl_module, on=False)
 
     def _switch(self, module: pl.LightningModule, *, on: bool) -> None:
-        for _, child in present_modules(module):
-            if isinstance(child, MoELayer):
-                child.logs_tokens = on
+        layers = [child for child in module.modules() if isinstance(child, MoELayer)]
+        for layer in layers:
+            layer.logs_tokens = on
+        if on and not layers:
+            rank_zero_warn(
+                f"ExpertLoadMonitor logs nothing: {type(module).__name__} has no layer of experts "
+                "(MoELayer). Set moe in its model's config, or leave the callback out."
+            )

@@ -82,7 +82,8 @@ class MoEConfig:
     expert by itself; the scores of a token's k experts are divided by their sum, if k is above
     1."""
     router_pre_softmax: bool = False
-    """Softmax over all experts before the k are chosen; otherwise over the k chosen ones."""
+    """Softmax over all experts before the k are chosen; otherwise over the k chosen ones. Without
+    meaning for other score functions."""
     router_topk_scaling_factor: float | None = None
     """Factor of the probabilities; None: 1."""
     router_num_groups: int | None = None

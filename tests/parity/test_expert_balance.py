@@ -388,3 +388,10 @@ def test_every_rank_logs_the_balance_of_every_layer(
         for name in names:
             assert logged[name] == pytest.approx(float(one[-1][name]), rel=1e-5), name
     assert sorted(number for _, number in ranks) == num_reports
+
+
+def test_a_model_without_experts_is_warned_of() -> None:
+    module = pl.LightningModule()
+    module.model = torch.nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="ExpertLoadMonitor logs nothing: .* Set moe in its"):
+        ExpertLoadMonitor().on_fit_start(pl.Trainer(logger=False), module)
