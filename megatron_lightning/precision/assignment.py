@@ -35,7 +35,10 @@ from megatron_lightning.precision.recipes import FP8Recipe
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 
-_IN_BF16 = ("**output_layer", "**head", "**score", "**classifier", "**router", "**gate")
+_IN_BF16 = (
+    "**output_layer", "**head", "**score", "**classifier", "**qa_outputs",
+    "**router", "**gate",
+)  # fmt: skip
 """Paths of output layers and routers, as models name them."""
 _GEMMS: Mapping[Chosen, type[EmulatedGemm]] = {"emulation": EmulatedGemm, "native": NativeGemm}
 
@@ -219,7 +222,15 @@ def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
         )
     inner = tuple(f"{path}." for path in lists)
     outer = {path: child for path, child in lists.items() if not path.startswith(inner)}
-    path, layers = max(outer.items(), key=lambda item: len(item[1]))
+    length = max(len(child) for child in outer.values())
+    (path, layers), *others = ((p, child) for p, child in outer.items() if len(child) == length)
+    if others:
+        listed = ", ".join([path, *(other for other, _ in others)])
+        raise ConfigError(
+            f"num_layers_at_start_in_bf16={first} and num_layers_at_end_in_bf16={last}, and "
+            f"{type(module).__name__} has {len(others) + 1} lists of {length} layers: {listed}. "
+            f'Name the layers in modules of the recipe: {{"{path}.0.**": "bf16"}}.'
+        )
     names = list(layers._modules)
     chosen = [*names[:first], *names[max(0, len(names) - last) :]]
     return tuple(f"{path}.{name}." for name in chosen)

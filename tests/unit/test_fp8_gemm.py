@@ -211,6 +211,13 @@ def test_first_and_last_layers_and_output_embeddings_stay_in_bf16(
     assert list(found) == [f"layers.{i}.experts.{j}" for i in quantized for j in range(5)]
 
 
+def test_first_layers_of_two_lists_are_refused() -> None:
+    """An encoder and a decoder, or layers of attention beside feed-forward layers."""
+    model = nn.ModuleDict({"encoder": _Model(), "decoder": _Model()})
+    with pytest.raises(ConfigError, match=r"2 lists of 3 layers: encoder.layers, decoder.layers"):
+        apply_recipe(model, FP8Recipe(num_layers_at_start_in_bf16=1))
+
+
 @pytest.mark.parametrize(("first", "last"), [(3, 0), (2, 2), (0, 5)])
 def test_recipes_that_keep_all_layers_in_bf16_are_refused(first: int, last: int) -> None:
     recipe = FP8Recipe(num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last)
