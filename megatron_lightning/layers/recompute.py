@@ -162,10 +162,21 @@ def _wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
         attributes[name] = partial(wrapper, getattr(module, name))
         return
     wrapped: dict[str, Forward] = attributes.setdefault(_WRAPPED, {})
-    wrapped[name] = partial(wrapper, wrapped.get(name) or module.forward)
+    own = module.forward if name in attributes else MethodType(_own_forward, module)
+    wrapped[name] = partial(wrapper, wrapped.get(name) or own)
     # torch.compile recognizes the forward of an instance by the function of a bound method, which
     # all modules share here, and anything else by its identity: a graph for each module.
     attributes[name] = MethodType(forward, module)
+
+
+def _own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of the class that a module has now: plain linear layers become others when
+    they are quantized or defer gradients.
+    """
+    return type(self).forward(self, *args, **kwargs)
+
+
+_own_forward.__name__ = "forward"  # by which pickles take it: they find that of the class then
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

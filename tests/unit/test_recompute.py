@@ -19,6 +19,8 @@ from megatron_lightning.errors import ConfigError, RecomputeError
 from megatron_lightning.layers.recompute import apply_recompute, check_patterns, remove_recompute
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.precision.assignment import apply_recipe, remove_recipe
 from tests.helpers.toy_decoder import ToyDecoder
 
 S, B, H, F, LAYERS = 8, 2, 16, 24, 5
@@ -170,6 +172,25 @@ def test_it_can_be_undone_copied_and_pickled() -> None:
     assert {name: module.__dict__.keys() for name, module in model.named_modules()} == {
         name: attributes.keys() for name, attributes in before.items()
     }
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy])
+def test_a_plain_linear_layer_is_quantized_after_it_was_wrapped(copied: Any) -> None:
+    """Its class changes then, and plain again later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    plain = copy.deepcopy(model)
+    options = RecomputeOptions(recompute_granularity="selective", recompute_modules=["0"])
+    apply_recompute(model, options)
+    model = copied(model)
+    x, recipe = torch.randn(4, 32), FP8Recipe(scaling="current")
+    before = model(x)
+    for module in (model, plain):
+        apply_recipe(module, recipe, dtype=torch.float32)
+    assert torch.equal(model(x), plain(x))
+    assert not torch.equal(model(x), before)
+    remove_recipe(model)
+    assert torch.equal(model(x), before)
 
 
 def test_only_the_first_layers_of_each_stage_are_recomputed() -> None:
