@@ -15,11 +15,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
-from megatron_lightning.assembly.compile import compile_blocks, uncompile_blocks
+from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
@@ -231,6 +231,12 @@ class Run:
             f"{options.backend} when they first run: {', '.join(paths[:3])}"
             f"{', …' if len(paths) > 3 else ''}."
         )
+        if any(map(fills_cache, self.module.modules())):
+            rank_zero_warn(
+                'compile="block" with use_cache=True: every layer asks what the cache holds for '
+                "it, so that none shares a graph with another. Set model.config.use_cache = False "
+                "for training."
+            )
 
     def _hide_example(self) -> None:
         """Keep summaries and graphs from running this rank's part as if it were the full module, or

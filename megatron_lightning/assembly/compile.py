@@ -127,6 +127,15 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+def fills_cache(module: nn.Module) -> bool:
+    """Return whether a ``transformers`` model makes a cache of keys and values in every forward, as
+    they all do unless told otherwise.
+    """
+    can_generate = getattr(module, "can_generate", None)
+    uses_cache = getattr(getattr(module, "config", None), "use_cache", False)
+    return bool(uses_cache and callable(can_generate) and can_generate())
+
+
 def check_blocks(module: nn.Module, pipeline: PipelineOptions) -> None:
     """Check that a full module has blocks that can be compiled.
 

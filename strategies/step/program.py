@@ -142,7 +142,9 @@ class UserProgram:
         self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         batch = self._microbatches[microbatch]
         skipped = output is None and self._training is not None
-        items = None if skipped else num_items_of(self._module, batch, output)
+        # Batches to predict from have no labels to count.
+        uncounted = skipped or self._hook == "predict_step"
+        items = None if uncounted else num_items_of(self._module, batch, output)
         if items is not None:
             self._items[microbatch] = items
         if self._training is None or output is None:
