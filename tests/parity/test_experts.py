@@ -105,7 +105,6 @@ SPREAD = {
     "sequence": ["tp2-etp1-ep2", "ep2-etp2"],
     "gather": ["ep2"],
     "biases": ["tp2-etp1-ep2"],
-    "one-by-one": ["ep2-pp2-zb-h1"],
 }
 
 

@@ -38,10 +38,6 @@ CASES = [
 ]
 
 
-def _cases(*fast: tuple[str, str]) -> list[Any]:
-    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in CASES]
-
-
 def _replicas(model: str, layout: str) -> int:
     world, options = _layouts(model)[layout]
     sizes = ("tensor_model", "pipeline_model", "context")
@@ -57,7 +53,10 @@ def _with_muon(model: str, layout: str | None, path: str) -> Any:
         return train(_config(model), options, replicas, kind=_WithMuon, steps=2, end=path)
 
 
-@pytest.mark.parametrize(("model", "layout"), _cases(("untied", "tp2")))
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [pytest.param(*c, marks=() if c == ("untied", "tp2") else pytest.mark.slow) for c in CASES],
+)
 def test_muon_steps_the_matrices_of_all_depths(model: str, layout: str, tmp_path: Path) -> None:
     one, parts = str(tmp_path / "one"), str(tmp_path / "parts")
     [expected] = run_ranks(1, _with_muon, model, None, one)
@@ -111,7 +110,8 @@ def _compiled(model: str, layout: str) -> Any:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("model", "layout"), _cases(("untied", "pp2-zb")))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_compiled_blocks_train_as_one_process_without(model: str, layout: str) -> None:
     expected, replicas = _plain(model), _replicas(model, layout)
     for found in run_ranks(_layouts(model)[layout][0], _compiled, model, layout, timeout_s=380):
