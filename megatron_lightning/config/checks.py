@@ -24,6 +24,18 @@ def check_counts(options: object, *names: str) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Check that a value is an object of a class, such as a group of options.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} is {value!r}, and must be a {kind.__name__}. Set it to {kind.__name__}(...)."
+        )
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Check that a value is one of those that are known.
 

@@ -28,13 +28,13 @@ class RankGrid:
     def __init__(self, layout: ParallelLayout, world_size: int) -> None:
         self.layout = layout
         self.world_size = world_size
-        expert_data = world_size // (layout.etp * layout.ep * layout.pp)
         self._sizes = {
             "tp": layout.tp,
             "cp": layout.cp,
             "dp": layout.data_parallel_size(world_size),
             "pp": layout.pp,
         }
+        expert_data = world_size // (layout.etp * layout.ep * layout.pp)
         self._sizes |= {"etp": layout.etp, "ep": layout.ep, "edp": expert_data}
         order = layout.order.split("-")
         self._grids = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from megatron_lightning.config.checks import is_count
 from megatron_lightning.errors import ConfigError
 
 ORDER = ("tp", "cp", "ep", "dp", "pp")
@@ -135,6 +136,11 @@ class ParallelLayout:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size that is left of ``world_size`` ranks."""
+        if not is_count(world_size):
+            raise ConfigError(
+                f"the number of ranks is {world_size!r}; it must be a positive integer. Set it, or "
+                "num_nodes x devices."
+            )
         model = self.tp * self.cp * self.pp
         if world_size % model:
             raise ConfigError(

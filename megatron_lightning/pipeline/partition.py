@@ -13,6 +13,7 @@ from itertools import accumulate
 from megatron_lightning.errors import ConfigError
 
 Unit = str | tuple[str, float]
+_MOST_LISTED = 12
 
 
 def unit_names(units: Sequence[Unit]) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ def partition_units(
     if len(weighing) < num_stages:
         raise ConfigError(
             f"{num_stages} pipeline stages need at least {num_stages} layers, and the model lists "
-            f"{len(weighing)} that may begin one ({', '.join(names) or 'no unit at all'}). "
+            f"{len(weighing)} that may begin one ({_listed(names) or 'no unit at all'}). "
             "Set pipeline_model_parallel_size x virtual_pipeline_model_parallel_size to "
             f"{max(len(weighing), 1)} or less, or give the model more layers."
         )
@@ -86,6 +87,11 @@ def partition_units(
             taken += 1
         stages[stage].append(name)
     return tuple(map(tuple, stages))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = names if len(names) <= _MOST_LISTED else [*names[:3], "…", *names[-3:]]
+    return ", ".join(shown)
 
 
 def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
@@ -126,9 +132,14 @@ def _lightest_limit(sums: Sequence[float], num_parts: int) -> float:
     heaviest = [float("inf")] * total + [0.0]
     for _ in range(num_parts):
         previous = heaviest
-        heaviest = [
-            min(max(sums[end] - sums[start], previous[end]) for end in range(start + 1, total + 1))
-            for start in range(total)
-        ]
+        heaviest = []
+        for start in range(total):
+            lightest = float("inf")
+            for end in range(start + 1, total + 1):
+                part = sums[end] - sums[start]
+                if part >= lightest:
+                    break
+                lightest = min(lightest, max(part, previous[end]))
+            heaviest.append(lightest)
         heaviest.append(float("inf"))
     return heaviest[0]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_lightning.config import LayerKind, TransformerConfig
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.checks import check_kind, is_count
 from megatron_lightning.errors import ConfigError
 
 OPERATIONS_PER_WEIGHT = 6
@@ -42,10 +42,16 @@ def flops(
     Raises:
         ConfigError: If a number is not positive, or documents are longer than the sample.
     """
+    check_kind("config", config, TransformerConfig)
     for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
         if not is_count(value):
             raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
     lengths = [sequence_length] if document_lengths is None else list(document_lengths)
+    wrong = next((length for length in lengths if not is_count(length)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"document_lengths has {wrong!r}; each length must be a positive integer."
+        )
     if sum(lengths) > sequence_length:
         raise ConfigError(
             f"document_lengths are {sum(lengths)} tokens together, and sequence_length is "
@@ -62,8 +68,8 @@ def flops(
 
 
 def visible_pairs(length: int, window_size: tuple[int, int] | None = None) -> float:
-    """Return how many pairs of a query and a key it sees a causal sequence has, a token's pair with
-    itself counted half, as Megatron does.
+    """Return how many pairs of a query and a key it sees a causal sequence has, as the area below
+    the diagonal: half of the square without a window, which is Megatron's number.
     """
     reach = length if window_size is None else min(length, window_size[0] + 1)
     return length * reach - reach * reach / 2

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from megatron_lightning.config import (
     DataParallel,
@@ -28,7 +29,7 @@ from megatron_lightning.config import (
     RecomputeOptions,
     TransformerConfig,
 )
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.checks import check_choice, check_kind, is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -162,13 +163,23 @@ def memory(
     Raises:
         ConfigError: If the options do not fit together.
     """
+    options, data = pipeline_options or PipelineOptions(), data_parallel_options
+    data, recompute = data or DataParallelOptions(), recompute or RecomputeOptions()
+    for name, value, kind in (
+        ("config", config, TransformerConfig),
+        ("layout", layout, ParallelLayout),
+        ("data_parallel_options", data, DataParallelOptions),
+        ("recompute", recompute, RecomputeOptions),
+        ("pipeline_options", options, PipelineOptions),
+    ):
+        check_kind(name, value, kind)
+    check_choice("data_parallel", data_parallel, get_args(DataParallel))
+    check_choice("device", device, get_args(DeviceKind))
     length = config.max_sequence_length if sequence_length is None else sequence_length
     counts = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
-    for name, value in (counts | {"sequence_length": length}).items():
-        if not is_count(value):
-            raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
-    options = pipeline_options or PipelineOptions()
-    data = data_parallel_options or DataParallelOptions()
+    for name, count in (counts | {"sequence_length": length}).items():
+        if not is_count(count):
+            raise ConfigError(f"{name} is {count!r}; it must be a positive integer.")
     grid = RankGrid(layout, world_size)
     check_data_parallel(grid, data_parallel, data)
     check_model_layout(
@@ -192,7 +203,7 @@ def memory(
         micro_batch_size=micro_batch_size,
         split_backward=choice.splits_backward,
     )
-    profiles = [stage_profile(sizes, units, recompute or RecomputeOptions()) for units in stages]
+    profiles = [stage_profile(sizes, units, recompute) for units in stages]
     rows = []
     for pp_rank in range(layout.pp):
         numbers = choice.placement.stages_of(pp_rank)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from megatron_lightning.config import (
+    CompileOptions,
     ContextOptions,
     DataParallelOptions,
     LatentAttentionConfig,
@@ -28,7 +29,7 @@ from megatron_lightning.config import (
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.layers import DeviceKind
-from megatron_lightning.rules import check_options
+from megatron_lightning.rules import check_options, resolve_compile
 
 T = TypeVar("T")
 
@@ -117,10 +118,10 @@ def read_recipe(path: str, world_size: int | None, errors: Errors) -> Recipe | N
     sections = _load(path, errors)
     if sections is None:
         return None
-    trainer = sections.get("trainer") or {}
+    trainer = _section(sections.get("trainer"), "trainer", errors)
     options = _strategy(trainer.get("strategy"), errors)
-    model = _model(sections.get("model") or {}, errors)
-    _, data = _object(sections.get("data") or {})
+    model = _model(sections.get("model"), errors)
+    _, data = _object(sections.get("data"), "data", errors)
     sizes = {name: options[name] for name in _SIZES if name in options}
     layout = errors.attempt(ParallelLayout, **sizes)
     given = options.get("micro_batch_size")
@@ -133,9 +134,13 @@ def read_recipe(path: str, world_size: int | None, errors: Errors) -> Recipe | N
         options.get("non_finite", "ignore"),
     )
     groups: dict[str, Any] = {
-        name: _build(kind, options.get(name) or {}, f"strategy.{name}", errors)
+        name: _build(kind, options.get(name), f"strategy.{name}", errors)
         for name, kind in _GROUPS.items()
     }
+    compiled = options.get("compile_options")
+    if compiled is not None:
+        compiled = _build(CompileOptions, compiled, "strategy.compile_options", errors)
+    errors.attempt(resolve_compile, options.get("compile"), compiled)
     ranks = world_size if world_size is not None else _world_size(trainer, errors)
     batch_size = _count(data.get("batch_size"), "data.batch_size", errors)
     length = data.get("sequence_length", model.max_sequence_length if model else 1)
@@ -188,17 +193,34 @@ def _load(path: str, errors: Errors) -> Mapping[str, Any] | None:
     return sections
 
 
-def _object(given: Any) -> tuple[str, Mapping[str, Any]]:
+def _section(given: Any, name: str, errors: Errors) -> Mapping[str, Any]:
+    """Return the values of a section; none if it is not one."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        errors.add(
+            f"{name} is {given!r}, which holds no options. Write each as a line name: value."
+        )
+        return {}
+    return given
+
+
+def _object(given: Any, name: str, errors: Errors) -> tuple[str, Mapping[str, Any]]:
     """Return class path ("" if there is none) and arguments of a section."""
     if isinstance(given, str):
         return given, {}
-    if "class_path" in given:
-        return given["class_path"], given.get("init_args") or {}
-    return "", given.get("init_args") or given
+    section = _section(given, name, errors)
+    path, arguments = section.get("class_path", ""), section.get("init_args")
+    if not isinstance(path, str):
+        errors.add(f"{name}.class_path is {path!r}, which names no class.")
+        path = ""
+    if arguments is None and path:
+        arguments = {}
+    return path, section if arguments is None else _section(arguments, f"{name}.init_args", errors)
 
 
 def _strategy(given: Any, errors: Errors) -> Mapping[str, Any]:
-    path, options = _object(given or "auto")
+    path, options = _object(given or "auto", "trainer.strategy", errors)
     if path.rpartition(".")[2] not in (_STRATEGY, "megatron", ""):
         errors.add(
             f"trainer.strategy is {path!r}, and a plan describes {_STRATEGY}. Set "
@@ -211,14 +233,15 @@ def _strategy(given: Any, errors: Errors) -> Mapping[str, Any]:
 
 
 def _model(given: Any, errors: Errors) -> TransformerConfig | None:
-    path, arguments = _object(given)
+    path, arguments = _object(given, "model", errors)
     if path.rpartition(".")[2] not in (_MODEL, ""):
         errors.add(
             f"model.class_path is {path!r}, and the sizes of a model are known for {_MODEL}. "
             "`megatron-lightning fit --print_layout` describes any model."
         )
         return None
-    config = dict(arguments.get("config") or {})
+    _, config = _object(arguments.get("config"), "model.config", errors)
+    config = dict(config)
     for name, kind in _NESTED.items():
         if isinstance(config.get(name), dict):
             config[name] = _build(kind, config[name], f"model.config.{name}", errors)
@@ -228,9 +251,12 @@ def _model(given: Any, errors: Errors) -> TransformerConfig | None:
     return built
 
 
-def _build(kind: type[T], values: Mapping[str, Any], path: str, errors: Errors) -> T | None:
+def _build(kind: type[T], given: Any, path: str, errors: Errors) -> T | None:
     """Return an object of a group of options."""
-    _, values = _object(values)
+    if isinstance(given, str):
+        errors.add(f"{path} is {given!r}, which is no group of options. Write each under it.")
+        return None
+    _, values = _object(given, path, errors)
     known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     for name in values:
         _check_known(name, known, path, errors)

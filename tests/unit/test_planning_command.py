@@ -136,6 +136,15 @@ def test_16384_ranks_take_less_than_2_s_and_no_torch() -> None:
         ({"trainer__precision": "transformer-engine"}, ["whose memory is not known"]),
         ({"trainer__strategy": "ddp"}, ["trainer.strategy is 'ddp', and a plan describes"]),
         ({"model__class_path": "my.Model"}, ["model.class_path is 'my.Model'"]),
+        ({"trainer__num_nodes": 0}, ["the number of ranks is 0; it must be a positive integer"]),
+        ({"trainer__strategy": 5}, ["trainer.strategy is 5, which holds no options"]),
+        ({"trainer": [1], "data": "x"}, ["trainer is [1], which holds no options"]),
+        ({f"{STRATEGY}recompute": "full"}, ["strategy.recompute is 'full', which is no group"]),
+        ({f"{STRATEGY}pipeline_options": 5}, ["strategy.pipeline_options is 5, which holds no"]),
+        ({f"{STRATEGY}compile": "model"}, ["compile is 'model', which is unknown"]),
+        ({f"{STRATEGY}compile": "block", f"{STRATEGY}compile_options": {"mod": 1}},
+         ["no option 'mod'. Did you mean 'mode'?"]),
+        ({"model__init_args__config": 5}, ["model.config is 5, which holds no options"]),
     ],
 )  # fmt: skip
 def test_errors_are_listed_in_words(

@@ -174,3 +174,8 @@ def test_wrong_numbers_are_errors() -> None:
         planning.flops(config, batch_size=0, sequence_length=8)
     with pytest.raises(ConfigError, match=r"document_lengths are 9 tokens .* sequence_length is 8"):
         planning.flops(config, batch_size=1, sequence_length=8, document_lengths=[5, 4])
+    for wrong in (-5, 0, 1.5, "2"):
+        with pytest.raises(ConfigError, match=rf"document_lengths has {wrong!r}; each length"):
+            planning.flops(config, batch_size=1, sequence_length=8, document_lengths=[wrong, 4])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="config is None, and must be a TransformerConfig"):
+        planning.flops(None, batch_size=1, sequence_length=8)  # type: ignore[arg-type]

@@ -198,6 +198,10 @@ def test_options_that_do_not_fit_are_errors() -> None:
         ({"pipeline_schedule": "fast"}, "'fast', which names no schedule"),
         ({"data_parallel": "ddp", "data_parallel_options":
           DataParallelOptions(reduce_every_microbatch=True)}, "options of fsdp"),
+        ({"data_parallel": "zero3"}, "data_parallel is 'zero3', which is unknown"),
+        ({"device": "gpu"}, "device is 'gpu', which is unknown"),
+        ({"world_size": 0}, "the number of ranks is 0; it must be a positive integer"),
+        ({"recompute": "full"}, "recompute is 'full', and must be a RecomputeOptions"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             memory(**options)
