@@ -8,8 +8,11 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.precision.assignment import recipes_of_layers
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
@@ -34,6 +37,18 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
             "ranks: it is made for full models on one device, and here each rank has a part. Set "
             f"it to one of {', '.join(SUPPORTED_PRECISION)}."
         )
+
+
+def check_recipe_of(plugin: Precision | None, module: nn.Module) -> None:
+    """Check that the recipe of FP8 layers fits a module, whose layers keep their names and kinds
+    when it is divided.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, or no layer is quantized.
+    """
+    recipe = getattr(plugin, "recipe", None)
+    if isinstance(recipe, FP8Recipe):
+        recipes_of_layers(module, recipe)
 
 
 def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> None:

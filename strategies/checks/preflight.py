@@ -50,6 +50,7 @@ from megatron_lightning.strategies.checks.plugins import (
     check_compiled_precision,
     check_kept_codes,
     check_precision,
+    check_recipe_of,
     keeps_codes,
 )
 from megatron_lightning.strategies.options import StrategyOptions
@@ -170,6 +171,8 @@ def check_layers(
     sharded = options.data_parallel == "fsdp"
     check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
     checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
+    if trainer is not None and model_config(module) is not None:
+        check_recipe_of(trainer.precision_plugin, module)
     if options.compile is not None:
         check_blocks(module, options.pipeline)
     if options.layout.cp > 1:

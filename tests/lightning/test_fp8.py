@@ -364,6 +364,14 @@ def test_backends_that_are_missing_are_refused_before_the_trainer(backend: Any) 
         MegatronFP8Precision(FP8Recipe(), backend=backend)
 
 
+def test_patterns_that_match_nothing_are_refused_before_the_launch() -> None:
+    plugin = MegatronFP8Precision(FP8Recipe(modules={"**.linear_prj": "bf16"}))
+    fit = trainer(MegatronStrategy(**{PP: 2}), devices=2, max_steps=1, plugins=[plugin])
+    with pytest.raises(ConfigError, match=r"match no module .*linear_prj"):
+        fit.fit(_module(), _data(BATCH))
+    assert not torch.distributed.is_initialized()
+
+
 def test_another_strategy_is_refused_instead_of_training_in_bf16() -> None:
     fit = pl.Trainer(
         accelerator="cpu",
