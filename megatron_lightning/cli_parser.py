@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -98,22 +99,30 @@ def in_one_line(message: str) -> str:
     first = next(
         (index for index in deepest if not any(kind in words[index] for kind in _TYPES)), None
     )
+    inner = [words[index] for index in deepest if words[index].startswith("Parser key")]
+    if inner:  # the message of a nested group, in one line already
+        return f"{key}{_plain(inner[0])}"
     if first is None:
         expected = " or ".join(
             words[index].removeprefix("Expected").removeprefix(" a ").strip() for index in deepest
         )
-        plain = (
-            expected.replace("<class 'NoneType'>", "null").replace("<class '", "").replace("'>", "")
-        )
         found = words[-1].rpartition(": ")[2]
         no_fp8 = _NO_FP8 if '"trainer.precision"' in key and "fp8" in found.lower() else ""
-        return f"{key}expected {plain}; got {found}{no_fp8}"
+        return f"{key}expected {_plain(expected)}; got {found}{no_fp8}"
     of_class = (
         f"{words[first - 1]} "
         if words[first - 1].startswith("Problem with given class_path")
         else ""
     )
     return f"{key}{of_class}{words[first]}{_hint(key, words[first])}"
+
+
+def _plain(types: str) -> str:
+    """Return the names of types as a user writes them."""
+    types = types.replace("Expected a ", "expected ").replace(". Got value:", "; got")
+    types = re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", types)
+    types = types.replace("<class 'NoneType'>", "null").replace("collections.abc.Sequence", "list")
+    return types.replace("<class '", "").replace("'>", "")
 
 
 def _hint(key: str, problem: str) -> str:

@@ -522,6 +522,23 @@ def test_an_error_in_a_step_keeps_its_traceback(
             ["checkpoint", "prune", "x", "--keep-last", "two"],
             '"keep_last": expected int or null; got two',
         ),
+        (
+            [
+                "fit",
+                "--config=configs/tiny_moe_cpu.yaml",
+                "--model.config.moe.router_load_balancing_type=sinkhorn",
+            ],
+            '"config.moe": Parser key "router_load_balancing_type": expected one of \'aux_loss\', '
+            "'seq_aux_loss', 'global_aux_loss', 'none' or list; got sinkhorn",
+        ),
+        (
+            [
+                "fit",
+                "--config=configs/tiny_moe_cpu.yaml",
+                "--model.config.moe.token_dispatcher_type=flex",
+            ],
+            "\"token_dispatcher_type\": expected one of 'alltoall', 'allgather'; got flex",
+        ),
     ],
 )
 def test_a_wrong_command_is_one_line(
