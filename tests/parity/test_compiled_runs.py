@@ -87,8 +87,8 @@ GROWING = {
     "lengths-tp2": (2, LENGTHS, {TP: 2}, {}, False, [1, 2, 2, 2, 2, 2]),
     # The first step of context-parallel ranks is watched, and runs uncompiled.
     "lengths-cp2": (2, LENGTHS, {CP: 2}, {}, False, [0, 1, 2, 2, 2, 2]),
-    # Each of the four parts of a block; the experts' rows differ anyway.
-    "lengths-experts": (2, [8, 12, 8, 20, 16, 24], {EP: 2}, EXPERTS, False, [5, 8, 8]),
+    # Each of the four parts of a block; the experts' rows differ anyway. Two ranks share batches.
+    "lengths-experts": (2, [8, 8, 16, 16, 12, 12], {EP: 2}, EXPERTS, False, [5, 8, 8]),
     "documents": (1, [24] * 5, {}, {}, True, [1] * 5),
     "documents-tp2": (2, [24] * 5, {TP: 2}, {}, True, [1] * 5),
     "documents-cp2": (2, [24] * 5, {CP: 2}, {}, True, [0, 1, 1, 1, 1]),
