@@ -20,7 +20,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,12 @@ class ExpertShape(Shape):
         return replace(super().config, moe=moe)
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations of the model in a training step, of active weights."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(Shape)}
-        active = Shape(**{**sizes, "ffn_size": self.topk * self.ffn_size})
+    def flops(self) -> float:
+        """Floating-point operations of the model in a training step, of active weights and of the
+        router.
+        """
         router = 6 * self.tokens * self.num_layers * self.hidden_size * self.num_experts
-        return active.flops + router
+        return super().flops + router
 
 
 MIXTRAL = (ExpertShape(batch=2), ExpertShape(batch=8))

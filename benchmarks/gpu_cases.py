@@ -31,6 +31,7 @@ from megatron_lightning.layers.context.merged import Gradients, Merged
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.planning.peaks import peak_flops
 
 Numbers = Mapping[str, Any]
 
@@ -42,7 +43,6 @@ SMALL = Shape(
 LARGE = replace(SMALL, num_layers=16, hidden_size=2048, ffn_size=5632, sequence=4096, batch=4)
 HEADS, GROUPS, HEAD_SIZE = 32, 8, 128
 """Of attention over long sequences: Llama 3.1 8B."""
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,9 @@ class Item:
     measure: Callable[[], Numbers]
 
 
-def peak_flops() -> float | None:
-    """Return the dense bf16 peak of the GPU in FLOP/s (vendors' data sheets, SXM parts); None: not
-    known.
-    """
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
-
-
 def rates_of(shape: Shape, seconds: float) -> dict[str, Any]:
     """Return what a step's time means."""
-    peak = peak_flops()
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16")
     rates = {
         "step_ms": seconds * 1e3,
         "tokens_per_s": shape.tokens / seconds,

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_lightning.config import CompileScope, DataParallel, TransformerConfig
 from megatron_lightning.modules.gpt import Batch, GPTLightningModule
+from megatron_lightning.planning import flops
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
@@ -64,17 +65,9 @@ class Shape:
         return self.batch * self.sequence
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations of the model in a training step: 6 a weight and token, and
-        causal attention's products.
-        """
-        head_dim = self.hidden_size // self.num_heads
-        attention = self.hidden_size * (
-            self.hidden_size + (self.num_heads + 2 * self.num_groups) * head_dim
-        )
-        layer = attention + 3 * self.hidden_size * self.ffn_size
-        weights = self.num_layers * layer + self.hidden_size * self.vocab_size
-        return self.tokens * (6 * weights + 6 * self.num_layers * self.hidden_size * self.sequence)
+    def flops(self) -> float:
+        """Floating-point operations of the model in a training step."""
+        return flops(self.config, batch_size=self.batch, sequence_length=self.sequence)
 
     @property
     def config(self) -> TransformerConfig:

@@ -25,6 +25,7 @@ from megatron_lightning.callbacks.counting import (
 )
 from megatron_lightning.callbacks.device_peak import DevicePeak, device_peak
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.checks import is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.planning import flops
 from megatron_lightning.strategies.lightning_internals import is_accumulating, is_logging_step
@@ -36,6 +37,13 @@ _IN_PROGRESS_BAR = (
     "tflops_per_device",
     "mfu",
     "time_to_finish_s",
+)
+_NAMES = (
+    *_IN_PROGRESS_BAR,
+    "samples_per_second",
+    "tokens_per_second_per_device",
+    "consumed_samples",
+    "consumed_tokens",
 )
 
 
@@ -89,7 +97,7 @@ class ThroughputMonitor(pl.Callback):
             which would fill it.
 
     Raises:
-        ConfigError: If a number is not positive.
+        ConfigError: If a number is not positive, or the progress bar is to show an unknown value.
     """
 
     def __init__(
@@ -101,8 +109,14 @@ class ThroughputMonitor(pl.Callback):
         peak_tflops: float | None = None,
         progress_bar: Sequence[str] = _IN_PROGRESS_BAR,
     ) -> None:
-        if window < 1:
-            raise ConfigError(f"window is {window}; it must be a positive integer.")
+        if not is_count(window):
+            raise ConfigError(f"window is {window!r}; it must be a positive integer.")
+        unknown = [name for name in progress_bar if name not in _NAMES]
+        if isinstance(progress_bar, str) or unknown:
+            raise ConfigError(
+                f"progress_bar is {progress_bar!r}; it must be a list of some of "
+                f"{', '.join(_NAMES)}."
+            )
         for name, value in (("flops_per_token", flops_per_token), ("peak_tflops", peak_tflops)):
             if value is not None and value <= 0:
                 raise ConfigError(
