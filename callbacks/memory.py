@@ -20,6 +20,7 @@ from megatron_lightning.callbacks.counting import (
     transformer_config,
     values_of_ranks,
 )
+from megatron_lightning.config.checks import is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.planning import Memory, memory
 from megatron_lightning.strategies.lightning_internals import (
@@ -68,8 +69,8 @@ class MemoryMonitor(pl.Callback):
         each_rank: bool = False,
         tokens: str | None = None,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError(f"every_n_steps is {every_n_steps}; it must be a positive integer.")
+        if every_n_steps is not None and not is_count(every_n_steps):
+            raise ConfigError(f"every_n_steps is {every_n_steps!r}; it must be a positive integer.")
         self.every_n_steps = every_n_steps
         self.each_rank = each_rank
         self.tokens = tokens

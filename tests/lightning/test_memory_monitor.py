@@ -80,8 +80,10 @@ def test_a_model_without_formulas_has_no_prediction() -> None:
     fit.fit(ToyModule(), ToyData())
     logged = {key for key in fit.callback_metrics if key.startswith("memory/")}
     assert logged == {f"memory/{key}" for key in CPU_KEYS - {"predicted_gib"}}
-    with pytest.raises(ConfigError, match="every_n_steps is 0"):
-        MemoryMonitor(every_n_steps=0)
+    wrong: Any
+    for wrong in (0, 1.5):
+        with pytest.raises(ConfigError, match=f"every_n_steps is {wrong}"):
+            MemoryMonitor(every_n_steps=wrong)
 
 
 def test_resident_memory_follows_pages() -> None:

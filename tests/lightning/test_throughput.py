@@ -200,7 +200,15 @@ def test_without_flops_there_is_advice_once(
 
 
 def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options in ({"window": 0}, {"flops_per_token": 0.0}, {"peak_tflops": -1.0}):
+    wrong: Any = (
+        {"window": 0},
+        {"window": 1.5},
+        {"flops_per_token": 0.0},
+        {"peak_tflops": -1.0},
+        {"progress_bar": "mfu"},
+        {"progress_bar": ["tokens"]},
+    )
+    for options in wrong:
         with pytest.raises(ConfigError, match=next(iter(options))):
             ThroughputMonitor(**options)
     run = _Run(monkeypatch, ThroughputMonitor(tokens="ids"))
@@ -410,15 +418,3 @@ def test_progress_bar_metrics_csv_and_overhead(
     assert "tokens_per_second" in "".join(capsys.readouterr())
     assert 0 < monitor.overhead < 0.01, monitor.overhead
     assert 0 < memory.overhead < 0.01, memory.overhead
-
-
-def test_wrong_options_are_errors() -> None:
-    options: Any
-    for options, message in (
-        ({"window": 0}, "window is 0; it must be a positive integer"),
-        ({"window": 1.5}, r"window is 1\.5; it must be a positive integer"),
-        ({"progress_bar": "mfu"}, "progress_bar is 'mfu'; it must be a list"),
-        ({"progress_bar": ["tokens"]}, r"progress_bar is \['tokens'\]; it must be a list of some"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ThroughputMonitor(**options)
