@@ -235,7 +235,7 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
     rows = [["stage", "pp rank", "layers", "parameters"]]
     for stage in found["stages"]:
         layers = stage["layers"]
-        text = f"{layers[0]}-{layers[-1]}" if layers else "none"
+        text = "-".join(map(str, dict.fromkeys((layers[0], layers[-1])))) if layers else "none"
         rows.append(
             [
                 str(stage["stage"]),

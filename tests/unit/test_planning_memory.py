@@ -198,6 +198,7 @@ def test_options_that_do_not_fit_are_errors() -> None:
         ({"pipeline_schedule": "fast"}, "'fast', which names no schedule"),
         ({"data_parallel": "ddp", "data_parallel_options":
           DataParallelOptions(reduce_every_microbatch=True)}, "options of fsdp"),
+        ({"pipeline_schedule": None}, "pipeline_schedule is None, which is neither a name"),
         ({"data_parallel": "zero3"}, "data_parallel is 'zero3', which is unknown"),
         ({"device": "gpu"}, "device is 'gpu', which is unknown"),
         ({"world_size": 0}, "the number of ranks is 0; it must be a positive integer"),

@@ -203,6 +203,11 @@ def _sample(
 
 
 def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
+    if not isinstance(spec, str | Sequence):
+        raise ConfigError(
+            f"pipeline_schedule is {spec!r}, which is neither a name nor rows of actions. Set it "
+            f"to one of {', '.join(('auto', *SCHEDULES))}."
+        )
     if not isinstance(spec, str):
         return "table", FixedTable(read_rows("table", spec))
     if spec.endswith(".csv"):
