@@ -38,9 +38,10 @@ from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.context.blocks import visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
 from megatron_lightning.layers.context.local import LocalAttention
-from megatron_lightning.layers.context.merged import Merged
+from megatron_lightning.layers.context.merged import Merged, Sharing
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.parallel.sequence import SequencePart
 
 HEADS, GROUPS, HEAD_SIZE, BATCH = 8, 8, 64, 1
@@ -160,7 +161,7 @@ def _measure_host(length: int, rounds: int) -> tuple[list[float], list[float]]:
     visible = [block for step in steps for block in step]
 
     def forward(*, merges: bool) -> None:
-        merged = Merged(q, SCALE)
+        merged = Merged(q, Sharing(ALONE, SequenceInfo(), SCALE))
         for block in visible:
             at, to = block.queries, block.keys
             output = kernel.forward(Inputs(q[:, :, at], k[:, :, to], v[:, :, to]), block, SCALE)

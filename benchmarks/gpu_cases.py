@@ -27,9 +27,10 @@ from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.context.blocks import visible_blocks
 from megatron_lightning.layers.context.kernels import Output
 from megatron_lightning.layers.context.local import LocalAttention
-from megatron_lightning.layers.context.merged import Gradients, Merged
+from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.planning.peaks import peak_flops
 
@@ -161,13 +162,14 @@ def steps_of_a_ring(
     length, scale = q.shape[2] * part.num_ranks, q.shape[3] ** -0.5
     spans = [SequencePart(rank, part.num_ranks).spans(length) for rank in range(part.num_ranks)]
     visible = [visible_blocks(spans[part.rank], keys, SequenceInfo()) for keys in spans]
-    merged = Merged(q, scale)
+    sharing = Sharing(ALONE, SequenceInfo(), scale)
+    merged = Merged(q, sharing)
     for keys_and_values, blocks in zip(parts, visible, strict=True):
         merged.see(keys_and_values, blocks)
     final = Output(merged.out.to(q.dtype), merged.log_sum)
     del merged
     yield final.out
-    gradients = Gradients(gradient, q, final, scale)
+    gradients = Gradients(gradient, q, final, sharing)
     for keys_and_values, blocks in zip(parts, visible, strict=True):
         yield gradients.of(keys_and_values, blocks)
     yield gradients.q.to(q.dtype)

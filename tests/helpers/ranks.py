@@ -6,6 +6,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -68,7 +69,9 @@ def _rank_main(
             # A body without collectives would end while a peer still connects to this rank.
             dist.barrier()
         result = body(*args)
-        pipe.send((True, result))
+        # Plain pickles hold the values of tensors; a pipe's own would share memory with a rank that
+        # may have ended before they are read.
+        pipe.send_bytes(pickle.dumps((True, result)))
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:

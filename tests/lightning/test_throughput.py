@@ -376,10 +376,10 @@ def test_a_growing_batch() -> None:
 
 
 class _Slow(ToyModule):
-    """Takes 60 ms a step, so that the hooks are compared with a step of usual length."""
+    """Takes 150 ms a step, so that the hooks are compared with a step of usual length."""
 
     def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(0.06)
+        time.sleep(0.15)
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
