@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.optim.codes import Coder
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
@@ -25,7 +26,7 @@ from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
 from megatron_lightning.precision.transformer_engine.library import load as load_library
 from megatron_lightning.precision.transformer_engine.recipes import check_available, check_recipe
-from megatron_lightning.precision.weights import WeightCodes, weight_coders
+from megatron_lightning.precision.weights import weight_coders
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 
 
@@ -93,8 +94,10 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         remove_recipe(module)
         self._assigned = self._context = None
 
-    def weight_coders(self, module: pl.LightningModule) -> dict[str, WeightCodes]:
+    def weight_coders(self, module: pl.LightningModule) -> Mapping[str, Coder]:
         """Return the coders of this rank's weights that are kept as codes, by parameter name."""
+        if self._engines is not None:
+            return self._engines.weight_coders(module)
         if self._assigned is None or not self.recipe.fp8_param_gather:
             return {}
         return weight_coders(module, self._assigned.quantized)
@@ -264,9 +267,7 @@ def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transfo
     return choose_backend(backend, recipe, find_gpu())
 
 
-def kept_as_codes(
-    module: pl.LightningModule, part: Part, precision: Precision
-) -> dict[str, WeightCodes]:
+def kept_as_codes(module: pl.LightningModule, part: Part, precision: Precision) -> dict[str, Coder]:
     """Return the coders of the parameters that are kept as codes, by name; tied ones have copies
     that are not.
     """

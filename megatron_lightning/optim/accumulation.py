@@ -30,7 +30,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.checks import check_tied_copies
-from megatron_lightning.optim.codes import WeightCoder
+from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
@@ -68,7 +68,7 @@ class GradientAccumulation:
         options: DataParallelOptions,
         stage_of: Mapping[str, int],
         units: ShardedUnits | None = None,
-        coders: Mapping[str, WeightCoder] | None = None,
+        coders: Mapping[str, Coder] | None = None,
     ) -> None:
         self._module = module
         self._specs = specs

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.compat import set_grad_dtype
-from megatron_lightning.optim.codes import CodedWeight, Range, WeightCoder
+from megatron_lightning.optim.codes import CodedWeight, Coder, Range
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
 from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
@@ -142,7 +142,7 @@ class Bucket:
     assigned_by: tuple[int, ...] | None = None
     """Weight of each parameter when each is assigned to one shard; None: shards ignore their
     edges."""
-    coders: tuple[WeightCoder, ...] = ()
+    coders: tuple[Coder, ...] = ()
     """Make codes of the parameters, which ranks gather instead of values; none: values."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
@@ -328,7 +328,7 @@ def build_buckets(
     matrices: Set[str] = frozenset(),
     stage_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
-    coders: Mapping[str, WeightCoder] | None = None,
+    coders: Mapping[str, Coder] | None = None,
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order in which backward completes them.
 

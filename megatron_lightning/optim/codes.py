@@ -14,6 +14,7 @@ The codes are those that each rank would make of the full weight. Main params st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -51,6 +52,29 @@ class WeightCoder(Protocol):
         ...
 
 
+class LibraryCoder(ABC):
+    """Leaves the codes and scales of a weight to a library, which takes parts of many weights in
+    one call and agrees on their scales by itself.
+    """
+
+    dtype: torch.dtype
+    """Of the codes, one byte each."""
+
+    @classmethod
+    @abstractmethod
+    def quantize(cls, weights: Sequence[CodedWeight], group: AxisGroup) -> None:
+        """Renew the codes of the ranges of all of the library's weights, and the scales. A
+        collective.
+
+        Args:
+            weights: Weights with such coders.
+            group: Ranks that share their ranges.
+        """
+
+
+Coder = WeightCoder | LibraryCoder
+
+
 class Range(NamedTuple):
     """A range of a flattened weight that this rank keeps."""
 
@@ -65,16 +89,9 @@ class Range(NamedTuple):
 class CodedWeight:
     """A weight of which this rank keeps some ranges, or none."""
 
-    coder: WeightCoder
+    coder: Coder
     ranges: Sequence[Range]
     device: torch.device
-
-    def largest(self) -> Tensor:
-        """Return the largest values in this rank's ranges."""
-        largest = torch.zeros(self.coder.num_scales, device=self.device)
-        for start, values, _ in self.ranges:
-            torch.maximum(largest, self.coder.largest(values, start), out=largest)
-        return largest
 
 
 AllReduce = Callable[[Tensor, AxisGroup, dist.ReduceOp.RedOpType], None]
@@ -94,27 +111,41 @@ def encode(weights: Sequence[CodedWeight], group: AxisGroup, reduce: AllReduce) 
         group: These ranks.
         reduce: Reduces in place.
     """
-    if not weights:
+    by_library: dict[type[LibraryCoder], list[CodedWeight]] = {}
+    for weight in weights:
+        if isinstance(weight.coder, LibraryCoder):
+            by_library.setdefault(type(weight.coder), []).append(weight)
+    for library, some in by_library.items():
+        library.quantize(some, group)
+    own = [(w.coder, w) for w in weights if not isinstance(w.coder, LibraryCoder)]
+    if not own:
         return
-    sizes = [weight.coder.num_scales for weight in weights]
-    largest = torch.cat([weight.largest() for weight in weights])
+    largest = torch.cat([_largest(coder, weight) for coder, weight in own])
     reduce(largest, group, dist.ReduceOp.MAX)
-    tables = torch.split(largest, sizes)
-    _share(weights, tables, reduce)
-    for weight, table in zip(weights, tables, strict=True):
+    tables = torch.split(largest, [coder.num_scales for coder, _ in own])
+    _share([coder for coder, _ in own], tables, reduce)
+    for (coder, weight), table in zip(own, tables, strict=True):
         for start, values, codes in weight.ranges:
-            codes.copy_(weight.coder.encode(values, start, table).view(torch.uint8))
-        weight.coder.set_scales(table)
+            codes.copy_(coder.encode(values, start, table).view(torch.uint8))
+        coder.set_scales(table)
 
 
-def _share(weights: Sequence[CodedWeight], tables: Sequence[Tensor], reduce: AllReduce) -> None:
+def _largest(coder: WeightCoder, weight: CodedWeight) -> Tensor:
+    """Return the largest values in this rank's ranges."""
+    largest = torch.zeros(coder.num_scales, device=weight.device)
+    for start, values, _ in weight.ranges:
+        torch.maximum(largest, coder.largest(values, start), out=largest)
+    return largest
+
+
+def _share(coders: Sequence[WeightCoder], tables: Sequence[Tensor], reduce: AllReduce) -> None:
     """Reduce the largest values of weights whose other parts are on other ranks; in one message for
     each group.
     """
     shared: dict[AxisGroup, list[Tensor]] = {}
-    for weight, table in zip(weights, tables, strict=True):
-        if weight.coder.group is not None:
-            shared.setdefault(weight.coder.group, []).append(table)
+    for coder, table in zip(coders, tables, strict=True):
+        if coder.group is not None:
+            shared.setdefault(coder.group, []).append(table)
     for over in sorted(shared, key=lambda axis: axis.name):
         together = torch.cat(shared[over])
         reduce(together, over, dist.ReduceOp.MAX)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.optim.buckets import ParameterShard, main_dtype
-from megatron_lightning.optim.codes import WeightCoder
+from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.matrices import is_split
 from megatron_lightning.optim.reducer import GradientReducer, Usage
@@ -151,7 +151,7 @@ class FullyShardedReducer(GradientReducer):
         units: ShardedUnits,
         matrices: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
-        coders: Mapping[str, WeightCoder] | None = None,
+        coders: Mapping[str, Coder] | None = None,
     ) -> None:
         rest = {
             name: parameter for name, parameter in parameters.items() if name not in units.names

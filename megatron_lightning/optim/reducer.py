@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.buckets import Bucket, DataGroups, ParameterShard, build_buckets
-from megatron_lightning.optim.codes import WeightCoder, encode
+from megatron_lightning.optim.codes import Coder, encode
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import Shard, ShardSpec
@@ -87,7 +87,7 @@ class GradientReducer:
         matrices: Set[str] = frozenset(),
         stage_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
-        coders: Mapping[str, WeightCoder] | None = None,
+        coders: Mapping[str, Coder] | None = None,
     ) -> None:
         self.options = options = options or DataParallelOptions()
         self.parameters = dict(parameters)

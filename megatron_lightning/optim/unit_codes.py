@@ -25,8 +25,8 @@ from megatron_lightning.optim.buckets import DataGroups
 from megatron_lightning.optim.codes import (
     AllReduce,
     CodedWeight,
+    Coder,
     Range,
-    WeightCoder,
     all_reduce,
     encode,
 )
@@ -45,7 +45,7 @@ class UnitCodes:
         """How many weights are gathered as codes."""
         return len(self._names)
 
-    def keep(self, units: Iterable[Unit], coders: Mapping[str, WeightCoder]) -> None:
+    def keep(self, units: Iterable[Unit], coders: Mapping[str, Coder]) -> None:
         """Gather the weights that have coders as codes, from now on; :meth:`encode` makes them.
 
         Args:
@@ -86,7 +86,7 @@ def _dim(shard: DTensor) -> int:
     return getattr(shard.placements[0], "dim", 0)
 
 
-def _keep(shard: DTensor, coder: WeightCoder, num_ranks: int) -> CodedWeight:
+def _keep(shard: DTensor, coder: Coder, num_ranks: int) -> CodedWeight:
     """Make FSDP2 gather the codes of one parameter."""
     own, box = local_part(shard)
     shape = list(own.shape)

@@ -80,13 +80,22 @@ def check_kept_codes(plugin: Precision | None, data_parallel: str) -> None:
     """Check that weights which are to be kept as codes have main params elsewhere.
 
     Raises:
-        ConfigError: If every rank steps the full parameters.
+        ConfigError: If every rank steps the full parameters, or FSDP2 would have to gather
+            Transformer Engine's tensors.
     """
     if keeps_codes(plugin) and data_parallel == "ddp":
         raise ConfigError(
             'fp8_param_gather=True and data_parallel="ddp": every rank steps its full parameters, '
             'so that there is nothing to gather. Set data_parallel to "zero1" or "fsdp", or '
             "fp8_param_gather to False."
+        )
+    is_engine = getattr(plugin, "backend", None) == "transformer_engine"
+    if keeps_codes(plugin) and is_engine and data_parallel == "fsdp":
+        raise ConfigError(
+            'fp8_param_gather=True, backend="transformer_engine" and data_parallel="fsdp": FSDP2 '
+            "frees a layer's full weight after use, and Transformer Engine keeps its codes, and "
+            "their transpose, in a tensor for as long as the layer lives. Set data_parallel to "
+            '"zero1", or backend to native or emulation, or fp8_param_gather to False.'
         )
 
 

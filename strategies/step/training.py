@@ -18,6 +18,7 @@ from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.layers.split_backward import hide_codes, join_backwards
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.optim.buckets import has_replicas
+from megatron_lightning.optim.codes import LibraryCoder
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
@@ -69,7 +70,9 @@ class Training:
             coders=coders,
         )
         self._coded: dict[str, Any] = {
-            name: module.get_submodule(name.rpartition(".")[0]) for name in coders
+            name: module.get_submodule(name.rpartition(".")[0])
+            for name, coder in coders.items()
+            if not isinstance(coder, LibraryCoder)
         }
         self._weight_gradients = WeightGradients()  # of compiled layers
         if coders:

@@ -3,23 +3,29 @@ Skipped where it cannot be used. On one GPU, so at tensor-parallel size 1."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.optim.codes import CodedWeight, Range, all_reduce, encode
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.backends import Backend
 from megatron_lightning.precision.transformer_engine.library import load
-from megatron_lightning.precision.transformer_engine.recipes import check_available
+from megatron_lightning.precision.transformer_engine.recipes import check_available, te_recipe
+from megatron_lightning.precision.transformer_engine.weights import QuantizedWeight
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.trainers import Losses
 
@@ -121,3 +127,48 @@ def test_resume_continues_with_the_scales(recipe: FP8Recipe, tmp_path: Path) -> 
     limit = 1e-2 if recipe.scaling == "nvfp4" else 1e-6
     assert _fit(recipe, steps=6, ckpt_path=path)[-3:] == pytest.approx(full[-3:], rel=limit)
     assert _fit(None, steps=6, ckpt_path=path)[-3:] == pytest.approx(full[-3:], rel=5e-2)
+
+
+@pytest.fixture
+def group() -> Iterator[AxisGroup]:
+    """A group of this rank alone."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield AxisGroup("dp-cp", (0,), 0, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_codes_are_those_that_a_module_makes(recipe: FP8Recipe, group: AxisGroup) -> None:
+    """Output and gradients of a module whose weight is codes are those of one that quantizes it,
+    bit by bit, before and after the weight has changed."""
+    if recipe.scaling in ("mxfp8", "nvfp4"):
+        pytest.skip("weights are not kept as codes")
+    library = load(has_gpu=True)
+    te, own = library.pytorch, te_recipe(recipe, library, reduces=False)
+    sizes: dict[str, Any] = {"bias": False, "params_dtype": torch.float32, "device": "cuda"}
+    plain = te.Linear(256, 512, **sizes)
+    with te.quantized_model_init(enabled=True, recipe=own):
+        module = te.Linear(256, 512, init_method=nn.init.zeros_, **sizes)
+    layer = nn.Linear(256, 512, bias=False, device="cuda")
+    coder = QuantizedWeight(layer, {"weight": module.weight}, own, library.tensors)
+    codes = torch.zeros(512, 256, dtype=torch.uint8, device="cuda")
+    layer.weight.data = codes.view(coder.dtype)
+    set_grad_dtype(layer.weight, None)
+    main = plain.weight.detach().flatten()
+    weight = CodedWeight(coder, [Range(0, main, codes.view(-1))], codes.device)
+    for _ in range(2):
+        x = torch.randn(64, 256, device="cuda")
+        results = []
+        encode([weight], group, all_reduce)
+        for each, parameter in ((plain, plain.weight), (module, layer.weight)):
+            if each is module:
+                each._parameters.update(coder.bound())
+            parameter.grad, inputs = None, x.clone().requires_grad_()
+            with torch.autocast("cuda", torch.bfloat16), te.autocast(enabled=True, recipe=own):
+                y = each(inputs, is_first_microbatch=True)
+            y.sum().backward()
+            results.append((y, inputs.grad, parameter.grad))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+        plain.weight.data.mul_(1.5)

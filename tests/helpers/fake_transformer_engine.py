@@ -1,4 +1,5 @@
-"""A package ``transformer_engine`` that computes with torch in fp32, on any device.
+"""A package ``transformer_engine`` that computes with torch in fp32, on any device; weights are
+rounded to 8 bits where modules have quantized ones, or ``rounds_weights`` is set.
 
 Every call is bound to the signatures of the real package (``tests/oracles/te_contract.json``), so
 that a keyword it does not have fails, and is recorded. What the real package does silently wrong
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_lightning.precision.backends import Gpu
 from tests.helpers import fake_transformer_engine_modules as layers
+from tests.helpers import fake_transformer_engine_tensors as tensors
 from tests.helpers.te_contract import CONTRACT, STATE, State, bind
 
 GPU = Gpu("a GPU that is not there", (9, 0), (13, 0))
@@ -103,15 +105,20 @@ def _modules() -> dict[str, ModuleType]:
             "transformer_engine.common",
             "transformer_engine.common.recipe",
             "transformer_engine.pytorch",
+            "transformer_engine.pytorch.tensor",
+            "transformer_engine.pytorch.tensor.utils",
         )
     }
     for name, module in modules.items():
         module.__path__ = []  # type: ignore[attr-defined]
         module.__spec__ = ModuleSpec(name, None)
-    package, _, recipe, pytorch = modules.values()
+    package, _, recipe, pytorch, _, utils = modules.values()
     package.__version__ = CONTRACT["version"]  # type: ignore[attr-defined]
     for kind in (*(getattr(layers, name) for name in _LAYERS), autocast, checkpoint):
         setattr(pytorch, kind.__name__, kind)
+    pytorch.quantized_model_init = tensors.quantized_model_init  # type: ignore[attr-defined]
+    for name in ("post_all_gather_processing", "quantize_master_weights", "replace_raw_data"):
+        setattr(utils, name, getattr(tensors, name))
     for name in CONTRACT["signatures"]:
         if name.startswith("is_"):
             setattr(pytorch, name, _available(name))

@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.fake_transformer_engine_tensors import Float8Tensor, rounded
 from tests.helpers.process_group_functions import gather, reduce, reduce_scatter, share
 from tests.helpers.te_contract import STATE, bind
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    """Return the values, of codes the codes."""
+    own = parameter._data if isinstance(parameter, Float8Tensor) else parameter
+    return own.detach().clone()
 
 
 class _Module(nn.Module):
@@ -43,17 +50,31 @@ class _Module(nn.Module):
 
     def _add(self, name: str, *shape: int, given: SimpleNamespace) -> None:
         dtype = given.params_dtype or torch.get_default_dtype()
-        self.register_parameter(
-            name, nn.Parameter(torch.empty(*shape, device=given.device, dtype=dtype))
-        )
+        value = torch.empty(*shape, device=given.device, dtype=dtype)
+        if STATE.weights_recipe is not None and self._is_quantized(name):
+            assert given.init_method is nn.init.zeros_
+            value = Float8Tensor(*rounded(nn.init.zeros_(value)), dtype, STATE.weights_recipe)
+        self.register_parameter(name, nn.Parameter(value))
+
+    def _is_quantized(self, name: str) -> bool:
+        return "weight" in name and not name.startswith("layer_norm")
+
+    def _weight(self, name: str) -> Tensor:
+        """Return a weight as it is multiplied; its gradient is straight-through."""
+        weight: Tensor = getattr(self, name)
+        if isinstance(weight, Float8Tensor) or not STATE.rounds_weights:
+            return weight
+        codes, scale_inv = rounded(weight)
+        values = codes.view(torch.float8_e4m3fn).to(weight.dtype) * scale_inv
+        return values + (weight - weight.detach())
 
     def _check_cache(self, is_first: bool | None) -> None:
         STATE.first_flags.setdefault(self.number, []).append(is_first)
         if is_first:
-            self._cached = {n: p.detach().clone() for n, p in self._parameters.items()}
+            self._cached = {n: _copy(p) for n, p in self._parameters.items()}
         elif is_first is not None:
             for name, parameter in self._parameters.items():
-                if not torch.equal(self._cached[name], parameter):
+                if not torch.equal(self._cached[name], _copy(parameter)):
                     raise AssertionError(f"{name} has changed since its codes were kept")
 
     def _note(self, x: Tensor, num_gemms: int = 1) -> None:
@@ -134,7 +155,7 @@ class Linear(_Parallel):
         self._note(x)
         if self.parallel_mode == "column":
             x = self._enter(x)
-        y = F.linear(x, self.weight)
+        y = F.linear(x, self._weight("weight"))
         if self.parallel_mode == "row":
             y = self._leave(y)
         return y + self.bias if self.use_bias else y
@@ -164,13 +185,13 @@ class LayerNormMLP(_Parallel):
         x = self._norm(given.inp)
         self._note(x, num_gemms=2)
         x = self._enter(x) if self.set_parallel_mode else x
-        inner = F.linear(x, self.fc1_weight, self.fc1_bias if self.use_bias else None)
+        inner = F.linear(x, self._weight("fc1_weight"), self.fc1_bias if self.use_bias else None)
         if self.activation == "swiglu":
             gate, up = inner.chunk(2, -1)
             inner = F.silu(gate) * up
         else:
             inner = F.gelu(inner, approximate="tanh")
-        y = F.linear(inner, self.fc2_weight)
+        y = F.linear(inner, self._weight("fc2_weight"))
         y = self._leave(y) if self.set_parallel_mode else y
         return y + self.fc2_bias if self.use_bias else y
 
@@ -196,7 +217,7 @@ class GroupedLinear(_Module):
             [
                 F.linear(
                     part,
-                    getattr(self, f"weight{i}"),
+                    self._weight(f"weight{i}"),
                     getattr(self, f"bias{i}") if self.use_bias else None,
                 )
                 for i, part in enumerate(parts)

@@ -22,6 +22,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 _CLASSES = {
     "Linear": ("__init__", "forward"),
     "LayerNormLinear": ("__init__", "forward"),
@@ -36,12 +39,22 @@ _CLASSES = {
 }
 _FUNCTIONS = (
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available",
+    "is_nvfp4_available", "quantized_model_init",
+)  # fmt: skip
+_FUNCTIONS_OF_TENSORS = (
+    "post_all_gather_processing", "quantize_master_weights", "replace_raw_data",
 )  # fmt: skip
 _RECIPES = (
     "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
     "NVFP4BlockScaling", "QParams",
 )  # fmt: skip
+_PLACES = {
+    "FP8FwdTensors": [
+        f"GEMM{n}_{kind}" for n in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")
+    ],
+    "FP8BwdTensors": [f"GRAD_{kind}{n}" for n in (1, 2, 3) for kind in ("OUTPUT", "INPUT")],
+}
+"""Enums of the extension that are places in lists, in the order of its ``common.h``."""
 _ABSENT = ("triton", "onnx", "onnxscript")
 _ORACLES = Path(__file__).parents[1] / "oracles"
 
@@ -115,6 +128,9 @@ def load_without_kernels(folder: str) -> Any:
     ):
         text = (sources / file).read_text()
         _Named.enums[enum] = re.findall(rf"int\({re.escape(prefix)}\.(\w+)\)", text)
+    for enum, kinds in _PLACES.items():
+        names = [f"{enum}_{kind}" for kind in kinds]
+        _Named.numbers |= {name: index for index, name in enumerate(names)}
     sys.meta_path.append(_Finder())
     import transformer_engine.common as common
 
@@ -138,7 +154,22 @@ def _parameters(function: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _signatures(te: Any, recipe: Any) -> dict[str, Any]:
+def _quantize(tensor: Tensor, quantizer: Any, *_: Any) -> Any:
+    """Return a quantized tensor of per-tensor scaling, of zeros, as the kernel would."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    return Float8Tensor(
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        data=torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device),
+        fp8_scale_inv=torch.ones(1, device=tensor.device),
+        fp8_dtype=quantizer.dtype,
+        quantizer=quantizer,
+        device=tensor.device,
+    )
+
+
+def _signatures(te: Any, recipe: Any, tensors: Any) -> dict[str, Any]:
     found = {
         f"{name}.{method}": _parameters(vars(getattr(te, name))[method])
         for name, methods in _CLASSES.items()
@@ -150,6 +181,7 @@ def _signatures(te: Any, recipe: Any) -> dict[str, Any]:
         base = _parameters(getattr(te, name).__base__.__init__)
         found[f"{name}.__init__"] = own + [one for one in base if one["name"] not in names]
     found |= {name: _parameters(getattr(te, name)) for name in _FUNCTIONS}
+    found |= {name: _parameters(getattr(tensors, name)) for name in _FUNCTIONS_OF_TENSORS}
     found |= {f"{name}.__init__": _parameters(getattr(recipe, name)) for name in _RECIPES}
     return found
 
@@ -157,7 +189,9 @@ def _signatures(te: Any, recipe: Any) -> dict[str, Any]:
 def main(folder: str) -> None:
     """Write the oracles."""
     te = load_without_kernels(folder)
+    import transformer_engine_torch as tex
     from transformer_engine.common import recipe
+    from transformer_engine.pytorch.tensor import utils as tensors
 
     from megatron_lightning.precision.transformer_engine.library import Library
     from tests.helpers.transformer_engine_cases import describe_cases
@@ -165,11 +199,13 @@ def main(folder: str) -> None:
     version = next(Path(folder).glob("transformer_engine-*.dist-info")).stem.split("-")[1]
     contract = {
         "version": version,
-        "signatures": _signatures(te, recipe),
+        "signatures": _signatures(te, recipe, tensors),
         "recipes": list(_RECIPES),
         "formats": [one.name for one in recipe.Format],
     }
-    modules = describe_cases(Library(te, recipe, version))
+    tex.quantize = _quantize
+    tex.fp8_transpose = lambda codes, *_, **__: codes.t().contiguous()
+    modules = describe_cases(Library(te, recipe, tensors, version))
     for name, content in (("te_contract", contract), ("te_modules", modules)):
         text = json.dumps(content, indent=1, sort_keys=name == "te_modules")
         (_ORACLES / f"{name}.json").write_text(text + "\n")

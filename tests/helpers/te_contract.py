@@ -60,6 +60,10 @@ class State:
     """Enabled, recipe and group of the autocasts that are open."""
     histories: list[tuple[Any, Tensor]] = field(default_factory=list)
     """Group and history of every module with delayed scaling."""
+    weights_recipe: Any = None
+    """Recipe by which modules get quantized weights."""
+    rounds_weights: bool = False
+    """Whether modules without quantized weights multiply by rounded ones, too."""
     num_modules: int = 0
     recomputing: bool = False
 

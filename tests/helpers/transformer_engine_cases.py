@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.models import GPTModel
+from megatron_lightning.optim.codes import Range
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
@@ -32,7 +35,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 sp biases": (GPT, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "experts": (MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "exact gelu": (GPT | {"activation": "gelu"}, {}),
+    "codes": (LLAMA, {"fp8_param_gather": True}),
+    "codes of experts": (MOE, {"fp8_param_gather": True}),
 }
+"""Options of the model, and the layout; ``fp8_param_gather``: on two data ranks."""
 ATTRIBUTES = (
     "in_features", "out_features", "tp_size", "parallel_mode", "sequence_parallel", "use_bias",
     "eps", "normalization", "zero_centered_gamma", "activation", "set_parallel_mode",
@@ -67,17 +73,52 @@ def describe_cases(library: Library) -> dict[str, Any]:
     """Return the modules of every case by the path of their layer, as built: on ``meta``."""
     found = {}
     for name, (options, layout) in CASES.items():
-        size = layout.get("tensor_model_parallel_size", 1)
+        layout = dict(layout)
+        keeps_codes = layout.pop("fp8_param_gather", False)
+        size = 2 if keeps_codes else layout.get("tensor_model_parallel_size", 1)
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
         try:
             context = ParallelContext(ParallelLayout(**layout), device="cpu")
             model = GPTModel(config(**options))
             parallelize(model, context, model.sharding_plan())
-            backend = TransformerEngine(FP8Recipe(scaling="current"), library)
+            recipe = FP8Recipe(scaling="current", fp8_param_gather=keeps_codes)
+            backend = TransformerEngine(recipe, library)
             backend.attach(model, context, caches_weights=True)
-            found[name] = _engines(model)
+            found[name] = _codes(model, backend) if keeps_codes else _engines(model)
         finally:
             dist.destroy_process_group()
+    return found
+
+
+def _codes(model: GPTModel, backend: TransformerEngine) -> dict[str, Any]:
+    """Return what modules are given when weights are kept as codes: tensors that are views of the
+    parameter, by which its gradient comes back.
+    """
+    found: dict[str, Any] = {}
+    for name, coder in backend.weight_coders(model).items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        parameter: nn.Parameter = layer._parameters["weight"]  # type: ignore[assignment]
+        buffer = torch.zeros(parameter.shape, dtype=torch.uint8)
+        parameter.data = buffer.view(coder.dtype)
+        set_grad_dtype(parameter, None)
+        start = len(parameter[0].flatten()) - 8  # of experts, the end of one and more of the next
+        parts = coder.parts([Range(start, torch.zeros(32), buffer.view(-1)[start : start + 32])])
+        buffer.fill_(5)
+        bound: dict[str, Any] = coder.bound()
+        gradients = [torch.full(one.shape, float(i)) for i, one in enumerate(bound.values(), 1)]
+        torch.autograd.backward(list(bound.values()), gradients)
+        assert parameter.grad is not None
+        found[name] = {
+            "own": [[None if v is None else len(v), start] for _, v, start in parts],
+            "bound": {
+                key: [type(one).__name__, list(one.shape), str(one.dtype), one.requires_grad]
+                for key, one in bound.items()
+            },
+            "codes": [
+                [t.unique().tolist() for t in (o._data, o._transpose)] for o in bound.values()
+            ],
+            "gradient": parameter.grad.flatten(1).mean(1).unique().tolist(),
+        }
     return found
 
 

@@ -26,6 +26,7 @@ from megatron_lightning.precision.assignment import apply_recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.weights import weight_coders
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
+from tests.helpers.fake_transformer_engine import installed
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 from tests.lightning.test_fp8_combinations import (
@@ -271,9 +272,17 @@ def test_what_cannot_be_is_refused_before_a_process_group(case: str) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_transformer_engine_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"quantized_model_init is not called.*native"):
-        MegatronFP8Precision(FP8Recipe(fp8_param_gather=True), backend="transformer_engine")
+def test_fsdp_gathers_no_tensors_of_transformer_engine() -> None:
+    with installed():
+        plugin = MegatronFP8Precision(
+            FP8Recipe(fp8_param_gather=True), backend="transformer_engine"
+        )
+        with pytest.raises(ConfigError, match=r"FSDP2 frees a layer's full weight .*zero1"):
+            pl.Trainer(
+                accelerator="cpu", devices=2, logger=False, plugins=[plugin],
+                strategy=MegatronStrategy(start_method="fork", **FSDP),
+            )  # fmt: skip
+    assert not torch.distributed.is_initialized()
 
 
 class Casting(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import RecomputeOptions
+from megatron_lightning.checkpoint import read_full
+from megatron_lightning.config import DataParallelOptions, RecomputeOptions
+from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
@@ -32,6 +35,7 @@ CP = "context_parallel_size"
 BATCH, SEQUENCE, STEPS = 8, 32, 3
 MICRO = 2
 DELAYED = FP8Recipe(scaling="delayed", amax_history_len=16)
+CURRENT = FP8Recipe(scaling="current")
 RECOMPUTE = RecomputeOptions(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
@@ -68,6 +72,7 @@ def _fit(
     replicas: int = 1,
     steps: int = STEPS,
     batches: int = STEPS,
+    validates: bool = False,
     callbacks: tuple[pl.Callback, ...] = (),
     **of_trainer: Any,
 ) -> tuple[list[float], list[float]]:
@@ -80,10 +85,12 @@ def _fit(
         max_steps=steps,
         callbacks=[record, *callbacks],
         plugins=plugins,
+        val_check_interval=1 if validates else None,
         **of_trainer,
     )
     module = Module(config(**{"num_layers": 2, "init_method_std": 0.1, **options}))
-    fit.fit(module, _data(BATCH // replicas, batches), ckpt_path=ckpt_path)
+    validation = _data(BATCH // replicas, 1) if validates else None
+    fit.fit(module, _data(BATCH // replicas, batches), validation, ckpt_path=ckpt_path)
     return record.losses, record.norms
 
 
@@ -178,6 +185,124 @@ def test_a_forward_that_is_computed_again_draws_the_same() -> None:
     """Transformer Engine restores our streams, from which sequence shards draw."""
     for once, again in run_ranks(2, _dropped, timeout_s=100):
         assert once == again
+
+
+# ------------------------------------------------------------------------------------------- codes
+
+
+class _Codes(pl.Callback):
+    """Counts the elements of parameters, and those that are codes."""
+
+    def __init__(self) -> None:
+        self.during: tuple[int, int] = (0, 0)
+        self.after = -1
+
+    @staticmethod
+    def _count(module: pl.LightningModule) -> tuple[int, int]:
+        sizes = [(p.numel(), p.numel() * is_code(p.dtype)) for p in module.parameters()]
+        return sum(size for size, _ in sizes), sum(codes for _, codes in sizes)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.during = self._count(module)
+
+    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        self.after = self._count(module)[1]
+
+
+def _coded(coded: bool, strategy: dict[str, Any], options: dict[str, Any], replicas: int) -> Any:
+    """Return losses and norms, flags, elements, and how often weights were quantized."""
+    counts = _Codes()
+    with installed() as state:
+        state.rounds_weights = True
+        recipe = replace(CURRENT, fp8_param_gather=coded)
+        result = _fit(strategy, options, recipe, replicas=replicas, callbacks=(counts,))
+        calls = [name for name, _ in state.calls]
+        flags = list(state.first_flags.values())
+    num_quantized = calls.count("quantize_master_weights")
+    return result, flags, counts.during, counts.after, num_quantized
+
+
+ZERO1 = {"data_parallel": "zero1", **SINGLE}
+CODED: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    "one": (1, {}, LLAMA, 1),
+    "dp2": (2, ZERO1, LLAMA, 2),
+    "tp2": (4, {**ZERO1, TP: 2}, GPT, 2),
+    "pp2": (4, {**ZERO1, PP: 2}, LLAMA, 2),
+    "vpp2": (4, {**ZERO1, PP: 2, VPP: 2}, {**LLAMA, "num_layers": 4}, 2),
+    "tp2-pp2": (8, {**ZERO1, TP: 2, PP: 2}, LLAMA, 2),
+    "cp2": (2, {CP: 2}, LLAMA, 1),
+    "experts-ep2": (4, {**ZERO1, EP: 2}, MOE, 4),
+    "recompute": (2, {**ZERO1, "recompute": RECOMPUTE}, LLAMA, 2),
+    "overlapped": (
+        2,
+        {**ZERO1, "data_parallel_options": DataParallelOptions(overlap_param_gather=True)},
+        LLAMA,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c == "dp2" else [pytest.mark.slow]) for c in CODED]
+)
+@pytest.mark.timeout(240)
+def test_weights_kept_as_codes_train_as_weights_quantized_in_the_module(case: str) -> None:
+    """Losses are bit-equal, since codes are those of the full weight; norms sum other shards, and
+    gradients of four data ranks add up in another order in other buckets (1e-6). Codes are made
+    when training begins (twice: after what a callback may load), and once a step."""
+    ranks, strategy, options, replicas = CODED[case]
+    plain, coded = (
+        run_ranks(ranks, _coded, on, strategy, options, replicas, timeout_s=200)
+        for on in (False, True)
+    )
+    for before, after in zip(plain, coded, strict=True):
+        (losses, norms), flags, _, _, none = before
+        (own, sums), own_flags, (size, codes), left, num_quantized = after
+        assert own == pytest.approx(losses, rel=1e-6 if replicas == 4 else 0, abs=0)
+        assert sums == pytest.approx(norms, rel=1e-6)
+        assert own_flags == flags
+        assert none == left == 0
+        if case == "one":  # nothing is gathered
+            assert codes == num_quantized == 0
+        else:
+            assert size / 4 < codes < size
+            assert num_quantized > STEPS and num_quantized % (STEPS + 2) == 0
+
+
+def _resumed(folder: str) -> Any:
+    """Return losses of a full run and of the resumed ones; with codes and without them."""
+    layout: dict[str, Any] = {**ZERO1, "micro_batch_size": 2}
+    losses = []
+    with installed() as state:
+        state.rounds_weights = True
+        for coded in (False, True):
+            recipe = replace(DELAYED, fp8_param_gather=coded)
+            options: dict[str, Any] = {"batches": 4, "replicas": 2, "validates": True}
+            losses += [_fit(layout, LLAMA, recipe, steps=4, **options)[0]]
+            saved = _saved(f"{folder}/{coded}")
+            saving = {"enable_checkpointing": True, "callbacks": (saved,)}
+            _fit(layout, LLAMA, recipe, steps=2, **options, **saving)
+        for coded in (False, True):
+            path = f"{folder}/{not coded}/at.ckpt"
+            recipe = replace(DELAYED, fp8_param_gather=coded)
+            losses += [_fit(layout, LLAMA, recipe, steps=4, ckpt_path=path, **options)[0][-2:]]
+        path = f"{folder}/True/at.ckpt"
+        losses += [_fit(layout, LLAMA, recipe, steps=4, ckpt_path=path, **options)[0][-2:]]
+    return losses
+
+
+@pytest.mark.slow
+def test_checkpoints_of_codes_hold_fp32_weights(tmp_path: Path) -> None:
+    """The same names and values as without codes, so that each resumes the other, bit by bit;
+    validated after every step."""
+    for plain, coded, *resumed in run_ranks(2, _resumed, str(tmp_path), timeout_s=110):
+        assert plain == coded
+        assert all(losses == plain[-2:] for losses in resumed)
+    (before, after) = (read_full(tmp_path / str(on) / "at.ckpt") for on in (False, True))
+    assert list(before["state_dict"]) == list(after["state_dict"])
+    for name, value in before["state_dict"].items():
+        assert type(value) is Tensor and value.dtype == torch.float32
+        assert torch.equal(value, after["state_dict"][name]), name
 
 
 # -------------------------------------------------------------------------------------- checkpoints

@@ -66,7 +66,14 @@ def _tokens() -> Tensor:
 
 
 def _package(folder: Path, init: str, pytorch: str = "", recipe: str = "") -> None:
-    for name, text in (("", init), ("pytorch", pytorch), ("common", ""), ("common/recipe", recipe)):
+    for name, text in (
+        ("", init),
+        ("pytorch", pytorch),
+        ("pytorch/tensor", ""),
+        ("pytorch/tensor/utils", ""),
+        ("common", ""),
+        ("common/recipe", recipe),
+    ):
         path = folder / "transformer_engine" / name
         path.mkdir(parents=True, exist_ok=True)
         (path / "__init__.py").write_text(text)

@@ -10,6 +10,7 @@ package attaches a module of Transformer Engine to each layer that a recipe quan
     build     which module a layer gets, with which keywords
     fusion    norm + linear, norm + MLP as one module
     state     scales and histories as tensors and JSON
+    weights   weights that ranks gather as codes, in quantized tensors
     backend   attaches engines; autocast; caches of quantized weights
 
 Transformer Engine is imported by :func:`.library.load` only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -35,6 +36,7 @@ from megatron_lightning.precision.transformer_engine.state import (
     load_state,
     read_state,
 )
+from megatron_lightning.precision.transformer_engine.weights import QuantizedWeight
 
 
 class TransformerEngine:
@@ -84,7 +86,9 @@ class TransformerEngine:
         remove_engines(module)
         recipes = recipes_of_layers(module, self.recipe)
         present = dict(present_modules(module))
-        build = Builder(self.library, context, self)
+        keeps_codes = caches_weights and self.recipe.fp8_param_gather
+        codes = self._te_recipe(self.recipe) if keeps_codes else None
+        build = Builder(self.library, context, self, codes)
         own = {p: r for p, r in recipes.items() if r is not None and p in present}
         for path, recipe in own.items():
             check_layer(path, present[path], recipe.scaling)
@@ -160,6 +164,19 @@ class TransformerEngine:
         self._scalings = {}
         self._context = None
         return state
+
+    def weight_coders(self, module: nn.Module) -> dict[str, QuantizedWeight]:
+        """Return the coders of the weights that may be kept as codes, by parameter name: those that
+        one layer reads.
+        """
+        uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        paths = {id(layer): path for path, layer in module.named_modules()}
+        return {
+            f"{paths[id(weight.layer)]}.weight": weight
+            for engine in self.engines.values()
+            for weight in engine.weights
+            if uses[id(weight.layer.weight)] == 1
+        }
 
     # ----------------------------------------------------------------------------------------- step
 

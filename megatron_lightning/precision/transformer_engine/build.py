@@ -2,11 +2,13 @@
 
 Sizes are those of the full layer where Transformer Engine divides them (``parallel_mode``), and
 this rank's where the layer computes alone: inside a :class:`ParallelInput` region, experts, one
-rank. Modules are built on ``meta``: their parameters are the layers'.
+rank. Modules are built on ``meta``: their parameters are the layers'. Those whose weights may be
+kept as codes are built in memory, with quantized tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from megatron_lightning.precision.transformer_engine.engines import (
 )
 from megatron_lightning.precision.transformer_engine.library import Library
 from megatron_lightning.precision.transformer_engine.random import StreamTracker
+from megatron_lightning.precision.transformer_engine.weights import QuantizedWeight
 
 Norm = nn.RMSNorm | nn.LayerNorm
 
@@ -54,44 +57,57 @@ class Builder:
         library: Transformer Engine.
         context: Groups of this rank.
         around: The backend.
+        codes: Recipe of the step, by which weights are kept as codes where ranks share their main
+            params; None: they are not.
     """
 
-    def __init__(self, library: Library, context: ParallelContext, around: Surroundings) -> None:
+    def __init__(
+        self,
+        library: Library,
+        context: ParallelContext,
+        around: Surroundings,
+        codes: Any = None,
+    ) -> None:
         self._te = library.pytorch
+        self._tensors = library.tensors
         self._context = context
         self._around = around
+        self._codes = codes
 
     def linear(self, layer: Any, recipe: Any = None) -> LinearEngine:
         """Return the engine of a linear layer."""
         shape = shape_of(layer)
-        module = self._te.Linear(
-            shape.in_features,
-            shape.out_features,
+        module = self._build(
+            self._te.Linear,
+            layer,
+            recipe,
+            (shape.in_features, shape.out_features),
             bias=layer.bias is not None,
             parallel_mode=shape.parallel_mode,
             **shape.ranks,
-            **_storage(layer.weight),
         )
         return LinearEngine(
             layer, module, lambda: _named(layer), self._around, recipe,
-            sequence_dim=shape.sequence_dim,
+            weights=self._weights(module, {"": layer}, recipe), sequence_dim=shape.sequence_dim,
         )  # fmt: skip
 
     def norm_linear(self, norm: Norm, layer: Any, recipe: Any = None) -> LinearEngine:
         """Return the engine of a linear layer and the norm before it."""
         shape = shape_of(layer)
-        module = self._te.LayerNormLinear(
-            shape.in_features,
-            shape.out_features,
+        module = self._build(
+            self._te.LayerNormLinear,
+            layer,
+            recipe,
+            (shape.in_features, shape.out_features),
             bias=layer.bias is not None,
             parallel_mode=shape.parallel_mode,
             **shape.ranks,
             **_normalization(norm),
-            **_storage(layer.weight),
         )
         return LinearEngine(
             layer, module, lambda: _named(norm, "layer_norm_") | _named(layer), self._around,
-            recipe, sequence_dim=shape.sequence_dim,
+            recipe, weights=self._weights(module, {"": layer}, recipe),
+            sequence_dim=shape.sequence_dim,
         )  # fmt: skip
 
     def norm_mlp(self, norm: Norm, mlp: MLP, activation: str, recipe: Any = None) -> LinearEngine:
@@ -102,20 +118,24 @@ class Builder:
         first, second = mlp.linear_fc1, mlp.linear_fc2
         shape = shape_of(first)
         gated = activation == "swiglu"
-        module = self._te.LayerNormMLP(
-            shape.in_features,
-            shape.out_features // 2 if gated else shape.out_features,
+        module = self._build(
+            self._te.LayerNormMLP,
+            first,
+            recipe,
+            (shape.in_features, shape.out_features // 2 if gated else shape.out_features),
+            ("init_method", "output_layer_init_method"),
             bias=first.bias is not None,
             activation=activation,
             set_parallel_mode=shape.parallel_mode is not None,
             **shape.ranks,
             **_normalization(norm),
-            **_storage(first.weight),
         )
         return LinearEngine(
             mlp, module,
             lambda: _named(norm, "layer_norm_") | _named(first, "fc1_") | _named(second, "fc2_"),
-            self._around, recipe, sequence_dim=shape.sequence_dim,
+            self._around, recipe,
+            weights=self._weights(module, {"fc1_": first, "fc2_": second}, recipe),
+            sequence_dim=shape.sequence_dim,
         )  # fmt: skip
 
     def grouped(self, layer: GroupedLinear, recipe: Any = None) -> GroupedEngine:
@@ -123,9 +143,9 @@ class Builder:
         width.
         """
         num_experts, out_features, in_features = layer.weight.shape
-        module = self._te.GroupedLinear(
-            num_experts, in_features, out_features, bias=layer.bias is not None,
-            **_storage(layer.weight),
+        module = self._build(
+            self._te.GroupedLinear, layer, recipe, (num_experts, in_features, out_features),
+            bias=layer.bias is not None,
         )  # fmt: skip
 
         def parameters() -> dict[str, Tensor]:
@@ -137,8 +157,51 @@ class Builder:
 
         return GroupedEngine(
             layer, module, parameters, self._around, recipe,
+            weights=self._weights(module, {"": layer}, recipe),
             pad=self._te.Fp8Padding(num_experts), unpad=self._te.Fp8Unpadding(num_experts),
         )  # fmt: skip
+
+    def _build(
+        self,
+        kind: Any,
+        layer: Any,
+        recipe: Any,
+        sizes: tuple[int, ...],
+        initializers: tuple[str, ...] = ("init_method",),
+        **keywords: Any,
+    ) -> Any:
+        """Return a module for ``layer``: without memory, or with quantized weights of zeros, for
+        which no random numbers are drawn; their codes are made of the layer's weight.
+
+        ``initializers``: keywords of what sets weights.
+        """
+        keywords["params_dtype"] = layer.weight.dtype
+        if not self._keeps_codes(layer):
+            return kind(*sizes, device="meta", **keywords)
+        keywords |= dict.fromkeys(initializers, nn.init.zeros_)
+        recipe = self._codes if recipe is None else recipe
+        with self._te.quantized_model_init(enabled=True, recipe=recipe):
+            return kind(*sizes, device=self._context.device, **keywords)
+
+    def _keeps_codes(self, layer: nn.Module) -> bool:
+        context = self._context
+        sharing = context.edp if isinstance(layer, GroupedLinear) else context.dp_cp
+        return self._codes is not None and sharing.size > 1
+
+    def _weights(
+        self, module: Any, layers: Mapping[str, Any], recipe: Any
+    ) -> list[QuantizedWeight]:
+        """Return the quantized weights of a module; ``layers``: by the prefix of their names."""
+        recipe = self._codes if recipe is None else recipe
+        weights = []
+        for prefix, layer in layers.items():
+            if self._keeps_codes(layer):
+                is_stacked = isinstance(layer, GroupedLinear)
+                numbers = range(len(layer.weight)) if is_stacked else ("",)
+                names = [f"{prefix}weight{number}" for number in numbers]
+                tensors = {name: module._parameters[name] for name in names}
+                weights.append(QuantizedWeight(layer, tensors, recipe, self._tensors))
+        return weights
 
     def norm(self, norm: Norm) -> NormEngine:
         """Return the engine of a norm."""
@@ -257,10 +320,6 @@ def _named(layer: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Return weight and bias under Transformer Engine's names."""
     found = {name: getattr(layer, name, None) for name in ("weight", "bias")}
     return {prefix + name: value for name, value in found.items() if value is not None}
-
-
-def _storage(weight: Tensor) -> dict[str, Any]:
-    return {"params_dtype": weight.dtype, "device": "meta"}
 
 
 def _normalization(norm: Norm) -> dict[str, Any]:

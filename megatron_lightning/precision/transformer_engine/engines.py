@@ -7,7 +7,7 @@ layer have None in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.precision.transformer_engine.weights import QuantizedWeight
 
 Parameters = Callable[[], Mapping[str, Tensor]]
 
@@ -49,6 +50,7 @@ class ModuleEngine:
         parameters: Returns the layer's parameters by the module's names.
         around: The backend.
         recipe: Recipe of the layer, where it is not the step's.
+        weights: Weights that may be kept as codes.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class ModuleEngine:
         parameters: Parameters,
         around: Surroundings,
         recipe: Any = None,
+        *,
+        weights: Sequence[QuantizedWeight] = (),
     ) -> None:
         self.module = module
         self.cached_version = -1
@@ -67,6 +71,7 @@ class ModuleEngine:
         self._parameters = parameters
         self._around = around
         self._recipe = recipe
+        self.weights = weights
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -80,6 +85,9 @@ class ModuleEngine:
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """Compute the layer."""
         self.module._parameters.update(self._parameters())
+        for weight in self.weights:
+            if weight.holds_codes:
+                self.module._parameters.update(weight.bound())
         if self.module.training != self._layer.training:
             self.module.train(self._layer.training)
         with self._around.scope(self._recipe):

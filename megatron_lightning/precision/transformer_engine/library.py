@@ -16,8 +16,9 @@ _NAMES = (
     "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "LayerNorm", "RMSNorm",
     "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "autocast", "checkpoint",
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available",
+    "is_nvfp4_available", "quantized_model_init",
 )  # fmt: skip
+_NAMES_OF_TENSORS = ("post_all_gather_processing", "quantize_master_weights", "replace_raw_data")
 
 
 class Library(NamedTuple):
@@ -27,6 +28,8 @@ class Library(NamedTuple):
     """``transformer_engine.pytorch``: layers, autocast, checkpoint."""
     recipe: Any
     """``transformer_engine.common.recipe``."""
+    tensors: Any
+    """``transformer_engine.pytorch.tensor.utils``: weights that are kept as codes."""
     version: str
 
 
@@ -51,9 +54,13 @@ def load(*, has_gpu: bool) -> Library:
     version = str(getattr(package, "__version__", "unknown"))
     _check_version(version)
     library = Library(
-        _import("transformer_engine.pytorch"), _import("transformer_engine.common.recipe"), version
+        _import("transformer_engine.pytorch"),
+        _import("transformer_engine.common.recipe"),
+        _import("transformer_engine.pytorch.tensor.utils"),
+        version,
     )
     missing = [name for name in _NAMES if not hasattr(library.pytorch, name)]
+    missing += [name for name in _NAMES_OF_TENSORS if not hasattr(library.tensors, name)]
     if missing:
         raise _refusal(
             f"transformer_engine {version} has no {', '.join(missing)}",

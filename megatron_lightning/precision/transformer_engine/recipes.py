@@ -44,12 +44,6 @@ def check_recipe(recipe: FP8Recipe) -> None:
     Raises:
         ConfigError: If it has not.
     """
-    if recipe.fp8_param_gather:
-        raise ConfigError(
-            "fp8_param_gather is True with backend 'transformer_engine', whose modules get fp32 "
-            "weights and quantize them once a step: its quantized_model_init is not called. Set "
-            "backend to native or emulation, or fp8_param_gather to False."
-        )
     for own in all_recipes(recipe):
         if own.scaling == "rowwise":
             raise ConfigError(

@@ -1,0 +1,133 @@
+"""Weights that ranks gather as codes, in Transformer Engine's quantized tensors.
+
+A module that is built inside ``quantized_model_init`` has quantized tensors in place of its
+weights: codes of 8 bits, scales, and transposed codes for kernels that need them. Here the codes
+lie in the buffer that ranks gather (``replace_raw_data``), which the layer's parameter is a view
+of, too:
+
+    main params, fp32   of this rank's range, stepped by the optimizer
+      | quantize_master_weights: ranks agree on scales; codes of this rank's range
+    all-gather          of codes, 1 byte a weight
+      | post_all_gather_processing: transposed codes, at the first forward
+    module              multiplies; the gradient goes to the layer's parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.optim.codes import CodedWeight, LibraryCoder, Range
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class QuantizedWeight(LibraryCoder):
+    """The weight [out, in] of a layer, or [E, out, in] of experts, as quantized tensors.
+
+    Args:
+        layer: The layer.
+        tensors: Quantized tensors by their names in the module: one, or each expert's.
+        recipe: Transformer Engine's recipe of them.
+        utils: ``transformer_engine.pytorch.tensor.utils``.
+    """
+
+    dtype = torch.float8_e4m3fn
+
+    def __init__(
+        self, layer: nn.Module, tensors: Mapping[str, Any], recipe: Any, utils: Any
+    ) -> None:
+        self.layer = layer
+        self.recipe = recipe
+        self._tensors = tensors
+        self.utils = utils
+        self._codes: Tensor | None = None
+        self._is_processed = False
+
+    @property
+    def _weight(self) -> Tensor:
+        weight: Tensor = self.layer._parameters["weight"]  # type: ignore[assignment]
+        return weight
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether the layer's parameter is codes now."""
+        return is_code(self._weight.dtype)
+
+    @classmethod
+    def quantize(cls, weights: Sequence[CodedWeight], group: AxisGroup) -> None:
+        """See the base class. Transformer Engine takes weights of one recipe in a call."""
+        by_recipe: dict[int, list[CodedWeight]] = {}
+        for weight in weights:
+            by_recipe.setdefault(id(_of(weight).recipe), []).append(weight)
+        for some in by_recipe.values():
+            parts = [part for weight in some for part in _of(weight).parts(weight.ranges)]
+            tensors, values, starts = map(list, zip(*parts, strict=True))
+            _of(some[0]).utils.quantize_master_weights(
+                tensors,
+                values,
+                starts,
+                group.process_group,
+                manual_post_all_gather_processing=True,
+            )
+
+    def parts(self, ranges: Sequence[Range]) -> list[tuple[Any, Tensor | None, int | None]]:
+        """Return each quantized tensor, which is about to change, with this rank's main params of
+        it and their place; None where it has none.
+
+        ``ranges``: one of the flattened weight, or none.
+        """
+        self._share_memory()
+        self._is_processed = False
+        found: list[tuple[Any, Tensor | None, int | None]] = []
+        begin = 0
+        for tensor in self._tensors.values():
+            end = begin + tensor.numel()
+            part: tuple[Tensor | None, int | None] = None, None
+            for start, values, _ in ranges:
+                low, high = max(begin, start), min(end, start + len(values))
+                if low < high:
+                    part = values[low - start : high - start], low - begin
+            found.append((tensor, *part))
+            begin = end
+        return found
+
+    def _share_memory(self) -> None:
+        """Let the tensors' codes be those of the layer's parameter."""
+        codes = self._weight.detach().view(torch.uint8)
+        if self._codes is not None and self._codes.data_ptr() == codes.data_ptr():
+            return
+        parts = codes.unbind() if codes.ndim > 2 else (codes,)
+        for tensor, part in zip(self._tensors.values(), parts, strict=True):
+            self.utils.replace_raw_data(tensor, part)
+        self._codes = codes
+
+    def bound(self) -> dict[str, Tensor]:
+        """Return the tensors as a module takes them; their gradient is the parameter's."""
+        if not self._is_processed:
+            # What is made is kept for backward, also if an evaluation comes first.
+            with torch.inference_mode(False), torch.no_grad():
+                self.utils.post_all_gather_processing(list(self._tensors.values()))
+            self._is_processed = True
+        tensors = _Bound.apply(self._weight, list(self._tensors.values()))  # type: ignore[no-untyped-call]
+        return dict(zip(self._tensors, tensors, strict=True))
+
+
+def _of(weight: CodedWeight) -> QuantizedWeight:
+    return cast(QuantizedWeight, weight.coder)
+
+
+class _Bound(torch.autograd.Function):
+    """Quantized tensors whose gradients are those of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tensors: list[Any]) -> tuple[Any, ...]:
+        ctx.is_stacked = weight.ndim > 2
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.stack(grads) if ctx.is_stacked else grads[0], None
