@@ -63,9 +63,10 @@ CASES: dict[str, Case] = {
     "experts-ep2-pp2": Case(4, {EP: 2, **ONE_F_ONE_B}, _experts(), graphs=9, breaks=2),
     "experts-ep2-zbv": Case(4, {EP: 2, **ZBV}, _experts(), graphs=9, breaks=2),
     "experts-recompute": Case(2, {EP: 2}, _experts(), "uniform", graphs=9, breaks=2),
-    "experts-recompute-block": Case(2, {EP: 2}, _experts(), "block", graphs=9, breaks=2),
+    # Layers that are recomputed and layers that are not have a graph each.
+    "experts-recompute-block": Case(2, {EP: 2}, _experts(), "block", graphs=9, breaks=4),
     # A graph cannot hold a checkpoint of them: the tries count, and do not grow with the layers.
-    "experts-recompute-mlp": Case(2, {EP: 2}, _experts(), "selective", graphs=9, breaks=11),
+    "experts-recompute-mlp": Case(2, {EP: 2}, _experts(), "selective", graphs=9, breaks=15),
     "latent": Case(
         model={"mla": LatentAttentionConfig(
             q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
@@ -82,7 +83,7 @@ CASES: dict[str, Case] = {
     "dropout-tp2": Case(2, {TP: 2}, {"attention_dropout": 0.0}, dropout=0.2),
     "dropout-tp2-recompute": Case(2, {TP: 2}, {"attention_dropout": 0.0}, "uniform", 0.2),
     "dropout-tp2-recompute-block": Case(
-        2, {TP: 2}, {"attention_dropout": 0.0}, "block", 0.2
+        2, {TP: 2}, {"attention_dropout": 0.0}, "block", 0.2, graphs=4
     ),
     "dropout-tp2-attention": Case(2, {TP: 2}, dropout=0.2, graphs=8, breaks=4),
     "fsdp": Case(2, {"data_parallel": "fsdp"}),
