@@ -5,39 +5,43 @@ https://arxiv.org/abs/2205.05198):
 
 - *checkpointing* a module, or a run of layers: only its inputs are kept, and its forward runs again
   in backward;
-- *dropping the output* of a norm or an activation function: a layer that saves it for backward
-  stores a recipe instead. (Checkpointing such a module would gain nothing: the next layer saves the
-  output as its own input.);
-- *offloading* the tensors that a module saves to the host's memory.
+- *dropping the output* of a norm or an activation function (``dropped_outputs``): a layer that
+  saves it for backward stores a recipe instead. (Checkpointing such a module would gain nothing:
+  the next layer saves the output as its own input.);
+- *offloading* the tensors that a module saves to the host's memory (``offload``).
 
-Each replaces ``forward`` on the module itself, so that names, parameters, hooks and checkpoints
-stay as they are. The second forward draws the same random numbers, from the default generator and
-from the named streams, under the autocast of the first. It runs once per backward with every
-schedule: a deferred weight gradient has its inputs already. Losses and gradients are bit-equal to
-those without.
+Each wraps ``forward`` on the module itself (``wrapped_methods``), so that names, parameters, hooks
+and checkpoints stay as they are. The second forward draws the same random numbers, from the default
+generator and from the named streams, under the autocast of the first. It runs once per backward
+with every schedule: a deferred weight gradient has its inputs already. Losses and gradients are
+bit-equal to those without.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lightning.compat import saved_tensors_hooks_in_force
 from megatron_lightning.config import RecomputeOptions
-from megatron_lightning.errors import ConfigError, RecomputeError
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.activation import SwiGLU
+from megatron_lightning.layers.dropped_outputs import drop_output
 from megatron_lightning.layers.offload import offloaded
+from megatron_lightning.layers.wrapped_methods import (
+    Forward,
+    replace_attribute,
+    replace_wrapped_forward,
+    restore,
+    wrap,
+    wrapped_forward,
+)
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.rng import RngStreams
 
@@ -46,10 +50,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
 }
 _CHEAP = (nn.LayerNorm, nn.RMSNorm, SwiGLU, nn.SiLU, nn.GELU, nn.ReLU)
-_ORIGINALS = "_megatron_recompute"
-_WRAPPED = "_megatron_wrapped"
-
-Forward = Callable[..., Any]
 
 
 def apply_recompute(
@@ -75,13 +75,13 @@ def apply_recompute(
         for path in _outermost(module, options.recompute_modules):
             child = module.get_submodule(path)
             if isinstance(child, _CHEAP) or type(child).__name__.endswith("Norm"):
-                _drop_output(module, path)
+                drop_output(module, path)
             else:
                 _checkpoint(child, "forward")
     elif options.recompute_granularity == "full":
         _checkpoint_layers(module, options, stages)
     for path in _outermost(module, options.offload_modules):
-        _wrap(
+        wrap(
             module.get_submodule(path),
             "forward",
             partial(offloaded, min_bytes=options.offload_min_bytes),
@@ -91,12 +91,7 @@ def apply_recompute(
 def remove_recompute(module: nn.Module) -> None:
     """Undo :func:`apply_recompute`."""
     for child in module.modules():
-        child.__dict__.pop(_WRAPPED, None)
-        for name, value in child.__dict__.pop(_ORIGINALS, {}).items():
-            if value is None:
-                child.__dict__.pop(name, None)
-            else:
-                child.__dict__[name] = value
+        restore(child)
 
 
 def check_patterns(module: nn.Module, options: RecomputeOptions) -> None:
@@ -152,51 +147,19 @@ def _similar(pattern: str, module: nn.Module) -> str:
     )
 
 
-def _wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a method of ``module``, in an attribute of the instance, so that it can be copied and
-    pickled.
-    """
-    attributes = module.__dict__
-    attributes.setdefault(_ORIGINALS, {}).setdefault(name, attributes.get(name))
-    if name != "forward":
-        attributes[name] = partial(wrapper, getattr(module, name))
-        return
-    wrapped: dict[str, Forward] = attributes.setdefault(_WRAPPED, {})
-    own = module.forward if name in attributes else MethodType(_own_forward, module)
-    wrapped[name] = partial(wrapper, wrapped.get(name) or own)
-    # torch.compile recognizes the forward of an instance by the function of a bound method, which
-    # all modules share here, and anything else by its identity: a graph for each module.
-    attributes[name] = MethodType(forward, module)
-
-
-def _own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of the class that a module has now: plain linear layers become others when
-    they are quantized or defer gradients.
-    """
-    return type(self).forward(self, *args, **kwargs)
-
-
-_own_forward.__name__ = "forward"  # by which pickles take it: they find that of the class then
-
-
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the wrapped forward of a module. Pickles take it by its name, and find the module's
-    own.
-    """
-    return self.__dict__[_WRAPPED]["forward"](*args, **kwargs)
-
-
 def recomputed_forward(module: nn.Module) -> Forward | None:
     """Return what ``module`` runs again in backward in place of its forward; None: nothing."""
-    wrapper: Any = module.__dict__.get(_WRAPPED, {}).get("forward")
-    return wrapper.args[0] if wrapper is not None and wrapper.func is _checkpointed else None
+    wrapped = wrapped_forward(module)
+    return wrapped.args[0] if wrapped is not None and wrapped.func is _checkpointed else None
 
 
 def replace_recomputed(module: nn.Module, forward: Forward) -> None:
     """Run ``forward`` in place of :func:`recomputed_forward`, which ``module`` has."""
-    wrapper = module.__dict__[_WRAPPED]["forward"]
-    wrapped = partial(wrapper.func, forward, *wrapper.args[1:], **wrapper.keywords)
-    module.__dict__[_WRAPPED]["forward"] = wrapped
+    wrapped = wrapped_forward(module)
+    if wrapped is not None:
+        replace_wrapped_forward(
+            module, partial(wrapped.func, forward, *wrapped.args[1:], **wrapped.keywords)
+        )
 
 
 def draws_from_streams(module: nn.Module) -> bool:
@@ -224,16 +187,13 @@ def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
             yield path
 
 
-# ----------------------------------------------------------------------------- checkpointed modules
-
-
 def _checkpoint(module: nn.Module, name: str) -> None:
     """Recompute a method of ``module`` in backward."""
     children = tuple(module.modules())
     drawing = tuple(
         child for child in children if isinstance(getattr(child, "streams", None), RngStreams)
     )
-    _wrap(module, name, partial(_checkpointed, drawing=drawing, children=children))
+    wrap(module, name, partial(_checkpointed, drawing=drawing, children=children))
 
 
 def _checkpointed(
@@ -300,10 +260,8 @@ def _replaying(
 def _checkpoint_layers(
     module: nn.Module, options: RecomputeOptions, stages: Sequence[Sequence[str]]
 ) -> None:
-    layers, count = (
-        list(_outermost(module, options.recompute_layers)),
-        options.recompute_num_layers or 1,
-    )
+    layers = list(_outermost(module, options.recompute_layers))
+    count = options.recompute_num_layers or 1
     if options.recompute_method == "uniform" and count > 1:
         for path in _containers(layers):
             _checkpoint_together(module.get_submodule(path), count)
@@ -335,143 +293,5 @@ def _check_together(container: nn.Module, count: int | None) -> None:
 def _checkpoint_together(container: nn.Module, count: int) -> None:
     """Recompute ``count`` layers of a container at once."""
     _check_together(container, count)
-    container.__dict__.setdefault(_ORIGINALS, {}).setdefault(
-        "layers_at_once", container.layers_at_once
-    )
-    container.layers_at_once = count  # type: ignore[assignment]
+    replace_attribute(container, "layers_at_once", count)
     _checkpoint(container, "run_layers")
-
-
-# ---------------------------------------------------------------------------------- dropped outputs
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A tensor, packed by the surrounding hooks if there are any."""
-
-    value: Any
-    unpack: Callable[[Any], Tensor] | None
-
-    def tensor(self) -> Tensor:
-        tensor: Tensor = self.value if self.unpack is None else self.unpack(self.value)
-        return tensor
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """Represents a dropped output in the graph."""
-
-    forward: Forward
-    inputs: tuple[_Packed, ...]
-    versions: tuple[tuple[Tensor, int], ...]
-    """Inputs that are kept as they are, and their versions."""
-    autocast: tuple[str, bool, torch.dtype]
-    view: tuple[Sequence[int], Sequence[int], int] | None = None
-    """Size, stride and offset of the saved view of the output."""
-
-    def tensor(self) -> Tensor:
-        if any(value._version != version for value, version in self.versions):
-            raise RecomputeError(
-                "the input of a module whose output is recomputed was changed in place. Change a "
-                "copy of it, or remove the module from recompute_modules."
-            )
-        device, enabled, dtype = self.autocast
-        with torch.no_grad(), torch.autocast(device, dtype, enabled=enabled):
-            output: Tensor = self.forward(*(packed.tensor() for packed in self.inputs))
-        return output if self.view is None else output.as_strided(*self.view)
-
-
-class _DroppedOutputs:
-    """Recipes of the outputs that are alive in one forward of the modules' parent, by memory
-    location.
-
-    Surrounding hooks, such as those of an offloaded parent, get all other tensors.
-    """
-
-    def __init__(self) -> None:
-        self._recipes: dict[tuple[Any, ...], _Recipe] = {}
-        self._outer = saved_tensors_hooks_in_force()
-
-    def record(self, output: Tensor, forward: Forward, inputs: Sequence[Tensor]) -> None:
-        """Record the recipe of ``output`` while it is alive."""
-        # A view of something larger, which others may keep.
-        if output.untyped_storage().nbytes() != output.nbytes:
-            return
-        device, place = output.device.type, _place(output)
-        values = [value.detach() for value in inputs]
-        self._recipes[place] = _Recipe(
-            forward,
-            tuple(map(self._keep, values)),
-            () if self._outer else tuple((value, value._version) for value in values),
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-        )
-        # Its memory may be reused afterwards.
-        weakref.finalize(output, self._recipes.pop, place, None)
-
-    def pack(self, tensor: Tensor) -> _Packed | _Recipe:
-        """Return the recipe of a dropped output, or of a view of it; any other tensor as the
-        surrounding hooks pack it.
-        """
-        recipe = self._recipes.get(_place(tensor))
-        if recipe is None:
-            return self._keep(tensor)
-        return replace(recipe, view=(tensor.shape, tensor.stride(), int(tensor.storage_offset())))
-
-    def _keep(self, tensor: Tensor) -> _Packed:
-        return (
-            _Packed(tensor, None)
-            if self._outer is None
-            else _Packed(self._outer[0](tensor), self._outer[1])
-        )
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor._version
-
-
-def _drop_output(module: nn.Module, path: str) -> None:
-    """Store a recipe instead of the output of ``path`` in what its parent's forward saves."""
-    parent = module.get_submodule(path.rpartition(".")[0])
-    dropping: _Dropping | None = parent.__dict__.get("_dropped_outputs")
-    if dropping is None:
-        parent.__dict__.setdefault(_ORIGINALS, {})["_dropped_outputs"] = None
-        dropping = parent.__dict__["_dropped_outputs"] = _Dropping()
-        _wrap(parent, "forward", dropping.around)
-    _wrap(module.get_submodule(path), "forward", dropping.computed)
-
-
-class _Dropping:
-    """Wrappers that drop outputs inside one module; copies of the module start without the state of
-    a running forward.
-    """
-
-    def __init__(self) -> None:
-        self._running: list[_DroppedOutputs] = []
-
-    def __reduce__(self) -> tuple[type[_Dropping], tuple[()]]:
-        return _Dropping, ()
-
-    def around(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the parent's forward."""
-        # The compiler decides what to keep.
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        outputs = _DroppedOutputs()
-        self._running.append(outputs)
-        try:
-            with saved_tensors_hooks(outputs.pack, lambda packed: packed.tensor()):
-                return forward(*args, **kwargs)
-        finally:
-            self._running.pop()
-
-    def computed(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward and record its output."""
-        output = forward(*args, **kwargs)
-        if (
-            self._running
-            and not kwargs
-            and torch.is_grad_enabled()
-            and all(isinstance(value, Tensor) for value in args)
-        ):
-            self._running[-1].record(output, forward, args)
-        return output

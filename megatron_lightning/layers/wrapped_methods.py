@@ -1,0 +1,81 @@
+"""Wrappers around the methods of a module, and other attributes of it, which can be taken back.
+
+They are attributes of the instance, and the methods stay those of its class: names, parameters and
+hooks do not change, and the module can be copied and pickled. A wrapper is called with the method,
+or with what an earlier wrapper has made of it, before the method's own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+_ORIGINALS = "_megatron_originals"
+_WRAPPED = "_megatron_wrapped"
+
+Forward = Callable[..., Any]
+
+
+def wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap a method of ``module``; earlier wrappers run inside this one."""
+    if name != "forward":
+        replace_attribute(module, name, partial(wrapper, getattr(module, name)))
+        return
+    attributes = module.__dict__
+    own = module.forward if name in attributes else MethodType(_own_forward, module)
+    attributes[_WRAPPED] = partial(wrapper, attributes.get(_WRAPPED, own))
+    # torch.compile recognizes the forward of an instance by the function of a bound method, which
+    # all modules share here, and anything else by its identity: a graph for each module.
+    replace_attribute(module, name, MethodType(forward, module))
+
+
+def replace_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of the instance until :func:`restore`."""
+    attributes = module.__dict__
+    attributes.setdefault(_ORIGINALS, {}).setdefault(name, attributes.get(name))
+    attributes[name] = value
+
+
+def restore(module: nn.Module) -> None:
+    """Undo all calls of :func:`wrap` and :func:`replace_attribute` for ``module``."""
+    attributes = module.__dict__
+    attributes.pop(_WRAPPED, None)
+    for name, value in attributes.pop(_ORIGINALS, {}).items():
+        if value is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+
+def wrapped_forward(module: nn.Module) -> partial[Any] | None:
+    """Return the outermost wrapper of the module's forward, with what it is called with; None:
+    there is none.
+    """
+    wrapped: partial[Any] | None = module.__dict__.get(_WRAPPED)
+    return wrapped
+
+
+def replace_wrapped_forward(module: nn.Module, wrapped: partial[Any]) -> None:
+    """Replace what :func:`wrapped_forward` returns, which is not None."""
+    module.__dict__[_WRAPPED] = wrapped
+
+
+def _own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of the class that a module has now: plain linear layers become others when
+    they are quantized or defer gradients.
+    """
+    return type(self).forward(self, *args, **kwargs)
+
+
+_own_forward.__name__ = "forward"  # by which pickles take it: they find that of the class then
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the wrapped forward of a module. Pickles take it by its name, and find the module's
+    own.
+    """
+    return self.__dict__[_WRAPPED](*args, **kwargs)
