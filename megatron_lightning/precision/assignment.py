@@ -107,9 +107,17 @@ def apply_recipe(
     return Assignment(quantized, in_bf16, _others(present, found))
 
 
-def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Recipe | None]:
+def recipes_of_layers(
+    module: nn.Module, recipe: FP8Recipe, *, will_divide: bool = False
+) -> dict[str, FP8Recipe | None]:
     """Return the recipe of every linear layer by its path, also of those on other pipeline ranks;
     None: bf16.
+
+    Args:
+        module: The full module, or this rank's part of it.
+        recipe: The recipe.
+        will_divide: Whether layers are still to be replaced by parallel ones, which can be
+            quantized also where those cannot (``Conv1D``).
 
     Raises:
         ConfigError: If a pattern matches nothing, or no layer is quantized.
@@ -124,8 +132,8 @@ def recipes_of_layers(module: nn.Module, recipe: FP8Recipe) -> dict[str, FP8Reci
     kept = (*_kept_layers(module, recipe), *_output_embeddings(module))
     layers = _linears(module)
     found = {path: _recipe_of(path, layer, recipe, kept) for path, layer in layers.items()}
-    if not any(found.values()):
-        others = _others(dict(module.named_modules()), found)
+    others = [] if any(found.values()) else _others(dict(module.named_modules()), found)
+    if not any(found.values()) and not (will_divide and others):
         unlike = f" and others, which cannot be quantized: {_listed(others)}" if others else ""
         raise ConfigError(
             f"the recipe quantizes no layer of {type(module).__name__}, which has "

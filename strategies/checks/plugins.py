@@ -11,8 +11,9 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.precision.assignment import recipes_of_layers
+from megatron_lightning.precision.transformer_engine.build import check_layer
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
@@ -39,16 +40,24 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
         )
 
 
-def check_recipe_of(plugin: Precision | None, module: nn.Module) -> None:
-    """Check that the recipe of FP8 layers fits a module, whose layers keep their names and kinds
-    when it is divided.
+def check_recipe_of(plugin: Precision | None, module: nn.Module, layout: ParallelLayout) -> None:
+    """Check that the recipe of FP8 layers fits a full module, whose layers keep their names when
+    they are divided.
 
     Raises:
-        ConfigError: If a pattern matches nothing, or no layer is quantized.
+        ConfigError: If a pattern matches nothing, no layer is quantized, or Transformer Engine does
+            not take the size of one.
     """
-    recipe = getattr(plugin, "recipe", None)
-    if isinstance(recipe, FP8Recipe):
-        recipes_of_layers(module, recipe)
+    if not isinstance(plugin, MegatronFP8Precision):
+        return
+    recipes = recipes_of_layers(module, plugin.recipe, will_divide=layout.tp > 1)
+    if plugin.backend != "transformer_engine":
+        return
+    for path, recipe in recipes.items():
+        layer = module.get_submodule(path)
+        # Over tensor ranks a plain layer may become one of the vocabulary, which stays in bf16.
+        if recipe is not None and (layout.tp == 1 or type(layer) is not nn.Linear):
+            check_layer(path, layer, recipe.scaling)
 
 
 def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> None:

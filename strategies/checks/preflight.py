@@ -171,8 +171,8 @@ def check_layers(
     sharded = options.data_parallel == "fsdp"
     check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
     checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
-    if trainer is not None and model_config(module) is not None:
-        check_recipe_of(trainer.precision_plugin, module)
+    if trainer is not None:
+        check_recipe_of(trainer.precision_plugin, module, options.layout)
     if options.compile is not None:
         check_blocks(module, options.pipeline)
     if options.layout.cp > 1:

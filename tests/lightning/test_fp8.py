@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
-from megatron_lightning.strategies.checks.plugins import check_precision
+from megatron_lightning.strategies.checks.plugins import check_precision, check_recipe_of
+from tests.helpers import hf_models
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -364,12 +366,37 @@ def test_backends_that_are_missing_are_refused_before_the_trainer(backend: Any) 
         MegatronFP8Precision(FP8Recipe(), backend=backend)
 
 
-def test_patterns_that_match_nothing_are_refused_before_the_launch() -> None:
-    plugin = MegatronFP8Precision(FP8Recipe(modules={"**.linear_prj": "bf16"}))
-    fit = trainer(MegatronStrategy(**{PP: 2}), devices=2, max_steps=1, plugins=[plugin])
-    with pytest.raises(ConfigError, match=r"match no module .*linear_prj"):
-        fit.fit(_module(), _data(BATCH))
+UNFIT: dict[str, tuple[FP8Recipe, str]] = {
+    "pattern": (FP8Recipe(modules={"**.linear_prj": "bf16"}), "match no module .*linear_prj"),
+    "nothing": (FP8Recipe(modules={"**": "bf16"}), "quantizes no layer"),
+    "layers": (FP8Recipe(num_layers_at_end_in_bf16=1), "has 2 lists of 4 layers: model.encoder"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [*(("pattern", model) for model in ("gpt", "llama")), ("nothing", "llama"), ("layers", "t5")],
+)
+def test_recipes_that_do_not_fit_a_model_are_refused_before_the_launch(
+    case: str, model: str
+) -> None:
+    """Of ours, and of models whose layers are there when the module is constructed."""
+    recipe, message = UNFIT[case]
+    fit = trainer(
+        MegatronStrategy(**{PP: 2}), devices=2, max_steps=1, plugins=[MegatronFP8Precision(recipe)]
+    )
+    module = _module() if model == "gpt" else hf_models.Untouched(model)
+    with pytest.raises(ConfigError, match=message):
+        fit.fit(module, _data(BATCH))
     assert not torch.distributed.is_initialized()
+
+
+def test_layers_that_only_parallel_ones_replace_are_not_refused() -> None:
+    """GPT-2's are no ``nn.Linear``, and can be quantized over tensor ranks only."""
+    plugin, module = MegatronFP8Precision(), hf_models.Untouched("gpt2")
+    check_recipe_of(plugin, module, ParallelLayout(tensor_model_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"quantizes no layer .*which cannot be quantized"):
+        check_recipe_of(plugin, module, ParallelLayout())
 
 
 def test_another_strategy_is_refused_instead_of_training_in_bf16() -> None:

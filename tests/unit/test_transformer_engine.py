@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lightning.config import MoEConfig, RecomputeOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -27,7 +27,7 @@ from megatron_lightning.precision.transformer_engine.library import Library, loa
 from megatron_lightning.precision.transformer_engine.recipes import check_recipe, te_recipe
 from megatron_lightning.precision.transformer_engine.state import load_state, read_state
 from megatron_lightning.strategies import MegatronFP8Precision
-from megatron_lightning.strategies.checks.plugins import check_compiled_precision
+from megatron_lightning.strategies.checks.plugins import check_compiled_precision, check_recipe_of
 from tests.helpers.fake_transformer_engine import installed
 from tests.helpers.fake_transformer_engine_modules import Linear
 from tests.helpers.te_contract import State
@@ -266,6 +266,17 @@ def test_layers_without_a_counterpart(library: Library) -> None:
     moe = MoEConfig(num_experts=4, grouped_gemm=False)
     with pytest.raises(ConfigError, match=r"linear_fc1.*grouped_gemm=False.*grouped_gemm to True"):
         _attached(library, FP8Recipe(scaling="current"), GPTModel(config(**LLAMA, moe=moe)))
+
+
+def test_sizes_are_refused_before_the_launch(fake: State) -> None:
+    """What a plan makes of plain layers over tensor ranks is not known then."""
+    plugin = MegatronFP8Precision(FP8Recipe(scaling="mxfp8"), backend="transformer_engine")
+    narrow, plain = GPTModel(config(**LLAMA | {"ffn_hidden_size": 72})), nn.Sequential()
+    plain.append(nn.Linear(64, 40))
+    for model in (narrow, plain):
+        with pytest.raises(ConfigError, match=r"(144|40) x 64.*multiples of 32 on every rank"):
+            check_recipe_of(plugin, model, ParallelLayout())
+        check_recipe_of(plugin, model, ParallelLayout(tensor_model_parallel_size=2))
 
 
 def test_linear_layers_that_are_recomputed_alone(library: Library) -> None:

@@ -310,8 +310,8 @@ def check_layer(path: str, layer: Any, scaling: str) -> None:
     sizes = tuple(layer.weight.shape[-2:])
     if any(size % multiple for size in sizes):
         raise ConfigError(
-            f"{path} multiplies by {sizes[0]} x {sizes[1]} on this rank, and Transformer Engine "
-            f"quantizes sizes that are multiples of {multiple} with scaling={scaling}. Change the "
+            f"{path} multiplies by {sizes[0]} x {sizes[1]}, and with scaling={scaling} Transformer "
+            f"Engine quantizes sizes that are multiples of {multiple} on every rank. Change the "
             f"sizes, or keep it in bf16: modules={{{path!r}: 'bf16'}} of the recipe."
         )
 
