@@ -1,0 +1,317 @@
+"""One pass of a schedule on this rank: its messages, and the memory between forward and backward.
+
+Receives are posted a little ahead, and sends wait only where more would be in flight than the
+schedule foresees. A stage's output is released once it is sent, since its backward needs the graph
+(through a gradient edge) and not the values; buffers live from the message to the backward of one
+micro-batch, whatever the number of micro-batches.
+
+A split backward walks the graph once, in its first half (I); layers that can defer the gradients of
+their weights do so, and the second half (W) computes them. Others are computed in the first half.
+
+Shapes may differ from micro-batch to micro-batch. The program gives each one a *signature*, equal
+on all stages; the first message of a signature on a boundary carries a header, later ones are
+received into buffers of the known shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_lightning import compat
+from megatron_lightning.errors import PipelineError
+from megatron_lightning.pipeline.actions import Kind
+from megatron_lightning.pipeline.channel import (
+    Boundary,
+    Inbox,
+    Outbox,
+    StageTensors,
+    Transport,
+    describe,
+    encode_header,
+)
+from megatron_lightning.pipeline.plan import Message, Plan, Planned
+from megatron_lightning.pipeline.weight_gradients import WeightGradients
+
+BoundaryKey = tuple[int, bool, int]
+"""Receiving stage, whether there is a backward, and number of the signature."""
+
+
+class StageProgram(Protocol):
+    """Computation of the stages of this rank."""
+
+    def forward(
+        self, stage: int, microbatch: int, received: StageTensors | None
+    ) -> tuple[Tensor, ...] | Tensor | None:
+        """Run one stage on one micro-batch.
+
+        Args:
+            stage: Global stage.
+            microbatch: Index in the step.
+            received: Outputs of the stage before, which may be modified in place; None on stage 0.
+
+        Returns:
+            The tensors for the next stage, with a note if they are :class:`StageTensors`; on the
+            last stage the scalar to back-propagate, or None.
+        """
+        ...
+
+    def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context for the backward of a stage, which may recompute its forward."""
+        ...
+
+    def signature(self, microbatch: int) -> Hashable:
+        """Return a key of the shapes and dtypes between stages; equal on all stages."""
+        ...
+
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        """Return the context for the action that completes the gradients of ``stage`` in this run.
+
+        Gradients that appear inside are final, and so are all of the stage's after it: their
+        reduction may start.
+        """
+        ...
+
+
+class _Entrance(torch.autograd.Function):
+    """Make a non-leaf of a received tensor: a leaf that takes a gradient may not be modified in
+    place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """State of one micro-batch on a stage from its forward to its backward."""
+
+    inputs: tuple[Tensor, ...]
+    """Received tensors that take a gradient."""
+    edges: tuple[GradientEdge, ...]
+    """Nodes of the graph that the gradients of the outputs enter; the outputs themselves are
+    released."""
+    output_gradients: Boundary
+    """Metadata of the gradients that the next stage will send."""
+    seed: tuple[Tensor, ...] = ()
+    """Gradient of the loss itself, on the last stage."""
+
+
+class PipelineRun:
+    """One run of a plan; also the :class:`BoundaryBook` of its inboxes.
+
+    Args:
+        plan: Actions and messages of this rank.
+        program: Computation of the stages.
+        signatures: Number of the signature of each micro-batch.
+        transport: Process groups of the pipeline.
+        boundaries: Known metadata of the tensors that stages receive; the run adds to it.
+        weight_gradients: Store of deferred weight gradients.
+        backward: Whether the plan has backwards.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: StageProgram,
+        signatures: Sequence[int],
+        *,
+        transport: Transport,
+        boundaries: dict[BoundaryKey, Boundary],
+        weight_gradients: WeightGradients,
+        backward: bool,
+    ) -> None:
+        self._program = program
+        self._signatures = signatures
+        self._device = transport.device
+        self._boundaries = boundaries
+        self._weight_gradients = weight_gradients
+        self._backward = backward
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by stage and micro-batch
+        self._local: dict[tuple[bool, int, int], tuple[Tensor, ...]] = {}
+        self._inboxes = {
+            channel: Inbox(transport, *channel, messages, self)
+            for channel, messages in plan.received.items()
+        }
+        self._outboxes = {peer: Outbox(transport, peer) for peer in plan.peers}
+
+    def start(self) -> None:
+        """Post the first receives."""
+        for inbox in self._inboxes.values():
+            inbox.refill()
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        for outbox in self._outboxes.values():
+            outbox.finish()
+
+    def forward(
+        self, planned: Planned, received: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | Tensor | None:
+        """Run a stage on the tensors it received, and send its outputs."""
+        stage, _, microbatch = planned.action
+        # Only inputs that take a gradient are kept; the others live as long as the graph needs
+        # them.
+        inputs: tuple[Tensor, ...] = ()
+        given: StageTensors | None = None
+        if received is not None:
+            boundary = self._boundaries[self._key(stage, microbatch)]
+            if self._backward:
+                inputs = tuple(
+                    [
+                        t.requires_grad_()
+                        for t, meta in zip(received, boundary.tensors, strict=True)
+                        if meta.requires_grad
+                    ]
+                )
+                enter: Callable[[Tensor], Tensor] = _Entrance.apply
+                received = tuple(
+                    [enter(tensor) if tensor.requires_grad else tensor for tensor in received]
+                )
+            given = StageTensors(received, boundary.note)
+        outputs = self._program.forward(stage, microbatch, given)
+        flight = (
+            self._end(outputs, inputs)
+            if planned.gives is None
+            else self._send_outputs(planned.gives, outputs, inputs)
+        )
+        if self._backward:
+            self._in_flight[stage, microbatch] = flight
+            if planned.gives is not None and planned.gives.peer is not None:
+                # The shapes of its gradients are known now.
+                self._inboxes[False, planned.gives.peer].refill()
+        return outputs
+
+    def _end(self, loss: object, inputs: tuple[Tensor, ...]) -> _InFlight:
+        if loss is None:
+            return _InFlight(inputs, (), Boundary(()))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PipelineError(
+                f"the last stage returned {_kind_of(loss)}; a backward starts from one number. "
+                "Return a scalar tensor, or None for no backward."
+            )
+        if not (self._backward and loss.requires_grad):
+            return _InFlight(inputs, (), Boundary(()))
+        seed = (torch.ones_like(loss),)
+        return _InFlight(inputs, (get_gradient_edge(loss),), Boundary(()), seed)
+
+    def _send_outputs(
+        self, message: Message, outputs: object, inputs: tuple[Tensor, ...]
+    ) -> _InFlight:
+        """Send a stage's outputs to the next stage, and keep only their gradient edges."""
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        if not isinstance(tensors, tuple) or not all(
+            isinstance(tensor, Tensor) for tensor in tensors
+        ):
+            raise PipelineError(
+                f"stage {message.stage - 1} returned {_kind_of(outputs)}; only tensors travel "
+                "between stages. Return a tensor or a tuple of tensors."
+            )
+        boundary = describe(tensors, backward=self._backward)
+        self._send(message, self._with_header(message, boundary, tensors))
+        edges = tuple(
+            get_gradient_edge(tensor)
+            for tensor, meta in zip(tensors, boundary.tensors, strict=True)
+            if meta.requires_grad
+        )
+        gradients = tuple(meta for meta in boundary.tensors if meta.requires_grad)
+        return _InFlight(inputs, edges, Boundary(gradients))
+
+    def _with_header(
+        self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Put a header before the first message of a signature; check that later ones match it."""
+        key = self._key(message.stage, message.microbatch)
+        is_new = key not in self._boundaries
+        known = self._boundaries.setdefault(key, boundary)
+        if known != boundary:
+            signature = self._program.signature(message.microbatch)
+            raise PipelineError(
+                f"stage {message.stage - 1} sends {boundary} for micro-batch {message.microbatch}, "
+                f"and an earlier micro-batch with the same signature {signature!r} had {known}; "
+                "the next stage has posted buffers for that. Where shapes follow from values in a "
+                "batch, or layers are frozen within an epoch, set variable_seq_lengths of "
+                "pipeline_options; your own program returns different signatures for the two, or "
+                "calls forget_boundaries()."
+            )
+        if is_new and message.peer is not None:
+            return (*encode_header(boundary, self._device), *tensors)
+        return tensors
+
+    def backward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
+        """Compute the gradients of a stage's inputs from those of its outputs and send them (B, I);
+        compute the deferred gradients of its weights (B, W).
+        """
+        stage, kind, microbatch = planned.action
+        if kind is not Kind.WEIGHT_GRADIENT:
+            flight = self._in_flight.pop((stage, microbatch))
+            gradients = flight.seed if received is None else received
+            with (
+                self._weight_gradients.collect((stage, microbatch)),
+                self._program.recomputing(stage, microbatch),
+            ):
+                if flight.edges:
+                    compat.run_backward(flight.edges, gradients)
+            if planned.gives is not None:
+                # The stage before waits for a gradient of an unused input too.
+                zeros_or_grad = (
+                    torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs
+                )
+                self._send(planned.gives, tuple(zeros_or_grad))
+        if kind is not Kind.INPUT_GRADIENT:
+            self._weight_gradients.compute((stage, microbatch))
+
+    def _send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Send tensors to the stage that takes them, which may be on this rank."""
+        if message.peer is None:
+            self._local[message[:3]] = tuple(tensor.detach() for tensor in tensors)
+        else:
+            self._outboxes[message.peer].send(message, tensors)
+
+    def take(self, message: Message | None) -> tuple[Tensor, ...] | None:
+        """Wait for a message and post the receives behind it; None if an action takes none."""
+        if message is None:
+            return None
+        if message.peer is None:
+            return self._local.pop(message[:3])
+        inbox = self._inboxes[message.forward, message.peer]
+        tensors = inbox.take()
+        inbox.refill()
+        if tensors:
+            self._outboxes[message.peer].release(message.peer_position)
+        return tensors
+
+    def _key(self, stage: int, microbatch: int) -> BoundaryKey:
+        return stage, self._backward, self._signatures[microbatch]
+
+    def expected(self, message: Message) -> Boundary | None:
+        """Return the metadata of a message; None: not known before its header, or before its
+        stage's forward.
+        """
+        if message.forward:
+            return self._boundaries.get(self._key(message.stage, message.microbatch))
+        flight = self._in_flight.get((message.stage, message.microbatch))
+        return None if flight is None else flight.output_gradients
+
+    def record(self, message: Message, boundary: Boundary) -> None:
+        """Record the metadata of a header."""
+        self._boundaries[self._key(message.stage, message.microbatch)] = boundary
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
+    return type(value).__name__
