@@ -12,6 +12,7 @@ from megatron_lightning.config.parallel import (
     MomentsDtype,
     PipelineOptions,
 )
+from megatron_lightning.config.rope_scaling import RopeScaling, RopeType
 from megatron_lightning.config.training import (
     CheckpointOptions,
     CompileOptions,
@@ -27,8 +28,6 @@ from megatron_lightning.config.transformer import (
     AttentionBackend,
     Normalization,
     PositionEmbedding,
-    RopeScaling,
-    RopeType,
     TransformerConfig,
 )
 

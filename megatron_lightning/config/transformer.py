@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args
 from megatron_lightning.config.checks import check_choice, check_counts
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.moe import LayerKind, MoEConfig
+from megatron_lightning.config.rope_scaling import RopeScaling
 from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
-RopeType = Literal["llama3", "yarn"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
@@ -32,77 +32,6 @@ _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
     "num_query_groups", "kv_channels", "ffn_hidden_size", "mtp_num_layers",
 )  # fmt: skip
-# The two bounds, lower first, and what else only this type has.
-_ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "correction_range_round_to_int",
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Rotary frequencies for longer sequences than those of the pretraining, by Llama 3's rule
-    (https://arxiv.org/abs/2407.21783) or YaRN (https://arxiv.org/abs/2309.00071).
-
-    Both look at the turns that a channel makes over the original length: below a lower bound its
-    frequency is divided by ``factor``, above an upper bound kept, and in between interpolated.
-    """
-
-    rope_type: RopeType
-    """Rule: llama3 interpolates over the turns, yarn over the channels."""
-    factor: float
-    """Divisor of the low frequencies, 1 or more; Megatron's default for llama3 is 8."""
-    original_max_position_embeddings: int
-    """Longest sequence of the pretraining in tokens; Megatron's default is 8192 for llama3 and 4096
-    for yarn."""
-    low_freq_factor: float = 1.0
-    """llama3: lower bound, in turns."""
-    high_freq_factor: float = 4.0
-    """llama3: upper bound, in turns."""
-    beta_fast: float = 32.0
-    """yarn: upper bound, in turns."""
-    beta_slow: float = 1.0
-    """yarn: lower bound, in turns."""
-    mscale: float = 1.0
-    """yarn: cosines and sines are multiplied by (0.1 x mscale x ln(factor) + 1) / (0.1 x
-    mscale_all_dim x ln(factor) + 1)."""
-    mscale_all_dim: float = 0.0
-    """yarn: see mscale; with latent attention, scores are multiplied by (0.1 x mscale_all_dim x
-    ln(factor) + 1)^2 as well."""
-    correction_range_round_to_int: bool = True
-    """yarn: widen the interpolated range to whole channels."""
-
-    def __post_init__(self) -> None:
-        check_choice("rope_scaling.rope_type", self.rope_type, get_args(RopeType))
-        check_counts(self, "original_max_position_embeddings")
-        if not 1.0 <= self.factor < float("inf"):
-            raise ConfigError(
-                f"rope_scaling.factor is {self.factor}; low frequencies are divided by it, so that "
-                "longer sequences fit. Set it to 1 or more."
-            )
-        defaults = {field.name: field.default for field in fields(self)}
-        for other in _ROPE_FIELDS.keys() - {self.rope_type}:
-            for name in _ROPE_FIELDS[other]:
-                if getattr(self, name) != defaults[name]:
-                    raise ConfigError(
-                        f"rope_scaling.{name}={getattr(self, name)} is an option of {other}, and "
-                        f"rope_type is {self.rope_type}. Leave it out, or set rope_type to {other}."
-                    )
-        lower, upper = _ROPE_FIELDS[self.rope_type][:2]
-        if not 0.0 < getattr(self, lower) < getattr(self, upper) < float("inf"):
-            raise ConfigError(
-                f"rope_scaling: {lower} is {getattr(self, lower)} and {upper} "
-                f"{getattr(self, upper)}; frequencies between the two are interpolated. Set 0 < "
-                f"{lower} < {upper}."
-            )
-        for name in ("mscale", "mscale_all_dim"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"rope_scaling.{name} is {getattr(self, name)}; attention would become flatter "
-                    "with longer sequences. Set it to 0 or more."
-                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,84 @@
+"""Rotary frequencies for longer sequences than those of the pretraining, by Llama 3's rule
+(https://arxiv.org/abs/2407.21783) or YaRN (https://arxiv.org/abs/2309.00071).
+
+Both look at the turns that a channel makes over the original length: below a lower bound its
+frequency is divided by ``factor``, above an upper bound kept, and in between interpolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.errors import ConfigError
+
+RopeType = Literal["llama3", "yarn"]
+
+# The two bounds, lower first, and what else only this type has.
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "beta_slow", "beta_fast", "mscale", "mscale_all_dim", "correction_range_round_to_int",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies for longer sequences, by Llama 3's rule or YaRN."""
+
+    rope_type: RopeType
+    """Rule: llama3 interpolates over the turns, yarn over the channels."""
+    factor: float
+    """Divisor of the low frequencies, 1 or more; Megatron's default for llama3 is 8."""
+    original_max_position_embeddings: int
+    """Longest sequence of the pretraining in tokens; Megatron's default is 8192 for llama3 and 4096
+    for yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: lower bound, in turns."""
+    high_freq_factor: float = 4.0
+    """llama3: upper bound, in turns."""
+    beta_fast: float = 32.0
+    """yarn: upper bound, in turns."""
+    beta_slow: float = 1.0
+    """yarn: lower bound, in turns."""
+    mscale: float = 1.0
+    """yarn: cosines and sines are multiplied by (0.1 x mscale x ln(factor) + 1) / (0.1 x
+    mscale_all_dim x ln(factor) + 1)."""
+    mscale_all_dim: float = 0.0
+    """yarn: see mscale; with latent attention, scores are multiplied by (0.1 x mscale_all_dim x
+    ln(factor) + 1)^2 as well."""
+    correction_range_round_to_int: bool = True
+    """yarn: widen the interpolated range to whole channels."""
+
+    def __post_init__(self) -> None:
+        check_choice("rope_scaling.rope_type", self.rope_type, get_args(RopeType))
+        check_counts(self, "original_max_position_embeddings")
+        if not 1.0 <= self.factor < float("inf"):
+            raise ConfigError(
+                f"rope_scaling.factor is {self.factor}; low frequencies are divided by it, so that "
+                "longer sequences fit. Set it to 1 or more."
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        for other in _FIELDS.keys() - {self.rope_type}:
+            for name in _FIELDS[other]:
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigError(
+                        f"rope_scaling.{name}={getattr(self, name)} is an option of {other}, and "
+                        f"rope_type is {self.rope_type}. Leave it out, or set rope_type to {other}."
+                    )
+        lower, upper = _FIELDS[self.rope_type][:2]
+        if not 0.0 < getattr(self, lower) < getattr(self, upper) < float("inf"):
+            raise ConfigError(
+                f"rope_scaling: {lower} is {getattr(self, lower)} and {upper} "
+                f"{getattr(self, upper)}; frequencies between the two are interpolated. Set 0 < "
+                f"{lower} < {upper}."
+            )
+        for name in ("mscale", "mscale_all_dim"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"rope_scaling.{name} is {getattr(self, name)}; attention would become flatter "
+                    "with longer sequences. Set it to 0 or more."
+                )
