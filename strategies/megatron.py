@@ -51,8 +51,8 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.checks import check_optimizers, explained_empty_optimizers
+from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.parallel.context import GROUPS, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import read_nccl_options

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.buckets import main_dtype
 from megatron_lightning.optim.fully_sharded import ShardedUnits
+from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import initial_value, materialize
 from megatron_lightning.pipeline.partition import unit_names

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.checks import check_tied_copies
 from megatron_lightning.optim.codes import Coder
+from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer

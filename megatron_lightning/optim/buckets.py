@@ -22,10 +22,8 @@ rank instead, and every shard ends with padding:
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,99 +31,13 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.optim.codes import CodedWeight, Coder, Range
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.optim.data_groups import DataGroups
+from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
-from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
 BUCKET_ALIGNMENT = 128
-_MIN_BUCKET_SIZE = 2**18  # below, a collective costs as much for its start as for its elements
-_MIN_BUCKETS = 8
-
-
-def has_replicas(context: ParallelContext) -> bool:
-    """Return whether several ranks hold the same parameters: dense ones, or experts'."""
-    return max(context.dp_cp.size, context.edp.size) > 1
-
-
-def main_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the summed gradients and main params of ``dtype`` parameters."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
-@dataclass(frozen=True, eq=False)
-class DataGroups:
-    """The ranks that hold the same parameters and see different data, and how they shard
-    gradients.
-    """
-
-    all: AxisGroup
-    """All of them."""
-    shard: AxisGroup
-    """Those among which gradients and optimizer state are sharded."""
-    replicas: AxisGroup
-    """Those that keep the same shards as this rank."""
-    sharded: bool
-    """Whether a rank keeps only its shard of the reduced gradients."""
-
-    def shard_of(self, numel: int) -> slice:
-        """Return the elements of a gradient buffer that this rank keeps."""
-        size = numel // self.shard.size
-        return (
-            slice(self.shard.rank * size, (self.shard.rank + 1) * size)
-            if self.sharded
-            else slice(0, numel)
-        )
-
-    @classmethod
-    def of(
-        cls, group: AxisGroup, context: ParallelContext, *, sharded: bool, num_instances: int = 1
-    ) -> DataGroups:
-        """Return the groups of one kind of parameters, which are replicated over ``group``; all
-        ranks call this alike.
-        """
-        shard, replicas = context.divide(group, num_instances if sharded else 1)
-        return cls(group, shard, replicas, sharded and shard.size > 1)
-
-
-@dataclass(eq=False)
-class ParameterShard:
-    """The range of one local parameter whose reduced gradient this rank has, and which its
-    optimizer steps.
-    """
-
-    start: int
-    """Index of the first element in the flattened local parameter."""
-    is_full: bool
-    """Whether the shard is the full local parameter."""
-    value: Tensor
-    """View of the parameter: its own shape when the shard is full, else 1-D."""
-    gradient: Tensor
-    """View of the gradient buffer, same shape as ``value``; where there is no buffer, any tensor
-    like its gradients."""
-    target: nn.Parameter
-    """Carries the gradient to the optimizer: the parameter itself, a view of it, or an fp32 main
-    param."""
-    is_main: bool = False
-    """Whether ``value`` itself is the fp32 main param of a parameter that is used in lower
-    precision."""
-    box: Box | None = None
-    """Range of the local parameter; None: the elements from ``start`` on."""
-
-    def shards(self, spec: ShardSpec, tensor: Tensor) -> list[Shard]:
-        """Return the shards of the global parameter of which a tensor like ``value`` consists."""
-        if self.is_full:
-            return spec.shards(tensor)
-        if self.box is None:
-            return spec.flat_shards(tensor, self.start)
-        part = spec.part(self.box)
-        return part.shards(tensor.view(part.local_shape))
-
-    @classmethod
-    def full(cls, parameter: nn.Parameter, gradient: Tensor | None = None) -> ParameterShard:
-        """Return the shard of a parameter that is not divided."""
-        value = parameter.detach()
-        return cls(0, True, value, value if gradient is None else gradient, parameter)
 
 
 @dataclass(eq=False)
@@ -201,14 +113,11 @@ class Bucket:
         """Return the parameters that are kept as codes, with this rank's range of each."""
         if self.value is None or self.main is None or not self.holds_codes:
             return []
-        shard, coded = self.shard, []
-        for coder, parameter, offset in zip(
-            self.coders, self.parameters, self.offsets, strict=True
-        ):
-            low, high = max(offset, shard.start), min(offset + parameter.numel(), shard.stop)
-            values = self.main[low - shard.start : high - shard.start]
-            own = Range(low - offset, values, self.value[low:high])
-            coded.append(CodedWeight(coder, [own] if low < high else [], self.main.device))
+        codes, coded = self.value[self.shard], []
+        for index, coder in enumerate(self.coders):
+            part, start = self._own_part(index)
+            own = Range(start, self.main[part], codes[part])
+            coded.append(CodedWeight(coder, [own] if len(own.values) else [], self.main.device))
         return coded
 
     def drop_codes(self, group: dist.ProcessGroup) -> None:
@@ -228,6 +137,15 @@ class Bucket:
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         parameter, offset = self.parameters[index], self.offsets[index]
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def _own_part(self, index: int) -> tuple[slice, int]:
+        """Return which elements of this rank's shard are a parameter's, possibly none, and the
+        index in the parameter of the first.
+        """
+        shard, offset = self.shard, self.offsets[index]
+        low = max(offset, shard.start)
+        high = max(low, min(offset + self.parameters[index].numel(), shard.stop))
+        return slice(low - shard.start, high - shard.start), low - offset
 
     @property
     def sharded(self) -> bool:
@@ -264,24 +182,22 @@ class Bucket:
                     self.names, self.parameters, self.views, strict=True
                 )
             }
-        shards, shard = {}, self.shard
+        values = self.value[self.shard] if self.main is None else self.main
+        gradients = self.gradient[self.shard]
+        shards = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            offset, numel = self.offsets[index], parameter.numel()
-            low, high = max(offset, shard.start), min(offset + numel, shard.stop)
-            if low >= high:
+            part, start = self._own_part(index)
+            numel = part.stop - part.start
+            if not numel:
                 continue
-            is_full = high - low == numel
-            shape = parameter.shape if is_full else (high - low,)
-            gradient = self.gradient[low:high].view(shape)
-            if self.main is None:
-                value = self.value[low:high].view(shape)
-            else:
-                value = self.main[low - shard.start : high - shard.start].view(shape)
+            is_full = numel == parameter.numel()
+            shape = parameter.shape if is_full else (numel,)
+            value, gradient = values[part].view(shape), gradients[part].view(shape)
             target = nn.Parameter(value)
             # Stays the target where main params are elsewhere, or nothing steps it.
             if value.dtype != gradient.dtype:
                 set_grad_dtype(target, None)
-            shards[name] = ParameterShard(low - offset, is_full, value, gradient, target)
+            shards[name] = ParameterShard(start, is_full, value, gradient, target)
         return shards
 
 
@@ -291,9 +207,9 @@ def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]
     for numel in numels:
         offsets.append(size)
         size += _round_up(numel, PARAMETER_ALIGNMENT)
-    return offsets, _round_up(
-        size, math.lcm(num_shards, BUCKET_ALIGNMENT)
-    ) if num_shards > 1 else size
+    if num_shards > 1:
+        size = _round_up(size, math.lcm(num_shards, BUCKET_ALIGNMENT))
+    return offsets, size
 
 
 def assigned_layout(
@@ -309,139 +225,9 @@ def assigned_layout(
         loads[shard] += weights[index]
         filled[shard] += _round_up(numels[index], PARAMETER_ALIGNMENT)
     size = _round_up(max(filled), BUCKET_ALIGNMENT)
-    return [
-        places[index][0] * size + places[index][1] for index in range(len(numels))
-    ], size * num_shards
+    offsets = [places[index][0] * size + places[index][1] for index in range(len(numels))]
+    return offsets, size * num_shards
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def build_buckets(
-    parameters: Mapping[str, nn.Parameter],
-    specs: Mapping[str, ShardSpec],
-    context: ParallelContext,
-    *,
-    groups: Mapping[str, DataGroups],
-    tied: Mapping[str, AxisGroup],
-    matrices: Set[str] = frozenset(),
-    stage_of: Mapping[str, int] | None = None,
-    bucket_size: int | None = None,
-    coders: Mapping[str, Coder] | None = None,
-) -> list[Bucket]:
-    """Distribute parameters over buckets, in the order in which backward completes them.
-
-    Parameters that need no reduction and no other gradient dtype are left out: autograd keeps their
-    gradients.
-
-    Args:
-        parameters: Name -> trainable local parameter, in registration order.
-        specs: Name -> spec of each of them.
-        context: The groups of this rank.
-        groups: ``ShardSpec.data_axes`` -> the ranks of that group.
-        tied: Name of an owner that has copies on other pipeline ranks, or of such a copy -> the
-            ranks that hold it.
-        matrices: Names of the parameters whose optimizer needs them undivided.
-        stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
-            early is of one stage.
-        bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
-        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
-
-    Returns:
-        The buckets: those that need only the data-parallel reduction first, then those that are
-        summed over other axes.
-    """
-    # All holders of a tied parameter must fill their buckets alike, so these are sorted by the
-    # owner's name.
-    backward = list(reversed(list(parameters)))
-    order = [name for name in backward if name not in tied]
-    order += sorted(
-        (name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name
-    )
-    # Ranks may hold unequal shards of a table, and must agree on the buckets.
-    num_parts = {
-        name: math.prod(context.axis(axis).size for axis in specs[name].sharded_over)
-        for name in order
-    }
-    coders = {
-        name: coder
-        for name, coder in (coders or {}).items()
-        if name in parameters and groups[specs[name].data_axes].sharded
-    }
-    share = {name: math.prod(specs[name].global_shape) // num_parts[name] for name in order}
-    filling: dict[_Key, list[str]] = {}
-    sizes: Counter[_Key] = Counter()
-    closed: list[tuple[_Key, list[str]]] = []
-    for name in order:
-        key = _key(parameters[name], specs[name], context, tied.get(name), matrix=name in matrices)
-        key = key._replace(coded=name in coders)
-        if stage_of and not key.sum_groups:
-            key = key._replace(stage=stage_of.get(name, -1))
-        num_ranks = groups[key.data_axes].all.size
-        if not key.sum_groups and num_ranks == 1 and main_dtype(key.dtype) == key.dtype:
-            continue
-        filling.setdefault(key, []).append(name)
-        sizes[key] += share[name]
-        if sizes[key] >= (
-            bucket_size
-            or _default_bucket_size(sum(share.values()), num_ranks, early=not key.sum_groups)
-        ):
-            closed.append((key, filling.pop(key)))
-            del sizes[key]
-    closed.extend(filling.items())
-    place = {name: index for index, name in enumerate(order)}
-    closed.sort(
-        key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]])
-    )
-    return [
-        Bucket(
-            names,
-            [parameters[name] for name in names],
-            key.sum_groups,
-            groups[key.data_axes],
-            tuple(share[name] for name in names) if key.matrix else None,
-            tuple(coders[name] for name in names) if key.coded else (),
-        )
-        for key, names in closed
-    ]
-
-
-def _default_bucket_size(num_elements: int, num_ranks: int, *, early: bool) -> int:
-    """Return Megatron's size, or less where a small model gains from an early start of the
-    reduction.
-    """
-    size = max(40_000_000, 1_000_000 * num_ranks)
-    return min(size, max(num_elements // _MIN_BUCKETS, _MIN_BUCKET_SIZE)) if early else size
-
-
-class _Key(NamedTuple):
-    """Properties that the parameters of one bucket share."""
-
-    dtype: torch.dtype
-    device: torch.device
-    data_axes: str
-    sum_groups: tuple[AxisGroup, ...]
-    matrix: bool
-    stage: int = -1
-    coded: bool = False
-
-
-def _key(
-    parameter: nn.Parameter,
-    spec: ShardSpec,
-    context: ParallelContext,
-    holders: AxisGroup | None,
-    *,
-    matrix: bool,
-) -> _Key:
-    groups = [context.axis(axis) for axis in spec.partial_over]
-    if holders is not None:
-        groups.append(holders)
-    return _Key(
-        parameter.dtype,
-        parameter.device,
-        spec.data_axes,
-        tuple(group for group in groups if group.size > 1),
-        matrix,
-    )

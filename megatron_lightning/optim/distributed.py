@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import moments
-from megatron_lightning.optim.buckets import Bucket, ParameterShard, main_dtype
+from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import OptimizerEntry, Target
@@ -37,6 +37,7 @@ from megatron_lightning.optim.matrices import (
     tensor_group,
 )
 from megatron_lightning.optim.param_gather import ParameterGather
+from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.state import OptimizerState
 from megatron_lightning.parallel.context import ALONE, AxisGroup

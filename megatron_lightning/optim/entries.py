@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_lightning.optim.buckets import ParameterShard
+from megatron_lightning.optim.parameter_shard import ParameterShard
 from megatron_lightning.parallel.spec import Shard, ShardSpec
 
 

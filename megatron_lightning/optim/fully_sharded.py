@@ -41,7 +41,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.optim.buckets import DataGroups, main_dtype
+from megatron_lightning.optim.data_groups import DataGroups
+from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.optim.sharded_unit import (
     Division,
     Unit,

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.optim.buckets import ParameterShard, main_dtype
 from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.matrices import is_split
+from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.reducer import GradientReducer, Usage
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.optim.sharded_unit import Unit, local_part

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.buckets import ParameterShard
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.entries import OptimizerEntry, Target
+from megatron_lightning.optim.parameter_shard import ParameterShard
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
 

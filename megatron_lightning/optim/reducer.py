@@ -27,8 +27,11 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError
-from megatron_lightning.optim.buckets import Bucket, DataGroups, ParameterShard, build_buckets
+from megatron_lightning.optim.bucket_plan import build_buckets
+from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.codes import Coder, encode
+from megatron_lightning.optim.data_groups import DataGroups
+from megatron_lightning.optim.parameter_shard import ParameterShard
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import Shard, ShardSpec

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.optim.buckets import DataGroups
+from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.parallel.cpu_exchange import Messages, reduce_chunks
 
 

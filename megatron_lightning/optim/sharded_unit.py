@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lightning.compat import GradientHooks, set_grad_dtype
-from megatron_lightning.optim.buckets import DataGroups, main_dtype
+from megatron_lightning.optim.data_groups import DataGroups
+from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.parallel.spec import Box
 
 _CONTAINERS = nn.ModuleList | nn.ModuleDict

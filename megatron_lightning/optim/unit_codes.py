@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.compat import set_gather_hooks
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.optim.buckets import DataGroups
 from megatron_lightning.optim.codes import (
     AllReduce,
     CodedWeight,
@@ -30,6 +29,7 @@ from megatron_lightning.optim.codes import (
     all_reduce,
     encode,
 )
+from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.sharded_unit import Unit, local_part
 
 

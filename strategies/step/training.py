@@ -17,8 +17,8 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.layers.split_backward import hide_codes, join_backwards
 from megatron_lightning.optim.accumulation import GradientAccumulation
-from megatron_lightning.optim.buckets import has_replicas
 from megatron_lightning.optim.codes import LibraryCoder
+from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
