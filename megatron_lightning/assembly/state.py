@@ -22,7 +22,7 @@ from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import holds_tensors
 from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.layers.styles import VocabParallel
-from megatron_lightning.optim.reducer import MainShard
+from megatron_lightning.optim.parameter_shard import MainShard
 from megatron_lightning.optim.sharded_unit import local_part
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan

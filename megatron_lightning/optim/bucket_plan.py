@@ -80,7 +80,7 @@ def build_buckets(
     keys: dict[str, _Key] = {}
     for name in sizes:
         parameter, spec = parameters[name], specs[name]
-        sum_groups = _sum_groups(spec, context, tied.get(name))
+        sum_groups = sum_groups_of(spec, context, tied.get(name))
         num_ranks = groups[spec.data_axes].all.size
         if sum_groups or num_ranks > 1 or main_dtype(parameter.dtype) != parameter.dtype:
             keys[name] = _Key(
@@ -159,8 +159,8 @@ def _equal_share(spec: ShardSpec, context: ParallelContext) -> int:
     return math.prod(spec.global_shape) // num_parts
 
 
-def _sum_groups(
-    spec: ShardSpec, context: ParallelContext, holders: AxisGroup | None
+def sum_groups_of(
+    spec: ShardSpec, context: ParallelContext, holders: AxisGroup | None = None
 ) -> tuple[AxisGroup, ...]:
     """Return the groups over which a gradient is a partial sum; ``holders``: of a tied one."""
     groups = [context.axis(axis) for axis in spec.partial_over]

@@ -30,18 +30,25 @@ class DataGroups:
     def shard_of(self, numel: int) -> slice:
         """Return the elements of a gradient buffer that this rank keeps."""
         size = numel // self.shard.size
-        return (
-            slice(self.shard.rank * size, (self.shard.rank + 1) * size)
-            if self.sharded
-            else slice(0, numel)
-        )
+        start = self.shard.rank * size
+        return slice(start, start + size) if self.sharded else slice(0, numel)
 
     @classmethod
     def of(
-        cls, group: AxisGroup, context: ParallelContext, *, sharded: bool, num_instances: int = 1
+        cls, group: AxisGroup, context: ParallelContext, *, sharded: bool, num_instances: int
     ) -> DataGroups:
         """Return the groups of one kind of parameters, which are replicated over ``group``; all
         ranks call this alike.
         """
         shard, replicas = context.divide(group, num_instances if sharded else 1)
         return cls(group, shard, replicas, sharded and shard.size > 1)
+
+    @classmethod
+    def by_axes(
+        cls, context: ParallelContext, *, sharded: bool, num_instances: int
+    ) -> dict[str, DataGroups]:
+        """Return ``ShardSpec.data_axes`` -> the groups of such parameters; all ranks call this."""
+        return {
+            group.name: cls.of(group, context, sharded=sharded, num_instances=num_instances)
+            for group in (context.dp_cp, context.edp)
+        }

@@ -119,11 +119,9 @@ class ShardedUnits:
             if options.reshard_after_forward is None
             else options.reshard_after_forward
         )
-        instances = options.num_distributed_optimizer_instances
-        self.groups = {
-            group.name: DataGroups.of(group, context, sharded=True, num_instances=instances)
-            for group in (context.dp_cp, context.edp)
-        }
+        self.groups = DataGroups.by_axes(
+            context, sharded=True, num_instances=options.num_distributed_optimizer_instances
+        )
         """``ShardSpec.data_axes`` -> groups whose ranks hold different shards of such parameters,
         and whose ranks hold the same ones."""
         self._meshes = {

@@ -25,13 +25,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.optim.bucket_plan import sum_groups_of
 from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.matrices import is_split
 from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
-from megatron_lightning.optim.reducer import GradientReducer, Usage
+from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.optim.sharded_unit import Unit, local_part
+from megatron_lightning.optim.usage import Usage
 from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -194,10 +196,9 @@ class FullyShardedReducer(GradientReducer):
         # Data group, and further groups to sum over -> parameters of the units.
         self._partial: dict[tuple[AxisGroup, tuple[AxisGroup, ...]], list[str]] = {}
         for name in self._in_units:
-            groups = [context.axis(axis) for axis in specs[name].partial_over]
-            sums = tuple(group for group in groups if group.size > 1)
             data_group = units.groups[specs[name].data_axes].all
-            self._partial.setdefault((data_group, sums), []).append(name)
+            sum_groups = sum_groups_of(specs[name], context)
+            self._partial.setdefault((data_group, sum_groups), []).append(name)
 
     def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
         """Return the spec of this rank's part of a matrix, which may be empty, and the ranks that

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
 
 
@@ -53,3 +55,17 @@ class ParameterShard:
         """Return the shard of a parameter that is not divided."""
         value = parameter.detach()
         return cls(0, True, value, value if gradient is None else gradient, parameter)
+
+
+class MainShard(NamedTuple):
+    """Main params of a parameter that is kept as codes."""
+
+    shard: ParameterShard | None
+    """What this rank has of them; None: nothing."""
+    dtype: torch.dtype
+    groups: DataGroups
+    """The ranks that have the rest, and the same."""
+
+    def shards(self, spec: ShardSpec) -> list[Shard]:
+        """Return what this rank has as shards of the global parameter."""
+        return [] if self.shard is None else self.shard.shards(spec, self.shard.value)

@@ -17,9 +17,8 @@ Parameters that need neither a reduction nor an fp32 gradient keep the plain gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,35 +30,11 @@ from megatron_lightning.optim.bucket_plan import build_buckets
 from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.codes import Coder, encode
 from megatron_lightning.optim.data_groups import DataGroups
-from megatron_lightning.optim.parameter_shard import ParameterShard
+from megatron_lightning.optim.parameter_shard import MainShard, ParameterShard
 from megatron_lightning.optim.reduction import Reduction
+from megatron_lightning.optim.usage import Usage, UsageAgreement
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import Shard, ShardSpec
-
-
-class Usage(NamedTuple):
-    """Parameters that are reduced over the same ranks, and which of them received a gradient on
-    this rank.
-    """
-
-    names: Sequence[str]
-    touched: Sequence[bool]
-    sum_groups: tuple[AxisGroup, ...]
-    data_group: AxisGroup
-
-
-class MainShard(NamedTuple):
-    """Main params of a parameter that is kept as codes."""
-
-    shard: ParameterShard | None
-    """What this rank has of them; None: nothing."""
-    dtype: torch.dtype
-    groups: DataGroups
-    """The ranks that have the rest, and the same."""
-
-    def shards(self, spec: ShardSpec) -> list[Shard]:
-        """Return what this rank has as shards of the global parameter."""
-        return [] if self.shard is None else self.shard.shards(spec, self.shard.value)
+from megatron_lightning.parallel.spec import ShardSpec
 
 
 class GradientReducer:
@@ -104,11 +79,9 @@ class GradientReducer:
         self.bytes_communicated: Counter[str] = Counter()
         """Bytes given to each collective so far, by its name."""
         tied = _tied_groups(self.parameters, specs, context)
-        instances = options.num_distributed_optimizer_instances
-        self.groups = {
-            group.name: DataGroups.of(group, context, sharded=sharded, num_instances=instances)
-            for group in (context.dp_cp, context.edp)
-        }
+        self.groups = DataGroups.by_axes(
+            context, sharded=sharded, num_instances=options.num_distributed_optimizer_instances
+        )
         """``ShardSpec.data_axes`` -> the ranks over which such a parameter is replicated."""
         self.buckets = build_buckets(
             parameters,
@@ -260,7 +233,7 @@ class GradientReducer:
                 for group in bucket.sum_groups:
                     self._all_reduce(bucket.gradient, group)
                 self._reduce(bucket)
-        self._unused = self._agree_on_unused()
+        self._unused = self._agreement.unused(self._usage())
         for reduction in self._reductions:
             reduction.finish()
         self._reductions.clear()
@@ -377,43 +350,8 @@ class GradientReducer:
         ]
 
     @cached_property
-    def _flags(self) -> dict[AxisGroup, Tensor]:
-        """One byte for each reduced parameter of a data group."""
-        sizes: Counter[AxisGroup] = Counter()
-        for usage in self._usage():
-            sizes[usage.data_group] += len(usage.names)
-        device = self.context.device
-        return {
-            group: torch.zeros(size, dtype=torch.uint8, device=device)
-            for group, size in sizes.items()
-        }
-
-    def _agree_on_unused(self) -> set[str]:
-        """Return the names of the parameters that no rank used in this step."""
-        unused: set[str] = set()
-        usages = self._usage()
-        for group, flags in self._flags.items():
-            mine = [usage for usage in usages if usage.data_group is group]
-            touched = [used for usage in mine for used in usage.touched]
-            if all(touched):
-                flags.fill_(1)
-            else:
-                flags.copy_(torch.tensor(touched, dtype=torch.uint8))
-            first = 0
-            for usage in mine:
-                for sum_group in usage.sum_groups:
-                    self._all_reduce(
-                        flags[first : first + len(usage.names)], sum_group, dist.ReduceOp.MAX
-                    )
-                first += len(usage.names)
-            if group.size > 1:
-                self._all_reduce(flags, group, dist.ReduceOp.MAX)
-            if not all(touched):  # reading the flags synchronizes with the device
-                names = [name for usage in mine for name in usage.names]
-                unused.update(
-                    name for name, used in zip(names, flags.tolist(), strict=True) if not used
-                )
-        return unused
+    def _agreement(self) -> UsageAgreement:
+        return UsageAgreement(self._usage(), self.context.device, self._all_reduce)
 
 
 def _tied_groups(

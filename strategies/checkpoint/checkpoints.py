@@ -32,7 +32,7 @@ from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.group_names import groups_of_rank, merge_groups
-from megatron_lightning.optim.reducer import MainShard
+from megatron_lightning.optim.parameter_shard import MainShard
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import Ranks

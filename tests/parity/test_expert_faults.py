@@ -33,7 +33,8 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.moe import dispatch
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.styles.expert import ExpertRouter
-from megatron_lightning.optim import clipping, reducer
+from megatron_lightning.optim import clipping
+from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.parallel import ParallelContext, ShardingPlan
 from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.parallel.spec import ShardSpec, is_writer
@@ -46,12 +47,12 @@ FOUND = 1e-3
 
 def _no_reduction() -> None:
     """Gradients of experts are not reduced over the ranks that hold the same ones."""
-    groups_of = reducer.DataGroups.of
+    groups_of = DataGroups.of
 
     def of(group: Any, *args: Any, **options: Any) -> Any:
         return groups_of(ALONE if group.name == "edp" else group, *args, **options)
 
-    reducer.DataGroups.of = of  # type: ignore[method-assign]
+    DataGroups.of = of  # type: ignore[method-assign]
 
 
 def _norm_of_some_experts() -> None:
