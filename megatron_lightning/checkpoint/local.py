@@ -1,11 +1,12 @@
 """Copies of a run's state on each node's own disk, and on a neighbor's: recovery without the shared
 file system.
 
-Every rank writes all its shards as an ordinary checkpoint of its own, its *part* of the copy, and
-sends it to the rank at its position on the next node, which keeps it too. A run that resumes under
-the same layout takes the newest copy of which each rank's part is on some node: on its own disk, or
-on the neighbor's if a node was replaced. A run of another layout takes the newest copy that is
-complete on every node (possible with one or two nodes), from whose parts each rank reads its boxes.
+Every rank writes all its shards as an ordinary checkpoint of its own, its *part* of the copy
+(``local_parts``), and sends it to the rank at its position on the next node, which keeps it too. A
+run that resumes under the same layout takes the newest copy of which each rank's part is on some
+node: on its own disk, or on the neighbor's if a node was replaced. A run of another layout takes
+the newest copy that is complete on every node (possible with one or two nodes), from whose parts
+each rank reads its boxes.
 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
@@ -25,10 +26,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,14 @@ import torch.distributed as dist
 from megatron_lightning.checkpoint.agreement import on_first_rank, together
 from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.files import new_identifier, sync_directory, write_file
-from megatron_lightning.checkpoint.manifest import TensorInfo, dtype_of
-from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.local_parts import PartsSource, open_part, part_snapshot
+from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.saving import Snapshot, write_snapshot
+from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.checkpoint.storage import completed_file
-from megatron_lightning.checkpoint.structure import check_structure
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.shards import TensorShards
-from megatron_lightning.parallel.spec import Box, Shape, Shard
 
 NODE = "{node_rank}"
 """Represents the node's number in the folder of the copies."""
@@ -143,7 +142,7 @@ class LocalCopies:
         part = self._part(name, self._group.rank)
         mine = state if self._group.rank == 0 else {}
         return together(
-            self._group, "collecting a local copy", lambda: _part_snapshot(part, tensors, mine)
+            self._group, "collecting a local copy", lambda: part_snapshot(part, tensors, mine)
         )
 
     def write(self, snapshot: Snapshot) -> None:
@@ -183,7 +182,7 @@ class LocalCopies:
         opened = together(
             group,
             "opening a local copy",
-            lambda: [_open_part(self._part(name, rank)) for rank in first],
+            lambda: [open_part(self._part(name, rank)) for rank in first],
         )
         shapes: dict[str, TensorInfo] = {}
         for described in group.all_gather_object([part.tensors for part in opened]):
@@ -191,7 +190,7 @@ class LocalCopies:
                 shapes.update(tensors)
         state = on_first_rank(group, lambda: opened[0].state)
         others = [self._part(name, rank) for rank in range(num_ranks) if rank not in first]
-        return _PartsSource(opened, others, shapes, state)
+        return PartsSource(opened, others, shapes, state)
 
     def _part(self, name: str, rank: int) -> Path:
         return self._folder / name / f"rank-{rank:05d}"
@@ -318,105 +317,3 @@ class LocalCopies:
 
 def _step_of(name: str) -> str:
     return name.rpartition("-")[0]
-
-
-class _RankCopy(NamedTuple):
-    """The part of a copy that one rank wrote."""
-
-    source: CheckpointSource
-    boxes: Mapping[str, Sequence[tuple[str, Box]]]
-    """Global name -> (name in ``source``, box) of each shard that the rank held of it."""
-    tensors: Mapping[str, TensorInfo]
-    """Every tensor of which the rank held shards."""
-    state: dict[str, Any]
-    """The rest of the state; of the first rank only."""
-
-
-def _part_snapshot(
-    path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]
-) -> Snapshot:
-    held: list[TensorShards] = []
-    boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
-    shapes: dict[str, tuple[Shape, str]] = {}
-    for number, shards in enumerate(tensors):
-        shapes[shards.name] = (shards.global_shape, str(shards.dtype).removeprefix("torch."))
-        for shard in shards.shards:
-            stored = f"{number}.{len(held)}"
-            held.append(TensorShards.full(stored, shard.data))
-            boxes.setdefault(shards.name, []).append((stored, *shard.box))
-    return take_snapshot(path, held, {"tensors": shapes, "boxes": boxes, "state": state})
-
-
-def _open_part(path: Path) -> _RankCopy:
-    source = open_checkpoint(path)
-    content = source.state()
-    check_structure(content["state"], str(path))
-    boxes = {
-        name: [(stored, Box(tuple(o), tuple(n))) for stored, o, n in found]
-        for name, found in content["boxes"].items()
-    }
-    shapes = {
-        name: TensorInfo(tuple(shape), dtype_of(dtype))
-        for name, (shape, dtype) in content["tensors"].items()
-    }
-    return _RankCopy(source, boxes, shapes, content["state"])
-
-
-class _PartsSource:
-    """The parts of a copy on this node as one checkpoint; further parts are opened when a shard
-    needs them.
-    """
-
-    def __init__(
-        self,
-        opened: Sequence[_RankCopy],
-        others: Iterable[Path],
-        tensors: Mapping[str, TensorInfo],
-        state: dict[str, Any],
-    ) -> None:
-        self._opened = list(opened)
-        self._others = [path for path in others if is_committed(path)]
-        self._tensors = tensors
-        self._state = state
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
-    def state(self) -> dict[str, Any]:
-        return dict(self._state)
-
-    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        wanted: dict[int, list[tuple[str, Shard]]] = {}
-        for name, shard in shards:
-            for number, found in self._found(name, shard):
-                wanted.setdefault(number, []).append(found)
-        for number, reads in wanted.items():
-            self._opened[number].source.read(reads)
-
-    def _found(self, name: str, shard: Shard) -> Iterator[tuple[int, tuple[str, Shard]]]:
-        """Yield (number of a part, what to read from it) until every element of the shard is
-        covered.
-        """
-        rest, seen = shard.data.numel(), set()
-        for number, part in enumerate(self._parts()):
-            if not rest:
-                return
-            for stored, box in part.boxes.get(name, ()):
-                common = box.overlap(shard.box)
-                if common is None or box in seen:  # replicas hold the same boxes
-                    continue
-                seen.add(box)
-                rest -= prod(common.shape)
-                target = shard.data[common.relative_to(shard.offset).slices]
-                yield number, (stored, Shard(common.relative_to(box.offset).offset, target))
-        if rest:
-            raise CheckpointError(
-                f"{name}: the local copies on this node lack elements of this rank's shard. Resume "
-                "from a checkpoint of the shared file system."
-            )
-
-    def _parts(self) -> Iterator[_RankCopy]:
-        yield from self._opened
-        while self._others:
-            self._opened.append(_open_part(self._others.pop(0)))
-            yield self._opened[-1]
