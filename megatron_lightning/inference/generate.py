@@ -97,13 +97,7 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
         expert_tensor_parallel_size=expert_tensor_parallel_size,
         sequence_parallel=False,  # a text grows by one token at a time and cannot be split evenly
     )
-    if layout.tp % (layout.etp * layout.ep):
-        raise ConfigError(
-            f"expert_tensor_parallel_size={layout.etp} x expert_model_parallel_size={layout.ep} "
-            f"does not divide tensor_model_parallel_size={layout.tp}, whose ranks share the "
-            "experts. Set expert_tensor_parallel_size to 1 and tensor_model_parallel_size to a "
-            f"multiple of {layout.ep}."
-        )
+    _check_experts(layout)
     # Raises before processes start.
     resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
     sampling = Sampling(
@@ -116,32 +110,46 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
             f"vocab_size={config.vocab_size}. Set tokenizer_model to the tokenizer that made the "
             "training data."
         )
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+    world_size = int(os.environ["WORLD_SIZE"]) if started else layout.tp * layout.pp
+    check_model_layout(config, layout, world_size)
+    _check_world_size(layout, world_size)
+    texts = [prompts] if isinstance(prompts, str) else prompts
     job = _Job(
         checkpoint=checkpoint,
         layout=layout,
         pipeline_schedule=pipeline_schedule,
-        prompts=[
-            tokenizer.encode(text) or [tokenizer.eod]
-            for text in ([prompts] if isinstance(prompts, str) else prompts)
-        ],
+        prompts=[tokenizer.encode(text) or [tokenizer.eod] for text in texts],
         sampling=sampling,
         eod=tokenizer.eod,
         device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
     )
-    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
-    world_size = int(os.environ["WORLD_SIZE"]) if started else layout.tp * layout.pp
-    check_model_layout(config, layout, world_size)
+    if world_size == 1:
+        continued = _run(job)
+    elif started:
+        continued = _join(job, int(os.environ["RANK"]), world_size, "env://")
+    else:
+        continued = _start(job, world_size)
+    return [tokenizer.decode(text) for text in continued]
+
+
+def _check_experts(layout: ParallelLayout) -> None:
+    if layout.tp % (layout.etp * layout.ep):
+        raise ConfigError(
+            f"expert_tensor_parallel_size={layout.etp} x expert_model_parallel_size={layout.ep} "
+            f"does not divide tensor_model_parallel_size={layout.tp}, whose ranks share the "
+            "experts. Set expert_tensor_parallel_size to 1 and tensor_model_parallel_size to a "
+            f"multiple of {layout.ep}."
+        )
+
+
+def _check_world_size(layout: ParallelLayout, world_size: int) -> None:
     if layout.data_parallel_size(world_size) > 1:
         raise ConfigError(
             f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} x "
             f"pipeline_model_parallel_size={layout.pp} uses {layout.tp * layout.pp}; the others "
             "would write the same text. Start as many as are used."
         )
-    if started and world_size > 1:
-        texts = _join(job, int(os.environ["RANK"]), world_size, "env://")
-    else:
-        texts = _run(job) if world_size == 1 else _start(job, world_size)
-    return [tokenizer.decode(text) for text in texts]
 
 
 def _run(job: _Job) -> list[list[int]]:

@@ -71,18 +71,7 @@ def describe_schedule(
 
     costs = partial(_costs, (forward, input_gradient, weight_gradient), communication)
     if compare:
-        names = {
-            name: max(chunks, 2) if name == "interleaved" else 2 if name == "zbv" else 1
-            for name in SCHEDULES
-        }
-        if schedule not in ("auto", *SCHEDULES):
-            names[schedule] = chunks
-        make = partial(make_schedule, num_ranks=ranks, num_microbatches=microbatches)
-        group_sizes = {"interleaved": microbatch_group_size}
-        tables = [
-            make(name, num_chunks=count, microbatch_group_size=group_sizes.get(name))
-            for name, count in names.items()
-        ]
+        tables = _tables(ranks, microbatches, chunks, schedule, microbatch_group_size)
         return _compared(
             tables, [costs(table.placement) for table in tables], microbatch_group_size, output
         )
@@ -94,6 +83,25 @@ def describe_schedule(
     return "\n".join(
         [head, "", *_one(table, costs(table.placement), microbatch_group_size, output)]
     )
+
+
+def _tables(
+    num_ranks: int, num_microbatches: int, num_chunks: int, own: str, group_size: int | None
+) -> list[Schedule]:
+    """Return the tables of all schedules, and of the user's own."""
+    chunks = dict.fromkeys(SCHEDULES, 1) | {"interleaved": max(num_chunks, 2), "zbv": 2}
+    if own not in ("auto", *SCHEDULES):
+        chunks[own] = num_chunks
+    return [
+        make_schedule(
+            name,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=count,
+            microbatch_group_size=group_size if name == "interleaved" else None,
+        )
+        for name, count in chunks.items()
+    ]
 
 
 def _costs(times: Sequence[Sequence[float]], communication: float, placement: Placement) -> Costs:
