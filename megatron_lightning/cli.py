@@ -16,7 +16,6 @@ import types
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import docstring_parser
@@ -105,62 +104,8 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
         run: Whether to run; False only makes the objects, and ``args`` has no command.
     """
     from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-    from megatron_lightning.optim import ScheduledLR
-    from megatron_lightning.strategies.megatron import MegatronStrategy
-
-    strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
-    import_module("megatron_lightning.modules.gpt")
-    import_module("megatron_lightning.modules.pretrain_data")
-    defaults = {
-        "model": {"class_path": "megatron_lightning.modules.GPTLightningModule"},
-        "data": {"class_path": "megatron_lightning.modules.PretrainDataModule"},
-    }
-
-    class Parser(OneLineParser, LightningArgumentParser):
-        pass
-
-    class MegatronCLI(LightningCLI):
-        parser: Parser
-
-        def add_arguments_to_parser(self, parser: Any) -> None:
-            parser.set_defaults(defaults)
-            parser.add_argument(
-                "--print_layout",
-                action="store_true",
-                help="Print stage, style, local shapes and axes of every layer, and exit.",
-            )
-            self.parser.parsers.append(parser)
-            # A wrong key of a file is found by the parser of the command.
-            for own in (self.parser, parser):
-                own.strategy_options = strategy_options
-
-        def print_layout(self) -> None:
-            """Print how the strategy divides the model, before anything is started."""
-            if not self.config[self.subcommand].print_layout:
-                return
-            if not isinstance(self.trainer.strategy, MegatronStrategy):
-                raise ConfigError(
-                    "--print_layout describes how MegatronStrategy divides a model, and the "
-                    f"strategy is {type(self.trainer.strategy).__name__}. Set "
-                    "--trainer.strategy=MegatronStrategy."
-                )
-            print(self.trainer.strategy.describe(self.model))
-            raise SystemExit(0)
-
-        before_fit = before_validate = before_test = before_predict = print_layout
-
-        @staticmethod
-        def configure_optimizers(
-            lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None
-        ) -> Any:
-            if isinstance(lr_scheduler, ScheduledLR):  # Lightning would step it once an epoch
-                return {
-                    "optimizer": optimizer,
-                    "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"},
-                }
-            return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+    from megatron_lightning.cli_trainer import MegatronCLI, TrainerParser
 
     return MegatronCLI(
         LightningModule,
@@ -169,7 +114,7 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
         subclass_mode_data=True,
         seed_everything_default=1234,
         save_config_kwargs={"overwrite": True},  # a resumed run writes to the same folder
-        parser_class=Parser,
+        parser_class=TrainerParser,
         parser_kwargs={"exit_on_error": False, "prog": "megatron-lightning"},
         args=None if args is None else list(args),
         run=run,

@@ -1,0 +1,74 @@
+"""LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``; other commands start without
+Lightning.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from megatron_lightning.cli_parser import OneLineParser
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.modules.pretrain_data import PretrainDataModule
+from megatron_lightning.optim import ScheduledLR
+from megatron_lightning.strategies.megatron import MegatronStrategy
+
+_DEFAULTS = {
+    "model": {"class_path": f"megatron_lightning.modules.{GPTLightningModule.__name__}"},
+    "data": {"class_path": f"megatron_lightning.modules.{PretrainDataModule.__name__}"},
+}
+
+
+class TrainerParser(OneLineParser, LightningArgumentParser):
+    """LightningCLI's parser, whose errors are one line."""
+
+
+class MegatronCLI(LightningCLI):
+    """LightningCLI with our defaults for model and data, and with ``--print_layout``."""
+
+    parser: TrainerParser
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        """Add defaults and options to the parser of a command."""
+        parser.set_defaults(_DEFAULTS)
+        parser.add_argument(
+            "--print_layout",
+            action="store_true",
+            help="Print stage, style, local shapes and axes of every layer, and exit.",
+        )
+        self.parser.parsers.append(parser)
+        # A wrong key of a file is found by the parser of the command.
+        strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
+        for own in (self.parser, parser):
+            own.strategy_options = strategy_options
+
+    def print_layout(self) -> None:
+        """Print how the strategy divides the model, before anything is started."""
+        if not self.config[self.subcommand].print_layout:
+            return
+        if not isinstance(self.trainer.strategy, MegatronStrategy):
+            raise ConfigError(
+                "--print_layout describes how MegatronStrategy divides a model, and the "
+                f"strategy is {type(self.trainer.strategy).__name__}. Set "
+                "--trainer.strategy=MegatronStrategy."
+            )
+        print(self.trainer.strategy.describe(self.model))
+        raise SystemExit(0)
+
+    before_fit = before_validate = before_test = before_predict = print_layout
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None
+    ) -> Any:
+        """Return the optimizer and the scheduler of the command line, as a module would."""
+        if isinstance(lr_scheduler, ScheduledLR):  # Lightning would step it once an epoch
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"},
+            }
+        return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
