@@ -156,7 +156,7 @@ class GPTLightningModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss of one micro-batch and the number of its tokens."""
         loss, num_tokens = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         log_reports(self, loss)
         return {"loss": loss, "num_items": num_tokens}
 

@@ -88,7 +88,7 @@ class FP8Recipe:
     stochastic_rounding: bool = True
     """Whether gradients are rounded at random, without bias; the bits come from a stream that
     checkpoints save (nvfp4)."""
-    modules: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Pattern of module paths -> another recipe, or "bf16"; the first that matches wins. ``*``
     matches one path segment, ``**`` any number."""
     fp8_param_gather: bool = False

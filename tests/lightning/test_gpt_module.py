@@ -213,3 +213,26 @@ def test_stages_without_layers_train_as_one_device() -> None:
     expected = run_ranks(1, _losses, None)[0]
     assert len(expected) == 3
     assert run_ranks(2, _losses, "E|t|t|L") == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def _logged_loss(data_parallel: int) -> list[float]:
+    """Return ``train_loss`` after each step of 8 samples."""
+    rows = tokens(24, 9)
+    samples: Any = [{"tokens": r[:-1], "labels": r[1:]} for r in rows]
+    seen: list[float] = []
+
+    class Logged(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(float(trainer.callback_metrics["train_loss"]))
+
+    strategy: Any = "auto" if data_parallel == 1 else MegatronStrategy()
+    trainer(strategy, max_epochs=1, callbacks=[Logged()]).fit(
+        module(), DataLoader(samples, batch_size=8 // data_parallel)
+    )
+    return seen
+
+
+def test_the_logged_training_loss_is_that_of_all_data_parallel_ranks() -> None:
+    expected = run_ranks(1, _logged_loss, 1)[0]
+    assert len(expected) == 3
+    assert run_ranks(2, _logged_loss, 2) == [pytest.approx(expected, rel=1e-5)] * 2

@@ -254,6 +254,7 @@ def test_rows_of_yaml_are_recipes() -> None:
     assert recipe.rows == {"a": FP8Recipe(scaling="mxfp8"), "b": None, "c": FP8Recipe()}
     assert not recipe.has_history
     assert replace(recipe, modules={"a": {"scaling": "delayed"}}).has_history
+    assert len({recipe, replace(recipe), FP8Recipe()}) == 2
 
 
 @pytest.mark.parametrize("x", [torch.ones(3, dtype=torch.int64), torch.tensor(1.0)])

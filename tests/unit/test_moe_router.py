@@ -286,6 +286,8 @@ def test_wrong_arguments_name_value_and_fix() -> None:
         route(LOGITS.view(3, 4, 8), config())
     with pytest.raises(ConfigError, match=r"expert_bias with.*softmax.*Set router_score_function"):
         route(LOGITS, config(), BIAS)
+    with pytest.raises(ConfigError, match=r"shape \[5\], and moe.num_experts is 8.*Pass \[8\]"):
+        route(LOGITS, config(router_score_function="sigmoid"), BIAS[:5])
     several = config(
         router_load_balancing_type=["aux_loss", "seq_aux_loss"], aux_loss_coeff=[0.1, 0.2]
     )

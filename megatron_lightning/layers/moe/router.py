@@ -94,6 +94,11 @@ def _assign(
             "expert_bias with moe.router_score_function=softmax: a bias is for scores of which "
             "each expert has its own. Set router_score_function to sigmoid or sqrtsoftplus."
         )
+    if expert_bias is not None and expert_bias.shape != logits.shape[1:]:
+        raise ConfigError(
+            f"expert_bias has the shape {list(expert_bias.shape)}, and moe.num_experts is "
+            f"{moe.num_experts}; every expert has one. Pass [{moe.num_experts}]."
+        )
     scores = _wide(logits) if softmax and not moe.router_pre_softmax else _scores(logits, moe)
     ranked = scores.detach()
     indices = choose(ranked if expert_bias is None else ranked + expert_bias, moe)
