@@ -102,37 +102,56 @@ def check_callbacks(
             "and fp8_param_gather=True keeps those of quantized layers as codes of 8 bits. Set "
             "fp8_param_gather=False",
         )
-    finetuning = next(
-        (callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None
-    )
-    if sharded and finetuning is not None:
-        raise ConfigError(
-            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state "
-            "is sharded over the "
-            f'{num_replicas} data-parallel ranks with data_parallel="{data_parallel}". Set '
-            'data_parallel="ddp".'
-        )
-    if layout.pp > 1 and finetuning is not None:
-        raise ConfigError(
-            f"{type(finetuning).__name__} unfreezes layers during fit, and the {layout.pp} "
-            "pipeline ranks, which hold different layers, agree once which parameters they train. "
-            "Set pipeline_model_parallel_size=1, or freeze layers before fit."
-        )
-    pruning = next((callback for callback in callbacks if isinstance(callback, ModelPruning)), None)
-    if pruning is not None and (layout.model_parallel_size > 1 or sharded):
-        raise ConfigError(
-            f"{type(pruning).__name__} chooses the weights to prune among those that one rank "
-            "sees, and gives weights other "
-            f"memory; here each rank has a part (tensor {layout.tp} x pipeline {layout.pp}, "
-            f'data_parallel="{data_parallel}"). Set both sizes to 1 and data_parallel="ddp".'
-        )
-    averaging = next(
-        (c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None
-    )
-    if data_parallel == "fsdp" and num_replicas > 1 and averaging is not None:
+    if sharded or layout.pp > 1:
+        _check_finetuning(callbacks, layout, data_parallel, num_replicas, sharded=sharded)
+    if sharded or layout.model_parallel_size > 1:
+        _check_pruning(callbacks, layout, data_parallel)
+    averaging = _first(callbacks, WeightAveraging, StochasticWeightAveraging)
+    if sharded and data_parallel == "fsdp" and averaging is not None:
         raise ConfigError(
             f'{type(averaging).__name__} copies full modules, and data_parallel="fsdp" keeps their '
             f'parameters in {num_replicas} parts. Set data_parallel="zero1".'
+        )
+
+
+def _first(callbacks: list[pl.Callback], *kinds: type[pl.Callback]) -> pl.Callback | None:
+    return next((callback for callback in callbacks if isinstance(callback, kinds)), None)
+
+
+def _check_finetuning(
+    callbacks: list[pl.Callback],
+    layout: ParallelLayout,
+    data_parallel: str,
+    num_replicas: int,
+    *,
+    sharded: bool,
+) -> None:
+    finetuning = _first(callbacks, BaseFinetuning)
+    if finetuning is None:
+        return
+    if sharded:
+        raise ConfigError(
+            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, whose state "
+            f"is sharded over the {num_replicas} data-parallel ranks with "
+            f'data_parallel="{data_parallel}". Set data_parallel="ddp".'
+        )
+    raise ConfigError(
+        f"{type(finetuning).__name__} unfreezes layers during fit, and the {layout.pp} pipeline "
+        "ranks, which hold different layers, agree once which parameters they train. Set "
+        "pipeline_model_parallel_size=1, or freeze layers before fit."
+    )
+
+
+def _check_pruning(
+    callbacks: list[pl.Callback], layout: ParallelLayout, data_parallel: str
+) -> None:
+    pruning = _first(callbacks, ModelPruning)
+    if pruning is not None:
+        raise ConfigError(
+            f"{type(pruning).__name__} chooses the weights to prune among those that one rank "
+            "sees, and gives weights other memory; here each rank has a part (tensor "
+            f"{layout.tp} x pipeline {layout.pp}, "
+            f'data_parallel="{data_parallel}"). Set both sizes to 1 and data_parallel="ddp".'
         )
 
 

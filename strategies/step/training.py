@@ -46,13 +46,8 @@ class Training:
     def __init__(
         self, scope: Scope, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig]
     ) -> None:
-        module, part, context, options, undo = (
-            scope.module,
-            scope.part,
-            scope.context,
-            scope.options,
-            scope.undo,
-        )
+        module, part, context = scope.module, scope.part, scope.context
+        options, undo = scope.options, scope.undo
         self._scope = scope
         coders = kept_as_codes(module, part, scope.precision)
         self._scheduled = [
@@ -87,16 +82,7 @@ class Training:
         self._has_clipped = not is_sharded  # or there is no need to warn
         if context.world_size > 1 or self.accumulation.managed:
             self._clip_globally()
-        precision = scope.precision
-        self.loss_scaling = (
-            precision
-            if isinstance(precision, MegatronMixedPrecision) and precision.loss_scale
-            else None
-        )
-        if self.loss_scaling is not None:
-            self.loss_scaling.ranks = context.axis("world")
-            self.loss_scaling.read_by = lambda optimizer: self.norms.gradients_of(optimizer)  # noqa: PLW0108 (shared by copies)
-            undo.callback(vars(precision).update, ranks=None, read_by=None)
+        self.loss_scaling = self._scale_losses()
         if self.accumulation.managed and not module.automatic_optimization:
             follow_toggling(module, self.accumulation, undo)
             follow_zero_grad(module, optimizers, self.accumulation, undo)
@@ -104,8 +90,7 @@ class Training:
         """Whether the last optimizer step was skipped."""
         if self.loss_scaling is not None or options.non_finite == "skip":
             hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
-        parameters: dict[str, Tensor] = dict(module.named_parameters())
-        self.watch = self._watch(parameters)
+        self.watch = self._watch()
         """Looks for infinities and NaN; None with ``non_finite="ignore"``."""
         self._found = False  # something that is not finite, since the last optimizer step
         self._judged = False  # by an optimizer step, since it was found
@@ -115,7 +100,19 @@ class Training:
         """Detects what a sharding plan got wrong, in the first step."""
         undo.callback(self.plan_watch.detach)
 
-    def _watch(self, parameters: dict[str, Tensor]) -> FiniteWatch | None:
+    def _scale_losses(self) -> MegatronMixedPrecision | None:
+        """Return the precision plugin, with one verdict on overflow for all ranks; None: losses are
+        not scaled.
+        """
+        precision = self._scope.precision
+        if not isinstance(precision, MegatronMixedPrecision) or not precision.loss_scale:
+            return None
+        precision.ranks = self._scope.context.axis("world")
+        precision.read_by = lambda optimizer: self.norms.gradients_of(optimizer)  # noqa: PLW0108 (shared by copies)
+        self._scope.undo.callback(vars(precision).update, ranks=None, read_by=None)
+        return precision
+
+    def _watch(self) -> FiniteWatch | None:
         """Return what looks for infinities and NaN; in gradients unless a loss scale may let them
         overflow.
         """
@@ -126,6 +123,7 @@ class Training:
         watch = FiniteWatch(
             self._scope.context, self._scope.options.layout.num_stages, policy=policy
         )
+        parameters: dict[str, Tensor] = dict(self._scope.module.named_parameters())
         watch.attach(parameters, lambda: scale is None or scale.is_lowest)
         self._scope.undo.callback(watch.detach)
         return watch
