@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import sqrt
 from statistics import mean, stdev
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,7 @@ from tests.helpers import hf_models
 from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.quantized import counted_products, dithered_casts
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rounding import SEEDS, STUDENT_T
 from tests.helpers.trainers import Losses, trainer
 
 TP, PP, VPP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
@@ -258,10 +260,8 @@ def test_training_and_evaluation_equal_one_process(scaling: str, case: str) -> N
                 assert result[3] == predicted
 
 
-SEEDS = 8
-# Two-sided 99.9 % of Student's t with 7 degrees of freedom, times sqrt(1 + 1/8): within so many
-# standard deviations of the mean of 8 runs a ninth one lies.
-INTERVAL = 5.74
+INTERVAL = STUDENT_T * sqrt(1 + 1 / SEEDS)
+"""Within so many standard deviations of the mean of ``SEEDS`` runs, another one lies."""
 # Scales of tokens, or of the history, are those of one process; only blocks of tokens in weight
 # gradients are others.
 OF_TOKENS = ("delayed", "rowwise", "blockwise", "mxfp8")

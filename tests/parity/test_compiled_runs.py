@@ -108,8 +108,8 @@ def test_other_shapes_and_documents_do_not_compile_each_time(name: str) -> None:
     for (losses, norms, _), (own_losses, own_norms, graphs) in run_ranks(
         ranks, _grow, *given, timeout_s=280
     ):
-        assert own_losses == pytest.approx(losses, rel=1e-5)  # fp32, in another order
-        assert own_norms == pytest.approx(norms, rel=1e-5)
+        assert own_losses == pytest.approx(losses, rel=1e-6)  # rounding of fp32
+        assert own_norms == pytest.approx(norms, rel=1e-6)
         assert graphs == expected
 
 
@@ -159,7 +159,7 @@ def test_checkpoints_do_not_know_whether_blocks_were_compiled(
         for way in (False, True):
             assert results[f"{way}-{way}"] == results[f"whole-{way}"][2:]
             assert results[f"{way}-{not way}"] == pytest.approx(
-                results[f"whole-{way}"][2:], rel=1e-5
+                results[f"whole-{way}"][2:], rel=1e-6
             )
 
 
@@ -265,6 +265,6 @@ def test_models_of_others_compile_without_changes(name: str) -> None:
     for plain, (losses, norms, graphs, breaks, said) in run_ranks(
         ranks, _others, name.partition("-")[0], layout, timeout_s=280
     ):
-        assert losses == pytest.approx(plain[0], rel=1e-5)
-        assert norms == pytest.approx(plain[1], rel=1e-5)
+        assert losses == pytest.approx(plain[0], rel=1e-6)
+        assert norms == pytest.approx(plain[1], rel=1e-6)
         assert (graphs, breaks, said) == (num_graphs, {}, "cache" in name)
