@@ -1,5 +1,5 @@
-"""Muon under ``data_parallel="fsdp"``, and of experts in every layout: matrices are put together
-over data- and tensor-parallel ranks, as one device has them.
+"""Muon under ``data_parallel="fsdp"``, of experts in every layout, and of compiled blocks: matrices
+are put together over data- and tensor-parallel ranks, as one uncompiled device has them.
 
 torch's Muon orthogonalises in bf16, where a gradient that differs in its last fp32 digit may round
 to another value (2^-8), which five iterations amplify by up to 3.4^5 in the directions of small
@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import read_full
-from megatron_lightning.config import DataParallelOptions, MoEConfig
+from megatron_lightning.config import CompileOptions, DataParallelOptions, MoEConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer, Muon
@@ -67,6 +67,13 @@ OPTIONS: dict[str, Any] = {
         },
     ),
 }
+COMPILE = {"compile": "block", "compile_options": CompileOptions(backend="aot_eager")}
+COMPILED: dict[str, Any] = {
+    "one": (1, 1, COMPILE),
+    "zero1": (2, 2, COMPILE),
+    "tp2": (2, 1, {**COMPILE, TP: 2}),
+    "tp2-fsdp2": (4, 2, {**COMPILE, **FSDP, TP: 2}),
+}
 BIAS = {"add_bias_linear": True, "normalization": "LayerNorm"}
 MOE = {"moe": MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=24)}
 EXPERTS: dict[str, Any] = {
@@ -85,6 +92,7 @@ EXPERTS: dict[str, Any] = {
 }
 LAYOUTS = {
     **{name: (*case, BIAS) for name, case in OPTIONS.items()},
+    **{f"compiled-{name}": (*case, BIAS) for name, case in COMPILED.items()},
     **{f"experts-{name}": (*case, MOE) for name, case in EXPERTS.items()},
     # Biases of experts are whole where the layout divides biases of others (Megatron-LM 6099).
     "experts-biases": (4, 2, {TP: 2, ETP: 1, EP: 2}, {**MOE, **BIAS}),
@@ -162,6 +170,12 @@ def _tensors(path: str) -> dict[str, torch.Tensor]:
         pytest.param("hybrid-offload", "32-true", marks=pytest.mark.slow),
         pytest.param("tp2-hybrid", "32-true", marks=pytest.mark.slow),
         pytest.param("tp2-fsdp2", "bf16-true", marks=pytest.mark.slow),
+        ("compiled-zero1", "32-true"),
+        *(
+            pytest.param(f"compiled-{name}", "32-true", marks=pytest.mark.slow)
+            for name in COMPILED
+            if name != "zero1"
+        ),
         ("experts-etp2-fsdp2", "32-true"),
         *(
             pytest.param(f"experts-{name}", "32-true", marks=pytest.mark.slow)
