@@ -8,7 +8,6 @@ products; no recomputation) over the time and the vendor's dense bf16 peak.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.statistics import ratio_of_medians
@@ -29,7 +28,6 @@ from megatron_lightning.layers.context.kernels import Output
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
-from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.planning.peaks import peak_flops
@@ -253,44 +251,6 @@ def _attention_numbers(work: Callable[[], Any], num_tokens: int) -> Numbers:
     }
 
 
-def compiled_layers(shape: Shape) -> Numbers:
-    """Time forward and backward of the model in bf16, as it is and with ``torch.compile`` on every
-    layer.
-    """
-    numbers: dict[str, Any] = {}
-    tokens = torch.randint(0, shape.vocab_size, (shape.batch, shape.sequence), device="cuda")
-    for name in ("eager", "compiled"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        with torch.device("cuda"):
-            model = GPTModel(shape.config).bfloat16()
-        if name == "compiled":
-            for layer in model.decoder.layers.values():
-                layer.compile()
-        start = time.perf_counter()
-        loss = _forward_backward(model, tokens)
-        torch.cuda.synchronize()
-        first = time.perf_counter() - start
-        times = gpu_times_ms(partial(_forward_backward, model, tokens))
-        numbers[name] = {
-            **rates_of(shape, statistics.median(times) / 1e3),
-            "first_s": first,
-            "loss": float(loss),
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "times_ms": times,
-        }
-        del model, loss
-    ratio = ratio_of_medians(numbers["eager"]["times_ms"], numbers["compiled"]["times_ms"])
-    return {**numbers, "speed_of_compiled": [ratio.value, ratio.low, ratio.high]}
-
-
-def _forward_backward(model: nn.Module, tokens: Tensor) -> Tensor:
-    model.zero_grad(set_to_none=True)
-    loss: Tensor = model(tokens, labels=tokens).mean()
-    loss.backward()
-    return loss.detach()
-
-
 def nccl_of_one_rank() -> Numbers:
     """Time NCCL's collectives on a communicator of one rank: their cost without the network."""
     torch.cuda.set_device(0)
@@ -314,7 +274,6 @@ def nccl_of_one_rank() -> Numbers:
 HEADLINE: Mapping[str, Item] = {
     "step, 0.2 B, bf16-mixed": Item(60, partial(step_beside_lightning, SMALL, 15)),
     "attention, 4096": Item(10, partial(attention, 4096, 2)),
-    "torch.compile on every layer, 0.2 B": Item(90, partial(compiled_layers, SMALL)),
     "NCCL, one rank": Item(10, nccl_of_one_rank),
 }
 
@@ -337,9 +296,5 @@ CASES: Mapping[str, Mapping[str, Item]] = {
         for size, num_ranks in ((32, 8), (128, 8))
     }
     | {"128k, 32 documents": Item(60, partial(packed_row, 128 * 1024, 32))},
-    "compile": {
-        f"{size}": Item(120, partial(compiled_layers, shape))
-        for size, shape in (("0.2 B", SMALL), ("0.9 B", LARGE))
-    },
 }
 """Cases by name; each runs within 8 minutes and continues where it stopped."""

@@ -29,13 +29,11 @@ class BatchCopies:
 
     Args:
         device: Where they go; other devices than CUDA's have no streams, and nothing is copied.
-        streams: Makes and enters streams.
     """
 
-    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = streams
-        self.stream = streams.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """The stream of the copies; None: there is none."""
 
     def copy(self, batch: Any, module: pl.LightningModule) -> Any:
@@ -62,9 +60,9 @@ class BatchCopies:
             copied.append(tensor.to(self._device, non_blocking=True))
             return copied[-1]
 
-        with self._streams.stream(self.stream):
+        with torch.cuda.stream(self.stream):
             batch = tree_map_only(Tensor, copy, batch)
-        current = self._streams.current_stream(self._device)
+        current = torch.cuda.current_stream(self._device)
         current.wait_stream(self.stream)
         for tensor in copied:
             tensor.record_stream(current)

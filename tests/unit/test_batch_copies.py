@@ -24,7 +24,7 @@ class _Stream:
 
 
 class _Streams:
-    """Takes the place of ``torch.cuda``."""
+    """Takes the place of the streams of ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -57,6 +57,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> _Streams:
         assert tensor.is_meta
         made.events.append(f"{tensor.numel()} is used by {stream.name}")
 
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     monkeypatch.setattr(Tensor, "to", copied)
     monkeypatch.setattr(Tensor, "record_stream", used)
     return made
@@ -72,7 +74,7 @@ class _Own(_Module):
 
 
 def test_the_computation_waits_for_the_copies_and_not_they_for_it(streams: _Streams) -> None:
-    copies = BatchCopies(torch.device("cuda", 0), streams)
+    copies = BatchCopies(torch.device("cuda", 0))
     batch = {"tokens": torch.zeros(2), "more": [torch.zeros(3), "text"], "n": 4}
     found = copies.copy(batch, _Module())
     assert found["tokens"].is_meta and found["more"][0].is_meta
@@ -92,7 +94,7 @@ class _Batch:
 
 
 def test_what_others_move_is_left_to_them(streams: _Streams) -> None:
-    copies, plain = BatchCopies(torch.device("cuda", 0), streams), torch.zeros(2)
+    copies, plain = BatchCopies(torch.device("cuda", 0)), torch.zeros(2)
     there, own = torch.zeros(2, device="meta"), _Batch(plain)
     sparse, part = torch.eye(2).to_sparse(), torch.nn.Parameter(torch.zeros(2))
     found = copies.copy([there, own, sparse, part], _Module())
