@@ -33,8 +33,10 @@ class BatchCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
         """The stream of the copies; None: there is none."""
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, batch: Any, module: pl.LightningModule) -> Any:
         """Return the batch with its tensors on the device, ready for the current stream.
