@@ -27,15 +27,15 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_lightning.errors import PipelineError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.rng import seeded
+from megatron_lightning.pipeline import crossing_errors as errors
 from megatron_lightning.pipeline.analysis import intercepted
 from megatron_lightning.pipeline.arguments import Containers
 from megatron_lightning.pipeline.call_analysis import CallAnalysis
@@ -181,10 +181,7 @@ class StageCrossing:
         lent, self._visit.lent = self._visit.lent, []
         written = {unit for unit, tensor, version in lent if num_writes(tensor) != version}
         if written and not self._analysis:
-            raise PipelineError(
-                f"the forward writes into the output of {self._partition.units[min(written)]!r} "
-                "in place, and did not when this kind of step ran first. Write into a copy."
-            )
+            raise errors.late_write(self._partition.units[min(written)])
         self._facts.written |= written
         if self._analysis is not None and self._taint is not None:
             self._analysis.learn(self._taint)
@@ -210,22 +207,7 @@ class StageCrossing:
         units = self._partition.units[: self._visit.first]
         hooked = [name for name in units if user_hooks(self._partition.module.get_submodule(name))]
         if hooked and _has_nan(result):
-            raise PipelineError(
-                f"{self._hook} returned NaN, and the pipelined module did not: it uses the output "
-                f"of {hooked[0]!r} that a hook has recorded, which is on an earlier stage. Let the "
-                "forward return what the step uses."
-            )
-
-    @property
-    def inner_hooks(self) -> list[str]:
-        """Return the modules inside of units whose forward hooks run on the unit's stage only."""
-        module = self._partition.module
-        return [
-            f"{name}.{path}"
-            for name in self._partition.units
-            for path, child in module.get_submodule(name).named_modules()
-            if path and user_hooks(child)
-        ]
+            raise errors.recorded_placeholder(self._hook, hooked[0])
 
     # -------------------------------------------------------------------------------- of the module
 
@@ -247,17 +229,9 @@ class StageCrossing:
     def _begin(self) -> None:
         visit = self._visit
         if visit.entered:
-            raise PipelineError(
-                f"{self._hook} called the pipelined module twice on stage {visit.stage}, "
-                f"micro-batch {self._microbatch}. A pipelined step calls it exactly once; put the "
-                "inputs into one batch, or set pipeline_model_parallel_size=1."
-            )
+            raise errors.second_call(self._hook, visit.stage, self._microbatch)
         if not visit.was_called_before:
-            raise PipelineError(
-                f"{self._hook} called the pipelined module on stage {visit.stage} and not on the "
-                "stage before. Whether a step calls it must follow from the batch and its index "
-                "alone."
-            )
+            raise errors.unexpected_call(self._hook, visit.stage)
         visit.entered = True
         visit.records = torch.is_grad_enabled()
         if visit.records:
@@ -272,7 +246,8 @@ class StageCrossing:
             try:
                 with self._taint or nullcontext():
                     output = self._forward(*args, **kwargs)
-                self._check_end()
+                if self._visit.next < len(self._partition.units):
+                    raise errors.missing_unit(self._hook, self._partition.units[self._visit.next])
                 if self._taint is not None:
                     self._taint.end(output)
                 self._learn()
@@ -287,15 +262,6 @@ class StageCrossing:
         with seeded(self._visit.seed, self._context.device):
             output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
         return left[0] if left else output
-
-    def _check_end(self) -> None:
-        visit, units = self._visit, self._partition.units
-        if visit.next < len(units):
-            raise PipelineError(
-                f"{self._hook} did not call unit {units[visit.next]!r} of the pipelined module. A "
-                "pipelined forward calls every unit exactly once, in order. Name other units in "
-                "PipelineOptions(units=[...])."
-            )
 
     def _check_placeholders(self, output: Any, args: Any, kwargs: Any) -> None:
         """Check that NaN in the placeholders has reached nothing.
@@ -314,12 +280,7 @@ class StageCrossing:
             again = self._run(args, kwargs)  # NaN may have other reasons
         self._visit, self._placeholders = visit, placeholders
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
-            raise PipelineError(
-                f"the result of stage {visit.stage} depends on the output of a pipeline unit that "
-                "was not sent to it, in a way that was not found (by a list, an attribute or "
-                "another module's memory). Hand it from unit to unit as an argument, or keep "
-                "these units on one stage (pipeline_options)."
-            )
+            raise errors.unsent_output(visit.stage)
 
     # --------------------------------------------------------------------------------- of the units
 
@@ -338,14 +299,14 @@ class StageCrossing:
             self._begin()
             self._taint = None  # there is no end of a forward up to which outputs could be followed
         if index != visit.next:
-            self._refuse_order(index)
+            raise errors.wrong_order(self._hook, self._partition.units, index, visit.next)
         visit.next += 1
         if index >= visit.end:
             raise StageExit(self._outputs())
         if index < visit.first:
             return self._stub(index, unit, args, kwargs)
-        if visit.records and not torch.is_grad_enabled():
-            self._check_grad(index, unit)
+        if visit.records and not torch.is_grad_enabled() and _is_trained(unit):
+            raise errors.no_graph(self._partition.units[index])
         output = self._run_unit(index, unit, run, args, kwargs)
         if self._analysis and self._taint is None and visit.next == len(self._partition.units):
             self._learn()
@@ -361,25 +322,23 @@ class StageCrossing:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a unit of this stage, and keep what is sent of its output."""
-        visit, containers = self._visit, Containers(args, kwargs)
+        visit, name = self._visit, self._partition.units[index]
+        containers = Containers(args, kwargs)
         if self._taint is not None:
             with torch.compiler.set_stance("force_eager"):
                 output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
         else:
             output = self._run_seeded(index, run, args, kwargs)
-        self._check_containers(index, containers)
+        changed = containers.changed
+        if changed is not None:
+            raise errors.changed_argument(name, changed)
         if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
             return output
-        tensors, structure = flatten(output, self._partition.units[index])
+        tensors, structure = flatten(output, name)
         if visit.note is None:
             visit.structures[index] = structure
         elif structure != visit.structures[index]:
-            raise PipelineError(
-                f"pipeline unit {self._partition.units[index]!r} returns other plain values or "
-                f"shapes ({structure}) than in an earlier micro-batch with the same signature "
-                f"({visit.structures[index]}). Return what varies as a tensor, or set "
-                "variable_seq_lengths of pipeline_options."
-            )
+            raise errors.other_output(name, structure, visit.structures[index])
         if index in visit.carried:
             visit.sent[index] = tensors
         return self._lend(index, output, tensors)
@@ -440,35 +399,9 @@ class StageCrossing:
         visit.sent = {}  # outputs are released once they are sent
         return outputs
 
-    def _check_grad(self, index: int, unit: nn.Module) -> None:
-        if any(parameter.requires_grad for parameter in unit.parameters()):
-            raise PipelineError(
-                f"pipeline unit {self._partition.units[index]!r} runs without a graph in a step "
-                "that is trained. A reentrant checkpoint around units loses their gradients: set "
-                "use_reentrant=False (gradient_checkpointing_kwargs of transformers). Set "
-                "requires_grad=False for units that are not trained."
-            )
 
-    def _check_containers(self, index: int, containers: Containers) -> None:
-        """Check that a unit hands nothing on by its arguments, which other stages lack."""
-        kind = containers.changed
-        if kind is not None:
-            raise PipelineError(
-                f"pipeline unit {self._partition.units[index]!r} changes a {kind} that it was "
-                "given, and units of other stages would not see it. Return what it hands on, or "
-                "let the forward keep it."
-            )
-
-    def _refuse_order(self, index: int) -> NoReturn:
-        units, visit = self._partition.units, self._visit
-        expected = units[visit.next] if visit.next < len(units) else "the end of the forward"
-        raise PipelineError(
-            f"{self._hook} called unit {units[index]!r} of the pipelined module in the place of "
-            f"{expected!r}. A pipelined forward calls every unit exactly once, in the order "
-            f"{', '.join(units[:4])}, … . Name the units in their order in "
-            "PipelineOptions(units=[...]); layers that are called again, or skipped at random, "
-            "cannot be units."
-        )
+def _is_trained(unit: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in unit.parameters())
 
 
 def _has_nan(tree: Any) -> bool:

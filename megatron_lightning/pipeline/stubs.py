@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ def user_hooks(module: nn.Module) -> list[Any]:
     """Return the user's forward hooks of a module."""
     hooks = module._forward_hooks.values()
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in _LIBRARIES]
+
+
+def hooks_inside(module: nn.Module, units: Iterable[str]) -> list[str]:
+    """Return the modules inside of units whose forward hooks run on the unit's stage only."""
+    return [
+        f"{unit}.{path}"
+        for unit in units
+        for path, child in module.get_submodule(unit).named_modules()
+        if path and user_hooks(child)
+    ]
 
 
 def _module_of(hook: Any) -> str:

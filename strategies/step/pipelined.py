@@ -33,6 +33,8 @@ from megatron_lightning.pipeline.microbatches import (
     merge_outputs,
     split_batch,
 )
+from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.stubs import hooks_inside
 from megatron_lightning.pipeline.visit import CallFacts
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.lightning_internals import skips_backward
@@ -245,6 +247,7 @@ class PipelinedSteps(Steps):
             self._analyze(
                 crossing, make_program(microbatches=[copied], crossing=crossing, training=None)
             )
+            _warn_of_hooks(partition)
         return crossing
 
     def _analyze(self, crossing: StageCrossing, program: UserProgram) -> None:
@@ -258,12 +261,6 @@ class PipelinedSteps(Steps):
         with self._in_step(crossing, trains=False), self._without_notes(), analyzing:
             self._executor.run(self._schedule(1, backward=False), program, backward=False)
         self._executor.forget_boundaries()
-        if crossing.inner_hooks:
-            rank_zero_warn(
-                f"forward hooks of {', '.join(crossing.inner_hooks[:3])} run on the pipeline stage "
-                "of these modules only: a loss or a log that uses what they record misses it. Let "
-                "the forward return it."
-            )
         self._rng.restore(state)
         self._scope.context.rng.load_state_dict(streams)
 
@@ -391,3 +388,14 @@ class PipelinedSteps(Steps):
     def _broadcast_objects(self, value: Any) -> Any:
         """Send all tensors: predictions, on the CPU."""
         return self._scope.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))
+
+
+def _warn_of_hooks(partition: StagePartition) -> None:
+    """Warn of hooks whose records are on one stage only."""
+    hooked = hooks_inside(partition.module, partition.units)
+    if hooked:
+        rank_zero_warn(
+            f"forward hooks of {', '.join(hooked[:3])} run on the pipeline stage of these modules "
+            "only: a loss or a log that uses what they record misses it. Let the forward return "
+            "it."
+        )
