@@ -138,7 +138,7 @@ def _run(command: str, options: list[str]) -> None:
     elif command == "plan":
         from megatron_lightning.planning.report import plan
 
-        text, is_valid = _call(plan, command, options)
+        text, is_valid = _call(plan, command, _with_overrides(options))
         print(text)
         if not is_valid:
             raise SystemExit(2)
@@ -250,6 +250,25 @@ def _element_of_list(hint: Any) -> type | None:
         if typing.get_origin(kind) in (list, Sequence)
     )
     return next((typing.get_args(kind)[0] for kind in lists), None)
+
+
+def _with_overrides(options: Sequence[str]) -> list[str]:
+    """Return the options of ``plan``: every ``--config`` in one list, and options of ``fit``
+    (``--trainer.devices=8``, ``--trainer.devices 8``) in another.
+    """
+    lists: dict[str, list[str]] = {"--config": [], "--overrides": []}
+    others: list[str] = []
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_override = name.partition(".")[0] in ("--trainer", "--model", "--data")
+        if name != "--config" and not is_override:
+            others.append(word)
+            continue
+        value = value if equals else next(words, "")
+        taken = lists["--overrides" if is_override else "--config"]
+        taken.append(f"{name[2:]}={value}" if is_override else value)
+    return others + [word for name, taken in lists.items() if taken for word in (name, *taken)]
 
 
 def _underscored(options: Sequence[str]) -> list[str]:

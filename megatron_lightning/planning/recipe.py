@@ -1,19 +1,15 @@
-"""Read a LightningCLI configuration file for a plan, without making its objects and without torch.
+"""Read LightningCLI configuration files for a plan, without making their objects and without torch.
 
 All mistakes are collected, so that one run names them all.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from math import ceil
-from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from megatron_lightning.config import (
     CompileOptions,
@@ -26,9 +22,9 @@ from megatron_lightning.config import (
     RopeScaling,
     TransformerConfig,
 )
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.layers import DeviceKind
+from megatron_lightning.planning.sections import Errors, read_sections
 from megatron_lightning.rules import check_options, resolve_compile
 
 T = TypeVar("T")
@@ -45,29 +41,6 @@ STRATEGY_OPTIONS = (
 """Parameters of ``MegatronStrategy``, whose signature needs torch."""
 _SIZES = STRATEGY_OPTIONS[:7]
 _MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
-
-
-@dataclass
-class Errors:
-    """Messages of the mistakes found so far."""
-
-    found: list[str] = field(default_factory=list)
-
-    def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Return the function's result; None after recording its :class:`ConfigError`."""
-        try:
-            return function(*args, **kwargs)
-        except ConfigError as error:
-            self.add(str(error))
-        except (TypeError, ValueError, AttributeError) as error:
-            # A value of a kind that the check did not foresee, such as text for a number.
-            self.add(f"a value in the file has the wrong type: {error}.")
-        return None
-
-    def add(self, message: str) -> None:
-        """Record a message, once."""
-        if message not in self.found:
-            self.found.append(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,24 +71,18 @@ class Recipe:
         return ceil(self.batch_size / self.micro_batch_size)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose 1e-3 is a number, as for LightningCLI."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def read_recipe(path: str, world_size: int | None, errors: Errors) -> Recipe | None:
-    """Return the recipe in a file; None: it has mistakes, which are in ``errors``.
+def read_recipe(
+    paths: Sequence[str], overrides: Sequence[str], world_size: int | None, errors: Errors
+) -> Recipe | None:
+    """Return the recipe in files; None: it has mistakes, which are in ``errors``.
 
     Args:
-        path: A configuration file of ``megatron-lightning fit``.
+        paths: Configuration files of ``megatron-lightning fit``; later ones win.
+        overrides: Options such as "trainer.devices=8", which win over files.
         world_size: Number of ranks; None: the Trainer's num_nodes x devices.
         errors: Takes the mistakes.
     """
-    sections = _load(path, errors)
+    sections = read_sections(paths, overrides, errors)
     if sections is None:
         return None
     trainer = _section(sections.get("trainer"), "trainer", errors)
@@ -179,18 +146,6 @@ _NESTED: Mapping[str, type[Any]] = {
     "moe": MoEConfig,
     "rope_scaling": RopeScaling,
 }
-
-
-def _load(path: str, errors: Errors) -> Mapping[str, Any] | None:
-    try:
-        sections = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        errors.add(f"--config {path} cannot be read: {' '.join(str(error).split())}.")
-        return None
-    if not isinstance(sections, dict):
-        errors.add(f"--config {path} holds no sections. Write trainer, model and data.")
-        return None
-    return sections
 
 
 def _section(given: Any, name: str, errors: Errors) -> Mapping[str, Any]:

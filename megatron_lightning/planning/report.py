@@ -30,20 +30,30 @@ from megatron_lightning.planning.parameters import (
     predicting_layer_of,
     split_stages,
 )
-from megatron_lightning.planning.recipe import Errors, Recipe, read_recipe
+from megatron_lightning.planning.recipe import Recipe, read_recipe
+from megatron_lightning.planning.sections import Errors
 
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
 _SECTIONS = ("grid", "stages", "bytes", "flops", "bubble")
 _BYTES = ("weights", "gradients", "optimizer", "activations", "total")
 
 
-def plan(*, config: str, world_size: int | None = None, json: bool = False) -> tuple[str, bool]:
+def plan(
+    *,
+    config: str | Sequence[str],
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    json: bool = False,
+) -> tuple[str, bool]:
     """Show what a configuration file would do: rank grid, stages, memory, operations and bubble.
 
     Nothing is started, and no model is built.
 
     Args:
-        config: Path to a configuration file of `megatron-lightning fit`.
+        config: Path to a configuration file of `megatron-lightning fit`; of several, later ones
+            win.
+        overrides: Options of `megatron-lightning fit` that win over files, as trainer.devices=8;
+            --trainer.devices=8 is the same.
         world_size: Number of ranks; left out: the Trainer's num_nodes x devices.
         json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors.
 
@@ -51,7 +61,8 @@ def plan(*, config: str, world_size: int | None = None, json: bool = False) -> t
         The text, and whether the configuration has no errors.
     """
     errors = Errors()
-    recipe = read_recipe(config, world_size, errors)
+    paths = [config] if isinstance(config, str) else config
+    recipe = read_recipe(paths, overrides, world_size, errors)
     found = None if recipe is None else _describe(recipe, errors)
     sections: dict[str, Any] = dict.fromkeys(_SECTIONS) if found is None else found
     if json:

@@ -15,6 +15,7 @@ import yaml
 
 from megatron_lightning.cli import main
 from megatron_lightning.planning.recipe import STRATEGY_OPTIONS
+from megatron_lightning.planning.sections import _merged, _nested
 from megatron_lightning.strategies import MegatronStrategy
 
 ROOT = Path(__file__).parents[2]
@@ -183,3 +184,27 @@ def test_numbers_with_exponents_and_short_strategies(
 
 def test_the_options_of_the_strategy_are_known() -> None:
     assert tuple(inspect.signature(MegatronStrategy).parameters) == STRATEGY_OPTIONS
+
+
+def test_options_and_files_are_merged_as_for_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "more.yaml"
+    path.write_text("trainer:\n  strategy: {init_args: {tensor_model_parallel_size: 4}}\n")
+    name = "--trainer.strategy.pipeline_model_parallel_size"
+    files = [f"--config={LLAMA}", "--config", str(path)]
+    found = plan(capsys, *files, f"{name}=4", "--trainer.devices", "8", "--trainer.num_nodes=2")
+    grid = found["grid"]
+    assert (grid["tp"], grid["pp"], grid["dp"], grid["world_size"]) == (4, 4, 1, 16)
+    errors = wrong(path, capsys, "--data.batch_size=1e2", "--model.config.moe.num_experts=0")
+    assert "data.batch_size is 100.0; it must be a positive integer." in errors
+    assert "moe.num_experts is 0; it must be a positive integer." in errors
+
+
+def test_merged_sections() -> None:
+    files = _merged({"a": {"class_path": "A", "init_args": {"x": 1}}}, {"a": {"y": 2}})
+    assert files == {"a": {"class_path": "A", "init_args": {"x": 1, "y": 2}}}
+    assert _merged(files, {"a": "A"}) == files
+    assert _merged(files, {"a": {"class_path": "B"}}) == {"a": {"class_path": "B"}}
+    assert _merged(files, {"a": None}) == {"a": None}
+    assert _nested("a.b=[1, 2]") == {"a": {"b": [1, 2]}} and _nested("a=: [") == {"a": ": ["}

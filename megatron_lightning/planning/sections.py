@@ -1,0 +1,102 @@
+"""Configuration files and options of the command line, merged as LightningCLI does: later ones win,
+and options go to the arguments of the class that is named. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from megatron_lightning.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass
+class Errors:
+    """Messages of the mistakes found so far."""
+
+    found: list[str] = field(default_factory=list)
+
+    def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Return the function's result; None after recording its :class:`ConfigError`."""
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            self.add(str(error))
+        except (TypeError, ValueError, AttributeError) as error:
+            # A value of a kind that the check did not foresee, such as text for a number.
+            self.add(f"a value in the file has the wrong type: {error}.")
+        return None
+
+    def add(self, message: str) -> None:
+        """Record a message, once."""
+        if message not in self.found:
+            self.found.append(message)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 1e-3 is a number, as for LightningCLI."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_sections(
+    paths: Sequence[str], overrides: Sequence[str], errors: Errors
+) -> Mapping[str, Any] | None:
+    """Return the sections of all files, changed by ``overrides``; None: one cannot be read.
+
+    Args:
+        paths: Configuration files.
+        overrides: Options such as "trainer.strategy.tensor_model_parallel_size=2".
+        errors: Takes the mistakes.
+    """
+    parts = [_load(path, errors) for path in paths] + [_nested(one) for one in overrides]
+    read = [part for part in parts if part is not None]
+    return reduce(_merged, read) if len(read) == len(parts) else None
+
+
+def _load(path: str, errors: Errors) -> Mapping[str, Any] | None:
+    try:
+        sections = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        errors.add(f"--config {path} cannot be read: {' '.join(str(error).split())}.")
+        return None
+    if not isinstance(sections, dict):
+        errors.add(f"--config {path} holds no sections. Write trainer, model and data.")
+        return None
+    return sections
+
+
+def _nested(override: str) -> Mapping[str, Any]:
+    """Return {a: {b: value}} of "a.b=value", the value read as YAML."""
+    name, _, text = override.partition("=")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        value = text
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    nested: Mapping[str, Any] = value
+    return nested
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict):
+        return new
+    if not isinstance(new, dict):
+        return old if new is not None and new == old.get("class_path") else new
+    if "class_path" in old and not new.keys() & {"class_path", "init_args"}:
+        new = {"init_args": new}
+    if new.get("class_path", old.get("class_path")) != old.get("class_path"):
+        return new
+    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
