@@ -21,7 +21,7 @@ from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.engine import Engine
 from megatron_lightning.layers.norm import build_norm
-from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary
+from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, attention_layout
 from megatron_lightning.layers.sequence_info import SequenceInfo
 
 
@@ -203,17 +203,23 @@ class SelfAttention(nn.Module):
         """
         self.core_attention.check_positions(sequence)
         positions = None if sequence is None else sequence.position_ids
-        mixed = self.linear_qkv(hidden)
-        mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
-        q, k, v = mixed.split([self.heads_per_group, 1, 1], dim=3)
+        q, k, v = self._projected(hidden)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self._normalized(q, self.q_layernorm), self._normalized(k, self.k_layernorm)
         if self.rotary is not None:
             cosines, sines = self.rotary(q.shape[0], q, positions)
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
+            if self.q_layernorm is None:  # which keeps the projection's output in any case
+                v = attention_layout(v)
         context = self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), sequence)
         out: Tensor = self.linear_proj(context)
         return out
+
+    def _projected(self, hidden: Tensor) -> list[Tensor]:
+        """Return queries [s, b, g, n/g, d], keys and values [s, b, g, 1, d]: views of one."""
+        mixed = self.linear_qkv(hidden)
+        mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
+        return list(mixed.split([self.heads_per_group, 1, 1], dim=3))
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Normalize queries or keys [s, b, g, n/g, d]: each head, or all of a token together."""

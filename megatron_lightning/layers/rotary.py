@@ -127,9 +127,26 @@ class RotaryEmbedding(nn.Module):
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
 
+def _sequence_dim(x: Tensor) -> int:
+    """Return where the sequence of queries, keys or values [s, b, ..., d] lies in memory.
+
+    On a CPU the sequence of a head is contiguous: elementwise loops run over its positions, two
+    nested dims at a time, and half of a head alone is a short one. A GPU's kernels read, and return
+    contexts, batch-first.
+    """
+    return -2 if x.device.type == "cpu" else 1
+
+
+def attention_layout(x: Tensor) -> Tensor:
+    """Return values [s, b, ..., d] in memory as rotated queries and keys are, so that what they
+    were a view of need not be kept.
+    """
+    dim = _sequence_dim(x)
+    return x if torch.compiler.is_compiling() else x.movedim(0, dim).contiguous().movedim(dim, 0)
+
+
 class _Rotation(torch.autograd.Function):
-    """Turned pairs of channels, written once into a batch-first tensor: what attention kernels read
-    fastest, at no cost here.
+    """Turned pairs of channels, written once, in the layout that attention kernels read fastest.
 
     Its gradient is the rotation by the negative angle.
     """
@@ -137,7 +154,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         ctx.save_for_backward(cosines, sines)
-        out = x.new_empty((x.shape[1], x.shape[0], *x.shape[2:])).transpose(0, 1)
+        dim = _sequence_dim(x)
+        out = x.new_empty(x.movedim(0, dim).shape).movedim(dim, 0)
         half = cosines.shape[-1]
         sizes = [half, half, x.shape[-1] - 2 * half]
         first, second, rest = torch.split(x, sizes, dim=-1)

@@ -133,11 +133,13 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
         operations.append(
             Operation(
                 path=f"{path}.rotary",
-                makes=(f"{path} q", f"{path} k"),
-                forward_bytes=2 * q + k,
+                makes=(f"{path} q", f"{path} k", f"{path} v"),
+                forward_bytes=2 * q + 4 * k,
                 backward_bytes=2 * q + 3 * k,
             )
         )
+    if rotated and not config.qk_layernorm:  # the values are copied
+        return operations, {f"{path} q": q, f"{path} k": k, f"{path} v": k}, d
     kept = {fused: q + 2 * k}  # the values are a view of it
     if rotated or config.qk_layernorm:
         kept |= {f"{path} q": q, f"{path} k": k}

@@ -67,6 +67,24 @@ def test_frequencies_of_llama_3_1_equal_megatron_core() -> None:
     torch.testing.assert_close(frequencies, expected, rtol=0, atol=6e-8)  # recorded to 1e-7
 
 
+def test_rotated_attention_does_not_keep_the_projection_output() -> None:
+    """Values are copied out of it, beside rotated queries and keys."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=2, vocab_size=8
+    )
+    attention = SelfAttention(config, RotaryEmbedding(config.head_dim, 10000.0))
+    kept: set[int] = set()
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.add(x.untyped_storage().nbytes() // x.element_size())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        attention(torch.randn(16, 3, 64))
+    assert 16 * 3 * config.head_dim * 8 in kept
+    assert 16 * 3 * config.qkv_rows not in kept
+
+
 @pytest.mark.parametrize("case", ROPE["yarn"], ids=lambda c: str(c["args"]["mscale_all_dim"]))
 def test_yarn_equals_megatron_core(case: dict[str, Any]) -> None:
     args = dict(case["args"])
