@@ -187,6 +187,63 @@ def check_model_layout(
     _check_experts(config, layout)
 
 
+def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
+    tp = layout.tp
+    shared = [
+        ("num_attention_heads", config.num_attention_heads),
+        ("ffn_hidden_size", config.ffn_size),
+    ]
+    for name, value in shared:
+        if value % tp:
+            raise ConfigError(
+                f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank "
+                f"takes an equal share. Set {name} to a multiple of {tp}, or "
+                f"tensor_model_parallel_size to a divisor of {value}."
+            )
+    groups = config.query_groups
+    if groups % tp and tp % groups:
+        raise ConfigError(
+            f"num_query_groups={groups} and tensor_model_parallel_size={tp}: neither divides the "
+            "other, so ranks and key/value heads cannot be split equally. Set "
+            f"tensor_model_parallel_size to a divisor or a multiple of {groups}."
+        )
+    if config.qkv_rows % tp:
+        raise ConfigError(
+            f"the {config.qkv_rows} rows of linear_qkv are not divisible by "
+            f"tensor_model_parallel_size={tp}, and ranks that outnumber num_query_groups={groups} "
+            f"share them. Set kv_channels, now {config.head_dim}, to a multiple of {tp // groups}."
+        )
+    rows = -(-config.vocab_size // tp)
+    if rows * (tp - 1) >= config.vocab_size:
+        raise ConfigError(
+            f"vocab_size={config.vocab_size} leaves a rank without a row of the embedding when "
+            f"tensor_model_parallel_size={tp} ranks take {rows} rows each. Lower "
+            "tensor_model_parallel_size."
+        )
+
+
+def _check_sequence(
+    config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None
+) -> None:
+    if sequence_length is None:
+        return
+    if sequence_length > config.max_sequence_length:
+        raise ConfigError(
+            f"samples of {sequence_length} tokens are longer than the model's "
+            f"max_sequence_length={config.max_sequence_length}. Set max_sequence_length to "
+            f"{sequence_length} or more, or shorten the samples."
+        )
+    check_sequence_length(
+        sequence_length, layout.cp, layout.tp if layout.sp else 1, "a sample of the data"
+    )
+    if layout.sp and sequence_length % layout.tp:
+        raise ConfigError(
+            f"samples of {sequence_length} tokens cannot be split equally over the "
+            f"tensor_model_parallel_size={layout.tp} ranks of sequence parallelism. Set the "
+            f"sequence length to a multiple of {layout.tp}, or sequence_parallel to false."
+        )
+
+
 def _check_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
     moe, ep, etp = config.moe, layout.ep, layout.etp
     if moe is None:
@@ -229,62 +286,6 @@ def _check_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
         )
 
 
-_KERNELS: Mapping[str, tuple[AttentionBackend, ...]] = {
-    "cpu": ("flash", "math"),
-    "cuda": ("flash", "cudnn", "efficient", "math"),
-}
-_HALF_ONLY: tuple[AttentionBackend, ...] = ("flash", "cudnn")
-"""Kernels of GPUs that do not take fp32."""
-_WIDE = ("None", "32", "32-true", "64", "64-true")
-
-
-def check_attention_backend(
-    config: TransformerConfig,
-    num_context_ranks: int,
-    *,
-    device: str,
-    precision: str | int | None,
-) -> None:
-    """Check that a device has the kernels of attention that the model names, and that they take
-    what the options say; torch knows the rest.
-
-    Args:
-        config: The model.
-        num_context_ranks: Ranks that share a sequence.
-        device: Type of the device; for others than CPUs and CUDA nothing is known.
-        precision: The Trainer's.
-    """
-    backend, known = config.attention_backend, _KERNELS.get(device, ())
-    if backend == "auto" or not known:
-        return
-    is_wide = config.attention_softmax_in_fp32 or str(precision) in _WIDE
-    reasons: dict[AttentionBackend, str] = {}
-    if device == "cpu":
-        reasons["cudnn"] = reasons["efficient"] = "is a kernel of GPUs, and this is a CPU"
-        if config.attention_dropout:
-            reasons["flash"] = (
-                f"drops no weights on a CPU, and attention_dropout is {config.attention_dropout}"
-            )
-    if device == "cuda" and is_wide:
-        reasons = dict.fromkeys(
-            _HALF_ONLY,
-            "takes bf16 and fp16 only on GPUs, and attention is computed in fp32 (precision="
-            f"{precision}, attention_softmax_in_fp32={config.attention_softmax_in_fp32})",
-        )
-    if config.window_size is not None or num_context_ranks > 1:
-        reasons["cudnn"] = (
-            "has no form for blocks, in which attention is computed with window_size="
-            f"{config.window_size} and context_parallel_size={num_context_ranks}"
-        )
-    if device == "cuda" and config.window_size is not None:
-        reasons["flash"] = f"takes no mask, as window_size={config.window_size} needs at its edge"
-    if backend in reasons:
-        works = [name for name in ("auto", *known) if name not in reasons]
-        raise ConfigError(
-            f"attention_backend={backend} {reasons[backend]}. Set it to {' or '.join(works)}."
-        )
-
-
 def check_trained_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
     """Check that tensor-parallel ranks have different tokens, in training."""
     if config.moe is not None and layout.tp > 1 and not layout.sp:
@@ -301,41 +302,6 @@ def check_vocabulary(config: TransformerConfig, num_ids: int | None) -> None:
             f"the data's vocab_size={num_ids} (their tokenizer's, unless it is set) is above the "
             f"model's {config.vocab_size}, which has no embedding for the ids from "
             f"{config.vocab_size} on. Set the model's vocab_size to {num_ids} or more."
-        )
-
-
-def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
-    tp = layout.tp
-    shared = [
-        ("num_attention_heads", config.num_attention_heads),
-        ("ffn_hidden_size", config.ffn_size),
-    ]
-    for name, value in shared:
-        if value % tp:
-            raise ConfigError(
-                f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank "
-                f"takes an equal share. Set {name} to a multiple of {tp}, or "
-                f"tensor_model_parallel_size to a divisor of {value}."
-            )
-    groups = config.query_groups
-    if groups % tp and tp % groups:
-        raise ConfigError(
-            f"num_query_groups={groups} and tensor_model_parallel_size={tp}: neither divides the "
-            "other, so ranks and key/value heads cannot be split equally. Set "
-            f"tensor_model_parallel_size to a divisor or a multiple of {groups}."
-        )
-    if config.qkv_rows % tp:
-        raise ConfigError(
-            f"the {config.qkv_rows} rows of linear_qkv are not divisible by "
-            f"tensor_model_parallel_size={tp}, and ranks that outnumber num_query_groups={groups} "
-            f"share them. Set kv_channels, now {config.head_dim}, to a multiple of {tp // groups}."
-        )
-    rows = -(-config.vocab_size // tp)
-    if rows * (tp - 1) >= config.vocab_size:
-        raise ConfigError(
-            f"vocab_size={config.vocab_size} leaves a rank without a row of the embedding when "
-            f"tensor_model_parallel_size={tp} ranks take {rows} rows each. Lower "
-            "tensor_model_parallel_size."
         )
 
 
@@ -394,23 +360,57 @@ def check_exchanged_heads(
             )
 
 
-def _check_sequence(
-    config: TransformerConfig, layout: ParallelLayout, sequence_length: int | None
+_KERNELS: Mapping[str, tuple[AttentionBackend, ...]] = {
+    "cpu": ("flash", "math"),
+    "cuda": ("flash", "cudnn", "efficient", "math"),
+}
+_HALF_ONLY: tuple[AttentionBackend, ...] = ("flash", "cudnn")
+"""Kernels of GPUs that do not take fp32."""
+_WIDE = ("None", "32", "32-true", "64", "64-true")
+
+
+def check_attention_backend(
+    config: TransformerConfig,
+    num_context_ranks: int,
+    *,
+    device: str,
+    precision: str | int | None,
 ) -> None:
-    if sequence_length is None:
+    """Check that a device has the kernels of attention that the model names, and that they take
+    what the options say; torch knows the rest.
+
+    Args:
+        config: The model.
+        num_context_ranks: Ranks that share a sequence.
+        device: Type of the device; for others than CPUs and CUDA nothing is known.
+        precision: The Trainer's.
+    """
+    backend, known = config.attention_backend, _KERNELS.get(device, ())
+    if backend == "auto" or not known:
         return
-    if sequence_length > config.max_sequence_length:
-        raise ConfigError(
-            f"samples of {sequence_length} tokens are longer than the model's "
-            f"max_sequence_length={config.max_sequence_length}. Set max_sequence_length to "
-            f"{sequence_length} or more, or shorten the samples."
+    is_wide = config.attention_softmax_in_fp32 or str(precision) in _WIDE
+    reasons: dict[AttentionBackend, str] = {}
+    if device == "cpu":
+        reasons["cudnn"] = reasons["efficient"] = "is a kernel of GPUs, and this is a CPU"
+        if config.attention_dropout:
+            reasons["flash"] = (
+                f"drops no weights on a CPU, and attention_dropout is {config.attention_dropout}"
+            )
+    if device == "cuda" and is_wide:
+        reasons = dict.fromkeys(
+            _HALF_ONLY,
+            "takes bf16 and fp16 only on GPUs, and attention is computed in fp32 (precision="
+            f"{precision}, attention_softmax_in_fp32={config.attention_softmax_in_fp32})",
         )
-    check_sequence_length(
-        sequence_length, layout.cp, layout.tp if layout.sp else 1, "a sample of the data"
-    )
-    if layout.sp and sequence_length % layout.tp:
+    if config.window_size is not None or num_context_ranks > 1:
+        reasons["cudnn"] = (
+            "has no form for blocks, in which attention is computed with window_size="
+            f"{config.window_size} and context_parallel_size={num_context_ranks}"
+        )
+    if device == "cuda" and config.window_size is not None:
+        reasons["flash"] = f"takes no mask, as window_size={config.window_size} needs at its edge"
+    if backend in reasons:
+        works = [name for name in ("auto", *known) if name not in reasons]
         raise ConfigError(
-            f"samples of {sequence_length} tokens cannot be split equally over the "
-            f"tensor_model_parallel_size={layout.tp} ranks of sequence parallelism. Set the "
-            f"sequence length to a multiple of {layout.tp}, or sequence_parallel to false."
+            f"attention_backend={backend} {reasons[backend]}. Set it to {' or '.join(works)}."
         )
