@@ -1,5 +1,5 @@
-"""One name for each call that torch 2.11 to 2.13 name differently or keep private; the only file
-that knows versions.
+"""One name for each call that torch 2.11 to 2.13 name differently or keep private, and for what
+Python and the C library keep so; the only file that knows versions.
 """
 
 from __future__ import annotations
@@ -21,41 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C import _distributed_c10d
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "GradientHooks",
-    "PrefixStore",
-    "Store",
-    "abort_process_groups",
-    "all_gather",
-    "at_end_of_backward",
-    "at_end_of_main_thread",
-    "attention_choice",
-    "avoid_fused_inference",
-    "compiled",
-    "cpp_compilers",
-    "default_store",
-    "destroy_process_groups",
-    "fused_adamw",
-    "is_in_backward",
-    "keep_freed_memory",
-    "never_drop",
-    "reduce_scatter",
-    "run_backward",
-    "saved_tensors_hooks_in_force",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "scaled_mm_of_blocks",
-    "set_gather_hooks",
-    "set_grad_dtype",
-    "silence_treespec_warning",
-    "takes_grouped_mm",
-    "takes_scaled_grouped_mm",
-]
+PrefixStore = _distributed_c10d.PrefixStore
+Store = _distributed_c10d.Store
 
 _MAX_GRAPHS = 64
 """Of blocks that share code: kinds of layers x training, validation and inference x static and
