@@ -59,62 +59,16 @@ class Plan:
 
 def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
     """Return the actions of one pp rank with their messages."""
-    holders, positions, last_stage = (
-        schedule.placement.pp_ranks,
-        schedule.positions,
-        schedule.placement.num_stages - 1,
-    )
-
-    def other_end(forward: bool, stage: int, microbatch: int) -> int:
-        kinds = (Kind.FORWARD,) if forward else SENDS_GRADIENT
-        return next(
-            positions[action]
-            for kind in kinds
-            if (action := Action(stage, kind, microbatch)) in positions
-        )
-
-    def message(forward: bool, taker: int, peer_stage: int, microbatch: int) -> Message | None:
-        if not (0 <= taker <= last_stage and 0 <= peer_stage <= last_stage):
-            return None
-        peer = holders[peer_stage] if holders[peer_stage] != pp_rank else None
-        tag = taker * schedule.num_microbatches + microbatch
-        return Message(
-            forward, taker, microbatch, peer, other_end(forward, peer_stage, microbatch), tag
-        )
-
-    own = schedule.actions[pp_rank]
+    messages, own = _Messages(schedule, pp_rank), schedule.actions[pp_rank]
     last_of_stage = {
         action.stage: action
         for action in own
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
     }
-    spans = simulate(schedule).spans
-    taken_at: dict[tuple[bool, int], list[float]] = {}
-
-    def bounded(gives: Message, action: Action) -> Message:
-        """Limit the earlier messages in flight: as many as in the simulation, and some more.
-
-        A sender that waits for one beyond waits for an action that starts earlier in the
-        simulation, so there is no circle.
-        """
-        if gives.peer is None:
-            return gives
-        earlier = taken_at.setdefault((gives.forward, gives.peer), [])
-        ahead = len(earlier) - bisect_left(earlier, spans[action][0]) + _SLACK
-        earlier.append(spans[schedule.actions[gives.peer][gives.peer_position]][0])
-        return gives._replace(ahead=ahead)
-
-    planned = []
-    for action in own:
-        stage, kind, microbatch = action
-        takes = gives = None
-        if kind is not Kind.WEIGHT_GRADIENT:
-            forward = kind is Kind.FORWARD
-            hop = 1 if forward else -1
-            takes = message(forward, stage, stage - hop, microbatch)
-            gives = message(forward, stage + hop, stage + hop, microbatch)
-            gives = gives and bounded(gives, action)
-        planned.append(Planned(action, takes, gives, last_of_stage.get(stage) == action))
+    planned = [
+        Planned(action, *messages.of(action), last_of_stage.get(action.stage) == action)
+        for action in own
+    ]
     received: dict[tuple[bool, int], list[Message]] = {}
     peers = set()
     for _, takes, gives, _ in planned:
@@ -122,3 +76,64 @@ def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
             received.setdefault((takes.forward, takes.peer), []).append(takes)
         peers |= {end.peer for end in (takes, gives) if end is not None and end.peer is not None}
     return Plan(tuple(planned), received, peers)
+
+
+class _Messages:
+    """The messages of one pp rank's actions, which are asked for in their order."""
+
+    def __init__(self, schedule: Schedule, pp_rank: int) -> None:
+        self._schedule = schedule
+        self._pp_rank = pp_rank
+        self._spans = simulate(schedule).spans
+        self._taken_at: dict[tuple[bool, int], list[float]] = {}
+
+    def of(self, action: Action) -> tuple[Message | None, Message | None]:
+        """Return what an action takes, and what it gives."""
+        stage, kind, microbatch = action
+        if kind is Kind.WEIGHT_GRADIENT:
+            return None, None
+        forward = kind is Kind.FORWARD
+        hop = 1 if forward else -1
+        takes = self._message(forward, stage, stage - hop, microbatch)
+        gives = self._message(forward, stage + hop, stage + hop, microbatch)
+        return takes, gives and self._bounded(gives, action)
+
+    def _message(
+        self, forward: bool, taker: int, peer_stage: int, microbatch: int
+    ) -> Message | None:
+        """Return the message that stage ``taker`` takes; None: it or the other end is no stage."""
+        placement = self._schedule.placement
+        if min(taker, peer_stage) < 0 or max(taker, peer_stage) >= placement.num_stages:
+            return None
+        holder = placement.pp_ranks[peer_stage]
+        return Message(
+            forward,
+            taker,
+            microbatch,
+            peer=holder if holder != self._pp_rank else None,
+            peer_position=self._position(forward, peer_stage, microbatch),
+            tag=taker * self._schedule.num_microbatches + microbatch,
+        )
+
+    def _position(self, forward: bool, stage: int, microbatch: int) -> int:
+        """Return the position, on its rank, of the action at the other end of a message."""
+        kinds, positions = (Kind.FORWARD,) if forward else SENDS_GRADIENT, self._schedule.positions
+        return next(
+            positions[action]
+            for kind in kinds
+            if (action := Action(stage, kind, microbatch)) in positions
+        )
+
+    def _bounded(self, gives: Message, action: Action) -> Message:
+        """Limit the earlier messages in flight: as many as in the simulation, and some more.
+
+        A sender that waits for one beyond waits for an action that starts earlier in the
+        simulation, so there is no circle.
+        """
+        if gives.peer is None:
+            return gives
+        earlier = self._taken_at.setdefault((gives.forward, gives.peer), [])
+        ahead = len(earlier) - bisect_left(earlier, self._spans[action][0]) + _SLACK
+        taken_by = self._schedule.actions[gives.peer][gives.peer_position]
+        earlier.append(self._spans[taken_by][0])
+        return gives._replace(ahead=ahead)
