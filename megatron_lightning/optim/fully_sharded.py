@@ -135,15 +135,7 @@ class ShardedUnits:
                 "groups of one each rank would keep everything. Leave the module as it is."
             )
         hooks = {name: GradientHooks(parameter) for name, parameter in module.named_parameters()}
-        uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        manageable = {
-            id(parameter): specs[name].data_axes
-            for name, parameter in module.named_parameters()
-            if uses[id(parameter)] == 1
-            and name not in excluded
-            and specs[name].data_axes in self._meshes
-            and specs[name].global_shape
-        }
+        manageable = self._manageable(module, specs, excluded)
         self._paths = {child: path for path, child in module.named_modules()}
         self.units: list[Unit] = []
         """The units of all stages, whose positions in this list are their indices."""
@@ -168,6 +160,20 @@ class ShardedUnits:
         # Ranks that share experts, and those that share the rest, are all among these.
         callers = context.axis("tp-dp-cp") if "edp" in manageable.values() else context.dp_cp
         self._order = UnitOrder([str(unit) for unit in self.units], callers, context.device)
+
+    def _manageable(
+        self, module: nn.Module, specs: Mapping[str, ShardSpec], excluded: Set[str]
+    ) -> dict[int, str]:
+        """Return id -> ``data_axes`` of the parameters that FSDP2 can shard."""
+        uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        return {
+            id(parameter): specs[name].data_axes
+            for name, parameter in module.named_parameters()
+            if uses[id(parameter)] == 1
+            and name not in excluded
+            and specs[name].data_axes in self._meshes
+            and specs[name].global_shape
+        }
 
     def _shard_stage(
         self,
