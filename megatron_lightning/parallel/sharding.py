@@ -199,6 +199,12 @@ class ShardingPlan:
         """
         return any(getattr(style, "shards_sequence", False) for style in self.modules.values())
 
+    def is_sequence_parallel(self, context: ParallelContext) -> bool:
+        """Return whether activations are sequence shards: where the layout allows it and a row says
+        where they begin.
+        """
+        return context.sp and self.shards_sequence
+
     @cached_property
     def _styles(self) -> list[tuple[re.Pattern[str], Style]]:
         return [(compile_pattern(pattern), style) for pattern, style in self.modules.items()]

@@ -11,7 +11,9 @@ from megatron_lightning.layers.styles.parameters import (
 )
 from megatron_lightning.layers.styles.regions import (
     CopyOutput,
+    ParallelInput,
     ReduceOutput,
+    ShardSequence,
     ShareInput,
 )
 from megatron_lightning.layers.styles.stacked_experts import DispatchedExperts
@@ -21,11 +23,9 @@ from megatron_lightning.layers.styles.tensor import (
     HeadParallel,
     HeadsNorm,
     KeyOrValue,
-    ParallelInput,
     QueryKeyValue,
     RowParallel,
     SequenceParallel,
-    ShardSequence,
     StreamDropout,
     VocabParallel,
     VocabParallelLoss,

@@ -1,19 +1,69 @@
-"""Styles that enter or leave the tensor-parallel region at a module, whose parameters stay full."""
+"""Styles that enter or leave the tensor-parallel region, or that of sequence shards, at a module,
+whose parameters stay full.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
+from megatron_lightning.parallel.collectives import (
+    copy_to_axis,
+    gather_sequence,
+    reduce_from_axis,
+    scatter,
+)
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.sharding import ShardingPlan, declare_gathered_input
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ParallelInput:
+    """A module inside which every rank computes with its shards: its input is copied, or gathered
+    from sequence shards.
+    """
+
+    argument: str = "hidden_states"
+    """Name of the input, where it is not the first positional argument."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Copy (or gather) the input before the module's forward."""
+        if context.tp.size == 1:
+            return module
+        sharded = plan.is_sequence_parallel(context)
+        if sharded:
+            declare_gathered_input(module, self.argument, plan.sequence_dim)
+        enter = partial(gather_sequence, dim=plan.sequence_dim) if sharded else copy_to_axis
+        hook = _MapInput(self.argument, partial(enter, group=context.tp))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+
+@dataclass(frozen=True)
+class ShardSequence:
+    """The first module whose activations, under sequence parallelism, are sequence shards: its
+    input is scattered.
+    """
+
+    shards_sequence = True
+
+    argument: str = "hidden_states"
+    """Name of the input, where it is not the first positional argument."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Scatter the input before the module's forward."""
+        if not plan.is_sequence_parallel(context):
+            return module
+        shard = partial(scatter, group=context.tp, dim=plan.sequence_dim)
+        module.register_forward_pre_hook(_MapInput(self.argument, shard), with_kwargs=True)
+        return module
 
 
 @dataclass(frozen=True)
@@ -109,3 +159,16 @@ class _Divide:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (args[0] / self.ranks, *args[1:])
+
+
+@dataclass(frozen=True)
+class _MapInput:
+    argument: str
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (self.change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, self.argument: self.change(kwargs[self.argument])}

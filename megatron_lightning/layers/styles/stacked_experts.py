@@ -72,7 +72,7 @@ class DispatchedExperts:
         take_shards(module, module, specs)
         module.num_experts = num_experts // ep.size  # type: ignore[assignment]
         dispatcher = AllToAllDispatch(context.axis("etp-ep"))
-        replicas = ALONE if context.sp and plan.shards_sequence else context.tp
+        replicas = ALONE if plan.is_sequence_parallel(context) else context.tp
         names = tuple(inspect.signature(module.forward).parameters)
         exchange = _ExchangeTokens(dispatcher, num_experts, replicas, names)
         module.register_forward_pre_hook(exchange.send, with_kwargs=True)

@@ -11,7 +11,6 @@ input alone (``copy_input=False``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -31,9 +30,9 @@ from megatron_lightning.layers.linear import (
 )
 from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
 from megatron_lightning.layers.norm import HeadsRMSNorm
-from megatron_lightning.parallel.collectives import copy_to_axis, gather, gather_sequence, scatter
+from megatron_lightning.parallel.collectives import gather
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, declare_gathered_input
+from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import ShardSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -62,13 +61,6 @@ def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
     return module
 
 
-def _shards_sequence(context: ParallelContext, plan: ShardingPlan) -> bool:
-    """Return whether activations are sequence shards: where the layout allows it and the plan says
-    where they begin.
-    """
-    return context.sp and plan.shards_sequence
-
-
 def _options(
     context: ParallelContext, plan: ShardingPlan, *, shards: bool = True
 ) -> dict[str, Any]:
@@ -77,7 +69,7 @@ def _options(
     """
     return {
         "group": context.tp,
-        "sequence_parallel": _shards_sequence(context, plan) and shards,
+        "sequence_parallel": plan.is_sequence_parallel(context) and shards,
         "sequence_dim": plan.sequence_dim,
     }
 
@@ -242,7 +234,7 @@ class SequenceParallel:
         """Declare the gradients partial; learned positions are looked up for the rank's sequence
         shard only.
         """
-        if not _shards_sequence(context, plan):
+        if not plan.is_sequence_parallel(context):
             return module
         if isinstance(module, nn.Embedding):
             return SequenceParallelEmbedding(
@@ -296,7 +288,7 @@ class StreamDropout:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the streams."""
-        sharded = _shards_sequence(context, plan) or (self.always and context.tp.size > 1)
+        sharded = plan.is_sequence_parallel(context) or (self.always and context.tp.size > 1)
         if sharded or context.cp.size > 1:
             dropout = _expect(module, Dropout, "StreamDropout")
             dropout.streams = context.rng
@@ -347,60 +339,3 @@ class VocabParallelLoss:
             label_smoothing=plain.label_smoothing,
             z_loss=plain.z_loss,
         )
-
-
-@dataclass(frozen=True)
-class ParallelInput:
-    """A module inside which every rank computes with its shards: its input is copied, or gathered
-    from sequence shards.
-    """
-
-    argument: str = "hidden_states"
-    """Name of the input, where it is not the first positional argument."""
-
-    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Copy (or gather) the input before the module's forward."""
-        if context.tp.size == 1:
-            return module
-        sharded = _shards_sequence(context, plan)
-        if sharded:
-            declare_gathered_input(module, self.argument, plan.sequence_dim)
-        enter = partial(gather_sequence, dim=plan.sequence_dim) if sharded else copy_to_axis
-        return _map_input(module, self.argument, partial(enter, group=context.tp))
-
-
-@dataclass(frozen=True)
-class ShardSequence:
-    """The first module whose activations, under sequence parallelism, are sequence shards: its
-    input is scattered.
-    """
-
-    shards_sequence = True
-
-    argument: str = "hidden_states"
-    """Name of the input, where it is not the first positional argument."""
-
-    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Scatter the input before the module's forward."""
-        if not _shards_sequence(context, plan):
-            return module
-        return _map_input(
-            module, self.argument, partial(scatter, group=context.tp, dim=plan.sequence_dim)
-        )
-
-
-def _map_input(module: nn.Module, argument: str, change: partial[Tensor]) -> nn.Module:
-    module.register_forward_pre_hook(partial(_change_input, argument, change), with_kwargs=True)
-    return module
-
-
-def _change_input(
-    argument: str,
-    change: partial[Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, argument: change(kwargs[argument])}
