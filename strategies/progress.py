@@ -32,7 +32,8 @@ class Progress:
         """
         if batch == self._batch:
             return False
-        self._batch, self._batch_samples = batch, num_samples
+        self._batch = batch
+        self._batch_samples = num_samples
         self.consumed_samples += num_samples
         return True
 

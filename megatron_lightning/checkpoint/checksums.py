@@ -22,20 +22,20 @@ class BlockChecksums:
 
     def __init__(self) -> None:
         self._finished: list[int] = []
-        self._current, self._filled = 0, 0
+        self._current = 0
+        self._filled = 0
 
     def update(self, data: memoryview) -> None:
         """Add the next bytes of the stream."""
         while data:
             part = data[: BLOCK_BYTES - self._filled]
-            self._current, self._filled, data = (
-                crc32(part, self._current),
-                self._filled + len(part),
-                data[len(part) :],
-            )
+            self._current = crc32(part, self._current)
+            self._filled += len(part)
+            data = data[len(part) :]
             if self._filled == BLOCK_BYTES:
                 self._finished.append(self._current)
-                self._current, self._filled = 0, 0
+                self._current = 0
+                self._filled = 0
 
     def finish(self) -> tuple[int, ...]:
         """Return the checksums; the last block may be shorter."""

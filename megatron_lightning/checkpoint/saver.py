@@ -83,7 +83,8 @@ class Saver:
                 save, and ``on_save_error`` is "raise". An existing checkpoint of the name is
                 intact.
         """
-        began, self._rank = time.monotonic(), context.axis("world").rank
+        began = time.monotonic()
+        self._rank = context.axis("world").rank
         self.finish()
         with self._lock:
             self._writing = self._writing or plan.replaces
@@ -126,7 +127,8 @@ class Saver:
         if not plan.replaces:
             return
         with self._lock:
-            self._writing, self._failed = False, not committed
+            self._writing = False
+            self._failed = not committed
             to_delete, self._to_delete = (
                 (self._to_delete, []) if committed else ([], self._to_delete)
             )

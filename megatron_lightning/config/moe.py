@@ -301,8 +301,6 @@ class MoEConfig:
     @property
     def auxiliary_losses(self) -> Mapping[LoadBalancing, float]:
         """Coefficients of the auxiliary losses that are not 0, by type."""
-        types, values = (
-            _as_tuple(self.router_load_balancing_type),
-            _as_tuple(self.aux_loss_coeff),
-        )
+        types = _as_tuple(self.router_load_balancing_type)
+        values = _as_tuple(self.aux_loss_coeff)
         return {kind: float(value) for kind, value in zip(types, values, strict=False) if value}

@@ -130,11 +130,9 @@ class RecomputeOptions:
     """Smaller tensors stay on the device."""
 
     def __post_init__(self) -> None:
-        granularity, method, count = (
-            self.recompute_granularity,
-            self.recompute_method,
-            self.recompute_num_layers,
-        )
+        granularity = self.recompute_granularity
+        method = self.recompute_method
+        count = self.recompute_num_layers
         if granularity not in (None, "selective", "full"):
             raise ConfigError(
                 f"recompute_granularity is {granularity!r}, which is unknown. Set selective, full, "

@@ -193,10 +193,10 @@ class ScheduledBatchSampler(BatchSampler):
         start = True
         for index in self.sampler:
             if start:  # the sampler has begun its pass only now
-                self.consumed_samples, start = (
-                    getattr(self.sampler, "consumed_samples", self.consumed_samples),
-                    False,
+                self.consumed_samples = getattr(
+                    self.sampler, "consumed_samples", self.consumed_samples
                 )
+                start = False
             batch.append(index)
             size = self.schedule.running_batch_size(self.consumed_samples, self.unit)
             if len(batch) * self.num_replicas >= size:

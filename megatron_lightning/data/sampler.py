@@ -30,10 +30,8 @@ class _SharedOrder:
 
     def draw_states(self) -> dict[str, Tensor]:
         """Return the generators' states of the first rank; a collective."""
-        states, generator = (
-            {"default": torch.get_rng_state()},
-            getattr(self.order, "generator", None),
-        )
+        states = {"default": torch.get_rng_state()}
+        generator = getattr(self.order, "generator", None)
         if generator is not None:
             states["sampler"] = generator.get_state()
         return self._group.broadcast_object(states)

@@ -121,7 +121,8 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
         ctx.scale = scale
         ctx.shape = loss.shape
-        ctx.dtype, ctx.device = loss.dtype, loss.device
+        ctx.dtype = loss.dtype
+        ctx.device = loss.device
         return activation.detach()  # may be modified in place, unlike an input that is returned
 
     @staticmethod

@@ -129,7 +129,8 @@ class Bucket:
         gathering = gather_chunks(values, group)
         if gathering is not None:
             gathering.wait()
-        self.value, self.holds_codes = values, False
+        self.value = values
+        self.holds_codes = False
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(values, index)
             set_grad_dtype(parameter, parameter.dtype)

@@ -66,7 +66,8 @@ class ChainedOptimizer(Optimizer):
         first = 0
         for optimizer in self.optimizers:
             last = first + len(optimizer.param_groups)
-            optimizer.param_groups, optimizer.state = self.param_groups[first:last], self.state
+            optimizer.param_groups = self.param_groups[first:last]
+            optimizer.state = self.state
             first = last
 
 

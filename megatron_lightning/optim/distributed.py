@@ -186,10 +186,8 @@ class DistributedOptimizer(OptimizerState):
         """Prepare matrices that are divided over ranks, or fused from several, to be stepped in
         full.
         """
-        context, groups = (
-            self._reducer.context,
-            {id(group) for group in matrix_groups(self.optimizer)},
-        )
+        context = self._reducer.context
+        groups = {id(group) for group in matrix_groups(self.optimizer)}
         shared: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
         for entry in self._all_entries():
             if id(entry.group) not in groups or entry.name not in self._reducer.parameters:

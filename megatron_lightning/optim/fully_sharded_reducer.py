@@ -56,7 +56,8 @@ class UnitGradients:
         sent_as: torch.dtype | None,
         bytes_communicated: Counter[str],
     ) -> None:
-        self.unit, groups = unit, unit.groups
+        self.unit = unit
+        groups = unit.groups
         self._ranks = groups.shard.size
         self._within = replace(groups, replicas=ALONE)
         self._across = replace(
@@ -89,7 +90,8 @@ class UnitGradients:
         """Begin to reduce the gradients; ``last`` if it is the last reduction of the step."""
         if self._size:
             buffer = self._pack().view(-1)
-            self._reduction, self._last = Reduction(buffer, self._within, *self._sent), last
+            self._reduction = Reduction(buffer, self._within, *self._sent)
+            self._last = last
             self._part = buffer[self._within.shard_of(buffer.numel())]
 
     def wait(self) -> None:

@@ -49,7 +49,8 @@ class DynamicLossScale:
         self._clean_steps += 1
         # More: the resumed run had a longer interval.
         if self._clean_steps >= options.growth_interval:
-            self._clean_steps, self._overflows_left = 0, options.hysteresis
+            self._clean_steps = 0
+            self._overflows_left = options.hysteresis
             self.scale *= options.growth_factor
 
     def state_dict(self) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class MatrixExchange:
         group: AxisGroup,
         device: torch.device | None = None,
     ) -> None:
-        self._entries, self._own = [entry for entry, _ in held], [spec for _, spec in held]
+        self._entries = [entry for entry, _ in held]
+        self._own = [spec for _, spec in held]
         self._group = group
         self._nothing = next(
             (entry.shard.value for entry in self._entries if entry.shard), torch.empty(0)
@@ -145,7 +146,8 @@ class MatrixExchange:
     def _make_targets(self, device: torch.device | None) -> dict[int, list[nn.Parameter]]:
         """Return copies of this rank's matrices, of a fused one several, by number."""
         for entry in self._entries:
-            entry.exchanged, entry.targets = True, []
+            entry.exchanged = True
+            entry.targets = []
         targets: dict[int, list[nn.Parameter]] = {}
         for number, full in self._gather(self._values()).items():
             index, box = self._matrices[number]

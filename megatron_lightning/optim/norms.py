@@ -41,10 +41,8 @@ class GradientNorms:
     def group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the global norm of every parameter group by its name or index; a collective."""
         reducer = self._accumulation.reducer
-        targets, groups = (
-            reducer.targets(),
-            zip(optimizer.param_groups, self._carriers(optimizer), strict=True),
-        )
+        targets = reducer.targets()
+        groups = zip(optimizer.param_groups, self._carriers(optimizer), strict=True)
         mine = {str(group.get("name", index)): ids for index, (group, ids) in enumerate(groups)}
         gradients = reducer.gradients()
         norms = {}

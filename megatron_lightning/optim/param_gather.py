@@ -100,7 +100,8 @@ class ParameterGather:
         for reader in self._readers.values():
             if not reader.buckets:
                 reader.hook.remove()
-        self._learning, self._overlapped = False, True
+        self._learning = False
+        self._overlapped = True
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Gather the parameters of ``buckets``, in this order. A collective."""

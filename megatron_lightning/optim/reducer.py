@@ -162,7 +162,9 @@ class GradientReducer:
             shard.target.grad = None
         for parameter in self._native:
             parameter.grad = None
-        self._hidden, self._num_launched, self._finished = [], 0, False
+        self._hidden = []
+        self._num_launched = 0
+        self._finished = False
         self._unused.clear()
         self.publish()
 

@@ -42,7 +42,8 @@ class Reduction:
         self._bytes = bytes_communicated
         own = data.shard_of(gradient.numel())
         self._own = gradient[own]
-        self._sent, self._second_phase = self._own, False
+        self._sent = self._own
+        self._second_phase = False
         self._work: Messages | dist.Work | None = None
         group = data.shard if data.sharded else data.all
         if group.process_group is None:
@@ -65,10 +66,8 @@ class Reduction:
             return
         self._wait()
         self._count("all_reduce", self._sent)
-        self._work, self._second_phase = (
-            dist.all_reduce(self._sent, group=group.process_group, async_op=True),
-            True,
-        )
+        self._work = dist.all_reduce(self._sent, group=group.process_group, async_op=True)
+        self._second_phase = True
 
     def finish(self) -> None:
         """Wait until this rank's shard is the sum over all ranks."""

@@ -294,7 +294,8 @@ class ScheduledLR(LRScheduler):
             kept = {"on_resume": how, "samples_per_step": self.schedule.samples_per_step}
             self.schedule = replace(LRSchedule(**state_dict["schedule"]), **kept)  # type: ignore[arg-type]
             self._groups = [_Group(**group) for group in state_dict["groups"]]
-        self.num_steps, self.last_epoch = state_dict["num_steps"], state_dict["last_epoch"]
+        self.num_steps = state_dict["num_steps"]
+        self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self.base_lrs = [group.peak for group in self._groups]
         for group, own, rate in zip(

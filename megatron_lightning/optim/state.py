@@ -164,11 +164,9 @@ class OptimizerState:
         groups = self._reducer.groups[spec.data_axes]
         sharers = groups.replicas if entry.sharded else groups.all
         writes = is_writer(spec, context)
-        value, target, name = (
-            values[0],
-            entry.targets[0].tensor,
-            f"{prefix}{entry.global_name}.{key}",
-        )
+        value = values[0]
+        target = entry.targets[0].tensor
+        name = f"{prefix}{entry.global_name}.{key}"
         if value.shape == target.shape:
             shards = [
                 shard

@@ -91,7 +91,8 @@ class StageBackward:
     def _begin(self) -> None:
         if not self._later:
             self._learn(self._order())
-        self._reached, self._done = set(), set()
+        self._reached = set()
+        self._done = set()
 
     def _learn(self, order: Sequence[int]) -> None:
         first = {unit: order.index(unit) for unit in dict.fromkeys(order)}

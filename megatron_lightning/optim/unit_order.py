@@ -40,7 +40,8 @@ class UnitOrder:
         """Check the calls of one forward of ``kind`` in the block; the first of a kind is a
         collective.
         """
-        self._kind, self._seen = kind, []
+        self._kind = kind
+        self._seen = []
         try:
             yield
             self.called(_END)

@@ -140,7 +140,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         return finish(all_gather_start(x, group, dim), group, dim)
 
     @staticmethod
@@ -157,7 +158,8 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         return finish(reduce_scatter_start(x, group, dim), group, dim)
 
     @staticmethod
@@ -170,7 +172,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         length = _shard_length(x, group, dim)
         return x.narrow(dim, group.rank * length, length).clone(
             memory_format=torch.contiguous_format
@@ -189,11 +192,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int, total: int) -> Tensor:
         longest = shard_range(total, group.size, 0)[1]
-        ctx.dim, ctx.start, ctx.length = (
-            dim,
-            shard_range(total, group.size, group.rank)[0],
-            x.shape[dim],
-        )
+        ctx.dim = dim
+        ctx.start = shard_range(total, group.size, group.rank)[0]
+        ctx.length = x.shape[dim]
         padded = x.movedim(dim, -1)
         padded = F.pad(padded, (0, longest - x.shape[dim])) if x.shape[dim] < longest else padded
         return finish(all_gather_start(padded.movedim(-1, dim), group, dim), group, dim).narrow(

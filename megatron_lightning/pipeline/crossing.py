@@ -151,7 +151,8 @@ class StageCrossing:
             was_called_before=bool(note),
             seed=self._seed + microbatch * (len(self._partition.units) + 1),
         )
-        self._microbatch, self._signature = microbatch, signature
+        self._microbatch = microbatch
+        self._signature = signature
         self._recomputes = False
         self._tests = self._analysis is None and stage not in facts.tested
         self._taint = self._analysis.follow() if self._analysis else None
@@ -190,7 +191,8 @@ class StageCrossing:
     def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around the backward of a stage: what it recomputes calls units again, in any order."""
         self._visit = self._visits.pop((stage, microbatch), self._visit)
-        self._recomputes, self._tests = True, False
+        self._recomputes = True
+        self._tests = False
         try:
             yield
         finally:
@@ -278,7 +280,8 @@ class StageCrossing:
         self._placeholders = Placeholders(0.0, device)
         with torch.no_grad(), self._repeated():
             again = self._run(args, kwargs)  # NaN may have other reasons
-        self._visit, self._placeholders = visit, placeholders
+        self._visit = visit
+        self._placeholders = placeholders
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
             raise errors.unsent_output(visit.stage)
 

@@ -87,10 +87,8 @@ def split_units(
     """
     kinds = [_kind(name) for name in unit_names(units)]
     num_layers, num_predicting = kinds.count("decoder"), kinds.count("mtp")
-    first, last = (
-        options.num_layers_in_first_pipeline_stage,
-        options.num_layers_in_last_pipeline_stage,
-    )
+    first = options.num_layers_in_first_pipeline_stage
+    last = options.num_layers_in_last_pipeline_stage
     if options.pipeline_model_parallel_layout is not None:
         layout = parse_layout(options.pipeline_model_parallel_layout)
         _check_layout(layout, placement, num_layers, num_predicting)

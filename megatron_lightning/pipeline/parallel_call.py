@@ -66,7 +66,8 @@ class ParallelCall:
         """Context in which ``added`` is asked for arguments that a call is given beside its own or
         in their place.
         """
-        self._added, self.was_called = added, False
+        self._added = added
+        self.was_called = False
         try:
             yield
         finally:

@@ -167,10 +167,8 @@ def write_png(scene: Scene, path: Path) -> None:
                 anchor=anchors[shape.anchor],
             )
         else:
-            right, bottom = (
-                (shape.x + shape.width) * factor - 1,
-                (shape.y + shape.height) * factor - 1,
-            )
+            right = (shape.x + shape.width) * factor - 1
+            bottom = (shape.y + shape.height) * factor - 1
             left, top = shape.x * factor, shape.y * factor
             canvas.rectangle((left, top, max(left, right), max(top, bottom)), fill=shape.fill)
     image.save(path, optimize=True)

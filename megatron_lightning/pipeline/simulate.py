@@ -116,10 +116,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     step_time = max((end for _, end in spans.values()), default=0.0)
     busy = sum(end - start for start, end in spans.values())
     bubble = 1 - busy / (step_time * len(schedule.actions)) if step_time else 0.0
-    units, weights = (
-        (1.0,) * schedule.placement.num_stages,
-        costs.activations(schedule.placement.num_stages),
-    )
+    units = (1.0,) * schedule.placement.num_stages
+    weights = costs.activations(schedule.placement.num_stages)
     return Simulation(
         step_time,
         bubble,

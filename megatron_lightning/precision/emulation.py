@@ -124,7 +124,8 @@ class EmulatedGemm(Gemm):
         They stay the same objects, as graphs of compilers expect.
         """
         if self._weight_scales is None or self._weight_amax is None:
-            self._weight_scales, self._weight_amax = scales.clone(), amax.clone()
+            self._weight_scales = scales.clone()
+            self._weight_amax = amax.clone()
         else:
             self._weight_scales.copy_(scales)
             self._weight_amax.copy_(amax)

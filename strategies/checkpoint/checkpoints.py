@@ -274,11 +274,9 @@ class Checkpoints:
             exchange_group=lambda: self.saver.group(self._context),
         )
         source = copy or open_checkpoint(path, group=world)
-        self._path, self._is_plain, self._source = (
-            path,
-            isinstance(source, PlainSource),
-            self._fitted(source, part),
-        )
+        self._path = path
+        self._is_plain = isinstance(source, PlainSource)
+        self._source = self._fitted(source, part)
         checkpoint = self._source.state()
         local = module.state_dict()
         others = {

@@ -204,10 +204,8 @@ def _check_trained_by(
     options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer
 ) -> None:
     """Check the module and the callbacks of a Trainer."""
-    fitting, replicas = (
-        trainer.state.fn == TrainerFn.FITTING,
-        options.layout.data_parallel_size(world_size),
-    )
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    replicas = options.layout.data_parallel_size(world_size)
     check_module(module, options.layout, options.micro_batch_size, fitting=fitting)
     overlapped = options.data.overlap_param_gather
     check_callbacks(

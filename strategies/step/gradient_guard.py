@@ -62,7 +62,8 @@ class GradientGuard:
         self.record()
         yield
         self.check()
-        self._hooks, self._before = [], []
+        self._hooks = []
+        self._before = []
 
     def record(self) -> None:
         """Record the gradients as they are now."""

@@ -56,7 +56,8 @@ class LogRecorder:
     """Records ``self.log`` calls of one step."""
 
     def __init__(self, module: pl.LightningModule, sizes: Sequence[int | None]) -> None:
-        self._module, self._sizes = module, sizes
+        self._module = module
+        self._sizes = sizes
         self._calls: dict[str, list[_Call]] = {}
         self.microbatch = 0
 

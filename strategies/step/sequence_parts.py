@@ -41,7 +41,8 @@ class SequenceParts:
     """
 
     def __init__(self, scope: Scope, plans: Mapping[str, ShardingPlan]) -> None:
-        self._context, self._module = scope.context, scope.module
+        self._context = scope.context
+        self._module = scope.module
         dims = sequence_dims_of(scope.module, getattr(scope.module.trainer, "datamodule", None))
         part = SequencePart(self._context.cp.rank, self._context.cp.size)
         tensor_ranks = self._context.tp.size if scope.part.shards_sequence else 1

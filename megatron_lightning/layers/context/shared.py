@@ -130,7 +130,8 @@ def _operator(name: str, attention: Attention) -> Callable[..., tuple[Tensor, Te
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.documents = inputs[6] is not None
         ctx.save_for_backward(*inputs[:3], *output, *(inputs[6:7] if ctx.documents else ()))
-        ctx.before, ctx.after = inputs[3:6], inputs[7:]
+        ctx.before = inputs[3:6]
+        ctx.after = inputs[7:]
 
     def differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         q, k, v, out, log_sum, *documents = ctx.saved_tensors

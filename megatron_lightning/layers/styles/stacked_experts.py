@@ -133,7 +133,8 @@ class _ExchangeTokens:
         is_distinct = bool((routing.chosen.sum(1) == num_choices).all())
         exchange = self._dispatcher.begin(routing, num_choices if is_distinct else None)
         rows, counts = exchange.dispatch(hidden)
-        self._exchange, self._num_rows = exchange, len(rows)
+        self._exchange = exchange
+        self._num_rows = len(rows)
         experts = torch.arange(len(counts), device=rows.device)
         experts = experts.repeat_interleave(counts, output_size=len(rows))[:, None]
         if not len(rows):
