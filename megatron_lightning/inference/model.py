@@ -83,13 +83,11 @@ class LanguageModel:
             self.model = GPTModel(self.config).eval()
         part = assemble(self.model, context, None, choice.placement, PipelineOptions())
         ModuleState(self.model, part, context).load_module(source, prefix=_PREFIX)
-        self._crossing = (
-            None
-            if part.partition is None
-            else StageCrossing(
+        self._crossing: StageCrossing | None = None
+        if part.partition is not None:
+            self._crossing = StageCrossing(
                 "generate", part.partition, context, CallFacts(Uses()), run_stage=_run_stage
             )
-        )
         self._placement = choice.placement
         self._schedule = choice.forward_table(1)
         self._executor = PipelineExecutor(context, self._placement)

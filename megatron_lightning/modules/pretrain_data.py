@@ -86,22 +86,13 @@ class PretrainDataModule(pl.LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        counts = {
-            "batch_size": batch_size,
-            "num_train_samples": num_train_samples,
-            "num_val_samples": num_val_samples,
-            "num_test_samples": num_test_samples,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ConfigError(
-                    f"{name}={count}: must be a positive integer; set it to 1 or more"
-                )
-        if num_workers < 0:
-            raise ConfigError(
-                f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 "
-                "or more"
-            )
+        _check_counts(
+            num_workers,
+            batch_size=batch_size,
+            num_train_samples=num_train_samples,
+            num_val_samples=num_val_samples,
+            num_test_samples=num_test_samples,
+        )
         self.batch_size_schedule = batch_size_schedule
         self.data_prefix = data_prefix
         self.batch_size = batch_size
@@ -235,4 +226,15 @@ class PretrainDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
+        )
+
+
+def _check_counts(num_workers: int, **counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}={count}: must be a positive integer; set it to 1 or more")
+    if num_workers < 0:
+        raise ConfigError(
+            f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 or "
+            "more"
         )

@@ -8,7 +8,7 @@ stage reaches the code after the pipelined call.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -91,18 +91,13 @@ class ListSync:
 
 
 def _lists_in(value: Any, path: Path) -> Iterator[tuple[Path, list[Any]]]:
+    items: Iterable[tuple[Any, Any]] = ()
+    inside: Iterable[Any] = ()
     if isinstance(value, list):
         yield path, value
-    items = (
-        enumerate(value)
-        if isinstance(value, list)
-        else value.items()
-        if isinstance(value, Mapping)
-        else ()
-    )
-    inside = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    )
+        items, inside = enumerate(value), value
+    elif isinstance(value, Mapping):
+        items, inside = value.items(), value.values()
     # A vocabulary is not searched in every step.
     if any(isinstance(item, list | Mapping) for item in islice(inside, 8)):
         for key, item in items:
