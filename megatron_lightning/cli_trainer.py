@@ -17,10 +17,7 @@ from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.optim import ScheduledLR
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
-_DEFAULTS = {
-    "model": {"class_path": f"megatron_lightning.modules.{GPTLightningModule.__name__}"},
-    "data": {"class_path": f"megatron_lightning.modules.{PretrainDataModule.__name__}"},
-}
+_MODULES = "megatron_lightning.modules"
 
 
 class TrainerParser(OneLineParser, LightningArgumentParser):
@@ -34,7 +31,9 @@ class MegatronCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add defaults and options to the parser of a command."""
-        parser.set_defaults(_DEFAULTS)
+        defaults = {"model": GPTLightningModule, "data": PretrainDataModule}
+        for name, kind in defaults.items():
+            parser.set_defaults({name: {"class_path": f"{_MODULES}.{kind.__name__}"}})
         parser.add_argument(
             "--print_layout",
             action="store_true",
