@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.config.checks import check_kind
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim.codes import Coder
 from megatron_lightning.parallel.context import ParallelContext
@@ -44,11 +45,12 @@ class MegatronFP8Precision(MegatronMixedPrecision):
             NVIDIA's library.
 
     Raises:
-        ConfigError: If the backend cannot run here.
+        ConfigError: If ``recipe`` is none, or the backend cannot run here.
     """
 
     def __init__(self, recipe: FP8Recipe | None = None, backend: Backend = "auto") -> None:
         self.recipe = FP8Recipe() if recipe is None else recipe
+        check_kind("recipe", self.recipe, FP8Recipe)
         self.backend = _check_backend(backend, self.recipe)
         self._asked = backend
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")

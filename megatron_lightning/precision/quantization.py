@@ -23,7 +23,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from megatron_lightning.config.checks import check_choice
+from megatron_lightning.config.checks import check_choice, check_kind
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1, unpack_e2m1
 from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe, Role
@@ -119,8 +119,10 @@ def quantize(
         role: Whether ``x`` is an input, a weight or an output's gradient.
 
     Raises:
-        ConfigError: If ``x`` is no floating tensor with dims, or the role is unknown.
+        ConfigError: If ``x`` is no floating tensor with dims, ``recipe`` no recipe, or the role
+            unknown.
     """
+    check_kind("recipe", recipe, FP8Recipe)
     check_choice("role", role, get_args(Role))
     if x.ndim == 0 or not x.is_floating_point():
         raise ConfigError(

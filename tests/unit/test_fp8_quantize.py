@@ -18,6 +18,7 @@ from megatron_lightning.precision import FP8Recipe, dequantize, quantize
 from megatron_lightning.precision.backends import choose_backend
 from megatron_lightning.precision.quantization import TwoLevelScales
 from megatron_lightning.precision.recipes import BLOCK_SIZES, Role
+from megatron_lightning.strategies import MegatronFP8Precision
 from tests.helpers.number_formats import E2M1, E4M3, E5M2, quantize_matrix
 from tests.unit.test_fp8_formats import unpack_codes
 
@@ -261,6 +262,14 @@ def test_rows_of_yaml_are_recipes() -> None:
 def test_only_floating_tensors_are_quantized(x: Tensor) -> None:
     with pytest.raises(ConfigError, match="must be a floating tensor"):
         quantize(x, FP8Recipe())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", {"scaling": "mxfp8"}])
+def test_only_recipes_are_recipes(recipe: Any) -> None:
+    with pytest.raises(ConfigError, match=r"recipe is .*FP8Recipe"):
+        quantize(torch.ones(3), recipe)
+    with pytest.raises(ConfigError, match=r"recipe is .*FP8Recipe"):
+        MegatronFP8Precision(recipe=recipe)
 
 
 def test_a_recipe_needs_no_torch() -> None:
