@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -12,19 +14,27 @@ from megatron_lightning.strategies import fp8
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scaled_kernels import stand_ins
 from tests.lightning.test_fp8 import CASES, _compared
+from tests.lightning.test_fp8_combinations import Case
+from tests.lightning.test_fp8_parameters import LAYOUTS, assert_codes_change_nothing, fit_kept
 
 SCALINGS = ("delayed", "current", "rowwise", "blockwise")
 FAST = [("current", "tp2-pp2"), ("rowwise", "ep2")]
 
 
-def _natively(strategy: dict[str, Any], scaling: str, options: dict[str, Any]) -> Any:
-    """Return losses, norms, and how many products were native."""
+@contextmanager
+def _natively() -> Iterator[MagicMock]:
+    """Compute by the native backend; count the products of forward."""
     forward = NativeGemm.forward
     with (
-        stand_ins(exact=True),
         patch.object(fp8, "choose_backend", lambda *_: "native"),
         patch.object(NativeGemm, "forward", autospec=True, side_effect=forward) as products,
     ):
+        yield products
+
+
+def _compared_natively(strategy: dict[str, Any], scaling: str, options: dict[str, Any]) -> Any:
+    """Return losses, norms, and how many products were native."""
+    with stand_ins(exact=True), _natively() as products:
         losses, norms = _compared(strategy, scaling, options)
     return losses, norms, products.call_count
 
@@ -44,9 +54,41 @@ def test_a_training_equals_the_emulated_one(scaling: str, case: str) -> None:
     ranks, strategy, options = CASES[case]
     arguments = (strategy, scaling, options)
     emulated = run_ranks(ranks, _compared, *arguments, timeout_s=100)
-    native = run_ranks(ranks, _natively, *arguments, timeout_s=100)
+    native = run_ranks(ranks, _compared_natively, *arguments, timeout_s=100)
     for (losses, norms), (own, own_norms, num_products) in zip(emulated, native, strict=True):
         assert num_products
         assert own[0] == pytest.approx(losses[0], rel=5e-4)
         assert own_norms[0] == pytest.approx(norms[0], rel=5e-3)
         assert own == pytest.approx(losses, rel=2e-2)
+
+
+# -------------------------------------------------------------------------------- weights as codes
+
+CODED = (
+    "dp2", "tp2", "pp2", "zbv", "cp2", "experts-ep2", "latent", "llama", "compiled", "overlapped",
+    "recompute-selective", "fsdp2", "fsdp3", "fsdp-tp2", "fsdp-zbv", "fsdp-ep2", "fsdp-selective",
+)  # fmt: skip
+FAST_CODED = [("current", "dp2")]
+
+
+def _coded_natively(case: Case, scaling: str) -> Any:
+    """Train with torch's CPU kernels; it has none of blocks."""
+    with stand_ins() if scaling == "blockwise" else nullcontext(), _natively() as products:
+        results = fit_kept(case, scaling)
+    assert case.compiled or products.called
+    return results
+
+
+@pytest.mark.parametrize(
+    ("scaling", "case"),
+    [
+        pytest.param(
+            scaling, case, marks=[] if (scaling, case) in FAST_CODED else [pytest.mark.slow]
+        )
+        for scaling in ("delayed", "current", "blockwise")
+        for case in CODED
+    ],
+)
+@pytest.mark.timeout(240)
+def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
+    assert_codes_change_nothing(_coded_natively, LAYOUTS[case], scaling)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -128,11 +128,25 @@ class Seen(pl.Callback):
             yield
 
 
-def _fit(case: Case, scaling: str) -> Any:
+def fit_kept(case: Case, scaling: str) -> Any:
+    """Return the results of a case, and see that weights are codes where they should be."""
     with patch.object(EmulatedGemm, "_kept", autospec=True, side_effect=EmulatedGemm._kept) as kept:
         results = case.fit(scaling)
     assert case.compiled or kept.called == case.coded
     return results
+
+
+def assert_codes_change_nothing(
+    fit: Callable[[Case, str], Any], layout: Case, scaling: str
+) -> None:
+    """Losses, evaluations and predictions are bit-equal: the codes are those of the full weight.
+    Norms are sums of other shards, 1e-6 apart at most."""
+    plain = run_ranks(layout.ranks, fit, layout, scaling, timeout_s=200)
+    coded = run_ranks(layout.ranks, fit, replace(layout, coded=True), scaling, timeout_s=200)
+    for (losses, norms, *values), (others, sums, *same) in zip(coded, plain, strict=True):
+        assert losses == others
+        assert norms == pytest.approx(sums, rel=1e-6)
+        assert values == same
 
 
 @pytest.mark.parametrize(
@@ -145,15 +159,7 @@ def _fit(case: Case, scaling: str) -> Any:
 )
 @pytest.mark.timeout(240)
 def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
-    """Losses and evaluations are bit-equal: the codes are those of the full weight. Norms are sums
-    of other shards, 1e-6 apart at most."""
-    layout = LAYOUTS[case]
-    plain = run_ranks(layout.ranks, _fit, layout, scaling, timeout_s=200)
-    coded = run_ranks(layout.ranks, _fit, replace(layout, coded=True), scaling, timeout_s=200)
-    for (losses, norms, *values), (others, sums, *same) in zip(coded, plain, strict=True):
-        assert losses == others
-        assert norms == pytest.approx(sums, rel=1e-6)
-        assert values == same
+    assert_codes_change_nothing(fit_kept, LAYOUTS[case], scaling)
 
 
 def _seen(case: Case, scaling: str) -> tuple[int, int, int]:
