@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
+from megatron_lightning.config.left_out import LEFT_OUT
+
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
 COMMANDS = (*TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule", "plan")
@@ -50,7 +52,8 @@ class OneLineParser(ArgumentParser):
             hint = self._hint_of_strategy(name) or suggestion(
                 name, set().union(*(parser.get_defaults().keys() for parser in self.parsers))
             )
-        super().error(in_one_line(message) + hint, ex)
+        line = in_one_line(message)
+        super().error(line + (hint or _why_left_out(line)), ex)
 
     def _hint_of_strategy(self, name: str) -> str:
         """Return how to set an option of the strategy that was given to the Trainer; "": it is
@@ -115,6 +118,16 @@ def in_one_line(message: str) -> str:
         else ""
     )
     return f"{key}{of_class}{words[first]}{_hint(key, words[first])}"
+
+
+def _why_left_out(line: str) -> str:
+    """Return why a value is not among an option's choices, and what to set; "": ``line`` says it,
+    or there is nothing to say.
+    """
+    key, _, found = line.replace("Got value:", "got").rpartition(" got ")
+    names = re.findall(r'Parser key "(?:[\w.]*\.)?(\w+)"', key)
+    reasons = [LEFT_OUT.get((names[-1], word), "") for word in re.findall(r"\w+", found) if names]
+    return next((f". {reason}" for reason in reasons if reason and reason not in line), "")
 
 
 def _plain(types: str) -> str:

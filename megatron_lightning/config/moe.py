@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.left_out import LEFT_OUT
 from megatron_lightning.errors import ConfigError
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -31,25 +32,11 @@ _COUNTS = (
     "router_num_groups", "router_group_topk",
 )  # fmt: skip
 _POSITIVE = ("router_topk_scaling_factor", "router_bias_update_rate", "expert_capacity_factor")
-# Megatron's names of what this package leaves out, with what to use in its place.
-_LEFT_OUT: Mapping[tuple[str, str], str] = {
-    ("router_load_balancing_type", "sinkhorn"): (
-        "Sinkhorn iterates over the tokens of one rank, so its routing depends on the layout. Set "
-        "it to aux_loss, or to none with router_enable_expert_bias."
-    ),
-    ("router_load_balancing_type", "quantile_balancing"): (
-        "Quantiles are not implemented. Set it to none with router_enable_expert_bias, which "
-        "balances by a bias as well."
-    ),
-    ("token_dispatcher_type", "flex"): (
-        "Its fused kernels are not part of this package. Set it to alltoall."
-    ),
-}
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if isinstance(value, str) and (name, value) in _LEFT_OUT:
-        raise ConfigError(f"moe.{name} is {value!r}. {_LEFT_OUT[name, value]}")
+    if isinstance(value, str) and (name, value) in LEFT_OUT:
+        raise ConfigError(f"moe.{name} is {value!r}. {LEFT_OUT[name, value]}")
     if value not in choices:
         raise ConfigError(
             f"moe.{name} is {value!r}, which is unknown. Set it to one of {', '.join(choices)}."

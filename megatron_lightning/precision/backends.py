@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
+from megatron_lightning.config.left_out import LEFT_OUT
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.recipes import FP8Recipe, Scaling
 
@@ -65,11 +66,12 @@ def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
         if not found:
             return "native"
         raise ConfigError(f"backend is 'native': {'; '.join(found)}. {_instead(gpu)}")
-    if backend == "kitchen":
-        reason = "Kitchen is not public, and not part of this package"
-    else:
-        reason = f"it is unknown; the backends are {', '.join(get_args(Backend))}"
-    raise ConfigError(f"backend is {backend!r}: {reason}. {_instead(gpu)}")
+    if reason := LEFT_OUT.get(("backend", backend)):
+        raise ConfigError(f"backend is {backend!r}. {reason}")
+    raise ConfigError(
+        f"backend is {backend!r}, which is unknown. Set it to one of "
+        f"{', '.join(get_args(Backend))}."
+    )
 
 
 def _missing_natively(scaling: Scaling, gpu: Gpu | None) -> str | None:

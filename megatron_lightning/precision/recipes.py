@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.config.left_out import LEFT_OUT
 from megatron_lightning.errors import ConfigError
 
 Format = Literal["e4m3", "hybrid"]
@@ -30,9 +31,6 @@ Role = Literal["input", "weight", "output_grad"]
 BLOCK_SIZES: Mapping[str, int] = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Values that share a scale, for recipes with blocks."""
 _PER_TENSOR = ("delayed", "current")
-_KITCHEN = (
-    "Kitchen, NVIDIA's library of experimental recipes, is not public and not part of this package."
-)
 _TWO_SETS = (
     "its scales lie along the dim that a product contracts, so that a weight has two sets of "
     "codes, 2 bytes a weight, as many as one of bf16."
@@ -41,14 +39,6 @@ _NOT_GATHERED: Mapping[str, str] = {
     "rowwise": _TWO_SETS,
     "mxfp8": _TWO_SETS,
     "nvfp4": "codes of 4 bits share bytes, which no parameter can have as its elements.",
-}
-_LEFT_OUT: Mapping[tuple[str, str], str] = {
-    ("scaling", "kitchen"): f"{_KITCHEN} Set it to nvfp4 or mxfp8.",
-    ("scaling", "tensorwise"): "That is Megatron's name of current scaling. Set it to current.",
-    ("scaling", "custom"): "Recipes of your own are not supported. Set it to one of "
-    f"{', '.join(get_args(Scaling))}.",
-    ("format", "e5m2"): "Activations and weights would keep two bits. Set it to hybrid, which "
-    "takes e5m2 for gradients.",
 }
 
 
@@ -101,7 +91,7 @@ class FP8Recipe:
     def __post_init__(self) -> None:
         for name, choices in (("scaling", Scaling), ("format", Format)):
             value = getattr(self, name)
-            if reason := _LEFT_OUT.get((name, str(value))):
+            if reason := LEFT_OUT.get((name, str(value))):
                 raise ConfigError(f"{name} is {value!r}. {reason}")
             check_choice(name, value, get_args(choices))
         check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))

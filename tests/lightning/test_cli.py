@@ -4,6 +4,7 @@ and exit code 2."""
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -397,6 +398,35 @@ def test_a_wrong_value_is_one_line(
     config: str, option: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in _fails(["fit", "--config", config, option], capsys)
+
+
+LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("Set it to alltoall.", {"model.config.moe.token_dispatcher_type": "flex"}),
+    "list": ("Sinkhorn iterates", {"model.config.moe.router_load_balancing_type": ["sinkhorn"]}),
+    "recipe": ("Set it to current.", {"scaling": "tensorwise"}),
+    "plugin": ("Kitchen, NVIDIA's library", {"backend": "kitchen"}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_choices_of_megatron_are_refused_with_our_reason(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, behind the choices, which parser of nested ones finds it."""
+    reason, options = LEFT_OUT[case]
+    plugin = "megatron_lightning.strategies.MegatronFP8Precision"
+    if case == "recipe":
+        recipe = {"class_path": "megatron_lightning.precision.FP8Recipe", "init_args": options}
+        options = {"recipe": recipe}
+    if case in ("recipe", "plugin"):
+        plugins = [{"class_path": plugin, "init_args": options}]
+        path = tmp_path / "plugin.yaml"
+        path.write_text(json.dumps({"trainer": {"plugins": plugins}}))
+        given = [f"--config={path}"]
+    else:
+        given = [f"--{key}={json.dumps(value)}" for key, value in options.items()]
+    line = _fails(["fit", "--config", "configs/tiny_cpu.yaml", *given], capsys)
+    assert line.count(reason) == 1 and "expected one of '" in line
 
 
 def test_options_of_a_strategy_go_with_its_class(
