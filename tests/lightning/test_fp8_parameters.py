@@ -50,6 +50,7 @@ LAYOUTS: dict[str, Case] = {
     "zb-h1": Case(4, ZB_H1, replicas=2),
     "zbv": Case(4, ZBV, replicas=2),
     "cp2": Case(2, {"context_parallel_size": 2}),
+    "experts": Case(2, {}, "experts", 2),
     "experts-ep2": Case(4, {EP: 2}, "experts", 4),
     "experts-tp2": Case(4, {TP: 2, ETP: 1}, "experts", 2),
     "latent": Case(2, {}, "latent", 2),
