@@ -82,6 +82,8 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         self.backend = choose_backend(self._asked, self.recipe, find_gpu(context.device))
         remove_recipe(module)
         self._assigned = apply_recipe(module, self.recipe, context, backend=self.backend)
+        for gemm in self._assigned.quantized.values():
+            gemm.keeps_weight = caches_weights
         undo.callback(self._release, module)
         self._load_histories()
         rank_zero_info(f"MegatronFP8Precision ({self.backend}): {self._assigned.describe()}")
@@ -159,7 +161,12 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         result = super().optimizer_step(*args, **kwargs)
         if self._engines is not None:
             self._engines.weights_changed()
+        self._forget_weights()
         return result
+
+    def _forget_weights(self) -> None:
+        for gemm in () if self._assigned is None else self._assigned.quantized.values():
+            gemm.forget_weight()
 
     # -------------------------------------------------------------------------------------- history
 
@@ -208,7 +215,10 @@ class MegatronFP8Precision(MegatronMixedPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """At the end of a pipeline run: append its micro-batches to the histories."""
+        """At the end of a pipeline run: append its micro-batches to the histories, and forget the
+        codes of weights, whose scales then change, or which callbacks may change.
+        """
+        self._forget_weights()
         if self._context is not None:
             group = self._context.axis("tp-dp-cp")
             advance([history for _, history in self._histories()], group)

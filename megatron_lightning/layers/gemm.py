@@ -212,16 +212,16 @@ def product(
     """
     if gemm.differentiable and owner is None and counts is None and scatter is None:
         return F.linear(x, weight, bias)
-    x, weight = autocast(x, weight, owner)
+    x, weight = autocast(x, weight, gemm, owner)
     y: Tensor = _Product.apply(x, weight, bias, gemm, owner, counts, scatter)  # type: ignore[no-untyped-call]
     return y
 
 
-def autocast(x: Tensor, weight: Tensor, owner: object | None) -> tuple[Tensor, Tensor]:
+def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tuple[Tensor, Tensor]:
     """Cast to the dtype of autocast, where it is on: backward of a custom Function runs without it.
 
-    A weight with an owner is cast by the gemm, so that its gradient has the parameter's dtype; one
-    that is kept as codes is not cast.
+    The gemm casts a weight with an owner, so that its gradient has the parameter's dtype, and one
+    that it quantizes, so that it sees the same tensor again and backward keeps no copy of it.
 
     Raises:
         ConfigError: If the model has cast its activations to the dtype of such a weight.
@@ -236,7 +236,8 @@ def autocast(x: Tensor, weight: Tensor, owner: object | None) -> tuple[Tensor, T
     if not torch.is_autocast_enabled(device):
         return x, weight
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight if owner is not None or is_code(weight.dtype) else weight.to(dtype)
+    casts = owner is None and gemm.differentiable
+    return x.to(dtype), weight.to(dtype) if casts else weight
 
 
 def is_code(dtype: torch.dtype) -> bool:

@@ -237,7 +237,7 @@ class ColumnParallelLinear(_ParallelLinear):
             y = linear(x, self, self.bias)
         else:
             weight, owner = hide(x, self)
-            x, weight = autocast(x, weight, owner)
+            x, weight = autocast(x, weight, self.gemm, owner)
             axis = self.sequence_axis
             y = _ColumnLinear.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
         if not self.gather_output or self.group.size == 1:

@@ -185,7 +185,7 @@ def linear_losses(
         targets: Ids of the full vocabulary, one for each vector of the full input.
         head: How.
     """
-    x, weight = autocast(x, weight, None)
+    x, weight = autocast(x, weight, head.gemm, None)
     keep = torch.is_grad_enabled() and head.keeps(x.shape[-1])
     losses: Tensor = _LinearLoss.apply(x, weight, bias, targets, head, keep)  # type: ignore[no-untyped-call]
     return losses

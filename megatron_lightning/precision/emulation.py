@@ -19,6 +19,7 @@ blocks, where blocks lie along the tokens.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,24 @@ from megatron_lightning.precision.history import make_histories
 from megatron_lightning.precision.quantization import TwoLevelScales, block_of, encode
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.scaling import Block, amax_of_matrices, values_of
+
+_Operands = dict[bool, tuple[Operand, Tensor | None]]
+"""Whether it is the second -> operand and, with delayed scaling, largest value."""
+
+
+class _Weight(NamedTuple):
+    """What was made of a weight."""
+
+    source: Tensor
+    """Keeps the memory, so that no other tensor can have the same."""
+    version: int
+    operands: _Operands
+
+    def is_same(self, weight: Tensor) -> bool:
+        """Return whether a tensor has the memory, and nothing was written into it since."""
+        own = self.source
+        same = weight.data_ptr() == own.data_ptr() and weight.shape == own.shape
+        return same and weight._version == self.version
 
 
 class EmulatedGemm(Gemm):
@@ -75,6 +94,10 @@ class EmulatedGemm(Gemm):
         self.histories = make_histories(recipe)
         self.notes = True
         """Whether largest values enter the history; not in evaluation."""
+        self.keeps_weight = False
+        """Whether codes of the weight are kept for the other micro-batches of a pipeline run, until
+        :meth:`forget_weight`."""
+        self._weight: _Weight | None = None
         # Of a weight that is kept as codes.
         self._weight_scales: Tensor | None = None
         self._weight_amax: Tensor | None = None
@@ -95,28 +118,66 @@ class EmulatedGemm(Gemm):
         """Return codes and scales; see the base class. The second operand of an input or gradient
         is a matrix of tokens [t, n], which may be padded.
         """
+        first = not transposed
         if role == "weight" and is_code(tensor.dtype):
-            return self._kept(tensor, first=not transposed)
-        if role == "weight":
-            # As autocast does, unless the weight's gradient is deferred.
-            tensor = tensor.to(self.dtype)
+            return self._kept(tensor, first=first)
         with torch.no_grad(), _exact(tensor):
+            if role == "weight":
+                return self._of_weight(tensor, first=first)
             if self.recipe.scaling == "delayed":
-                return self._by_history(tensor, role, first=not transposed)
+                operand, amax = self._by_history(tensor, role)
+                self._note(amax, role, first=first)
+                return operand
             second = transposed and self._has_second(role)
-            x = tensor if role == "weight" else rows(tensor)
-            experts = None
-            if role != "weight":
-                if counts is not None:
-                    x, experts = self._by_expert(x, counts, second)
-                if second and self._rotates:
-                    x = rotate(x)
+            x, experts = rows(tensor), None
+            if counts is not None:
+                x, experts = self._by_expert(x, counts, second)
+            if second and self._rotates:
+                x = rotate(x)
             codes, scales = self._encode(x, role, second, experts)
-            if role == "weight" or second:
+            if second:
                 return Operand(codes, scales)
             if scales.ndim:
                 scales = scales.reshape(*tensor.shape[:-1], scales.shape[-1])
             return Operand(codes.reshape(tensor.shape), scales)
+
+    def forget_weight(self) -> None:
+        """Drop the codes of the weight, which is about to change."""
+        self._weight = None
+
+    def _of_weight(self, weight: Tensor, *, first: bool) -> Operand:
+        """Return the operand of a weight, quantized now or for an earlier micro-batch."""
+        operands = self._operands_of(weight)
+        second = not first and self._has_second("weight")
+        if second not in operands:
+            operands[second] = self._quantized(weight, second)
+        operand, amax = operands[second]
+        self._note(amax, "weight", first=first)
+        return operand
+
+    def _quantized(self, weight: Tensor, second: bool) -> tuple[Operand, Tensor | None]:
+        """Return an operand of a weight and, with delayed scaling, the largest value."""
+        values = weight.to(self.dtype)  # as autocast does
+        if self.recipe.scaling == "delayed":
+            return self._by_history(values, "weight")
+        return Operand(*self._encode(values, "weight", second, None)), None
+
+    def _operands_of(self, weight: Tensor) -> _Operands:
+        """Return what is known of a weight, to which the caller may add.
+
+        Only of the layer's parameter, as long as nothing writes into it: one that is computed (by a
+        parametrization, say) may be another in the next micro-batch.
+        """
+        keeps = self.keeps_weight and self.notes and weight.is_leaf
+        if torch.compiler.is_compiling() or not keeps:
+            return {}
+        if self._weight is None or not self._weight.is_same(weight):
+            self._weight = _Weight(weight.detach(), weight._version, {})
+        return self._weight.operands
+
+    def _note(self, amax: Tensor | None, role: Role, *, first: bool) -> None:
+        if amax is not None and self.notes and first:
+            self.histories[role].note(amax)
 
     def keep_scales(self, scales: Tensor, amax: Tensor) -> None:
         """Set the scales of a weight that is kept as codes, and its largest values.
@@ -138,8 +199,7 @@ class EmulatedGemm(Gemm):
                 "the fit that quantized it has ended. Create a new module, and load a checkpoint "
                 "into it."
             )
-        if self.histories and self.notes and first:
-            self.histories["weight"].note(self._weight_amax)
+        self._note(self._weight_amax if self.histories else None, "weight", first=first)
         return Operand(codes, self._weight_scales)
 
     def _has_second(self, role: Role) -> bool:
@@ -213,15 +273,13 @@ class EmulatedGemm(Gemm):
         with nullcontext() if self.streams is None else self.streams.fork(QUANTIZATION):
             return torch.rand(x.shape, device=x.device)
 
-    def _by_history(self, tensor: Tensor, role: Role, *, first: bool) -> Operand:
-        """Return the operand with the scale of the history, and note the largest value."""
+    def _by_history(self, tensor: Tensor, role: Role) -> tuple[Operand, Tensor]:
+        """Return the operand with the scale of the history, and the largest value."""
         history, name = self.histories[role], self.recipe.code_format(role)
         amax = amax_of_matrices(tensor.reshape(1, -1)).reshape(())
-        if self.notes and first:
-            history.note(amax)
         factor = history.factor.to(tensor.device)
         scale = factor.reciprocal().where(amax.isfinite(), torch.nan)
-        return Operand(cast(tensor.float() * factor, name), scale)
+        return Operand(cast(tensor.float() * factor, name), scale), amax
 
     # ------------------------------------------------------------------------------------- products
 

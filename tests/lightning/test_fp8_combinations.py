@@ -102,6 +102,7 @@ class Case:
     compiled: bool = False
     output: bool = False
     coded: bool = False
+    accumulated: int = 1
     band: float = 1e-5
     steps: int = STEPS
 
@@ -119,6 +120,7 @@ class Case:
         fit = trainer(
             MegatronStrategy(**{MICRO: 1, **self.strategy}),
             max_steps=self.steps,
+            accumulate_grad_batches=self.accumulated,
             callbacks=[*callbacks],
             plugins=[MegatronFP8Precision(recipe, backend="emulation")],
         )
