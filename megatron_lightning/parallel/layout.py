@@ -11,6 +11,7 @@ over axes of their own:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -133,6 +134,11 @@ class ParallelLayout:
     def num_stages(self) -> int:
         """Stages of the pipeline over all ranks."""
         return self.pp * self.vpp
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Fewest ranks that the layout takes."""
+        return math.lcm(self.tp * self.cp, self.etp * self.ep) * self.pp
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size that is left of ``world_size`` ranks."""

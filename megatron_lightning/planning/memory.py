@@ -128,7 +128,7 @@ def memory(
     config: TransformerConfig,
     layout: ParallelLayout,
     *,
-    world_size: int,
+    world_size: int | None = None,
     sequence_length: int | None = None,
     micro_batch_size: int = 1,
     num_microbatches: int = 1,
@@ -148,7 +148,7 @@ def memory(
     Args:
         config: The model.
         layout: Sizes of the parallel axes.
-        world_size: Number of ranks.
+        world_size: Number of ranks; None: the fewest that the layout takes.
         sequence_length: Tokens of a sample; None: the longest that the model takes.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank.
         num_microbatches: Micro-batches of a pipeline run.
@@ -180,6 +180,7 @@ def memory(
     for name, count in (counts | {"sequence_length": length}).items():
         if not is_count(count):
             raise ConfigError(f"{name} is {count!r}; it must be a positive integer.")
+    world_size = layout.smallest_world_size if world_size is None else world_size
     grid = RankGrid(layout, world_size)
     check_data_parallel(grid, data_parallel, data)
     check_model_layout(

@@ -212,3 +212,24 @@ def test_chunks_of_the_loss_are_those_of_the_layer() -> None:
     for hidden in (64, 300, 4096):
         for tokens in (1, 17, 100, 512, 5000, 8192):
             assert chunk_tokens(tokens, hidden) == linear_loss.chunk_tokens(tokens, hidden)
+
+
+def test_without_a_world_it_is_the_smallest() -> None:
+    moe = MoEConfig(num_experts=8, ffn_hidden_size=96)
+    config = TransformerConfig(**SIZES, max_sequence_length=64, moe=moe)
+    for sizes, world in (
+        ({}, 1),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
+        ({"context_parallel_size": 3, "expert_model_parallel_size": 2}, 6),
+        (
+            {
+                "tensor_model_parallel_size": 2,
+                "expert_model_parallel_size": 8,
+                "expert_tensor_parallel_size": 1,
+            },
+            8,
+        ),
+    ):
+        layout = ParallelLayout(**sizes)
+        found = planning.memory(config, layout, sequence_length=60)
+        assert found == planning.memory(config, layout, sequence_length=60, world_size=world)
