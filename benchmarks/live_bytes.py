@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +46,50 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def live_bytes(self) -> int:
         """Bytes of the tensors that were alive at the last operator."""
         return sum(size for _, size in self._storages.values())
+
+
+class CompiledBytes(LiveBytes):
+    """Dispatch mode that counts graphs compiled by inductor on a CPU as well: the buffers that they
+    allocate, and what the operators return that they call.
+
+    Not seen: what operators of this package copy for themselves, such as operands of deferred
+    weight gradients.
+    """
+
+    supports_higher_order_operators = True
+    _is_on = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let graphs run compiled in this mode."""
+        return True
+
+    def see(self, *tensors: Tensor) -> None:
+        """Add tensors, but for those of the compiler, which hold nothing."""
+        super().see(*(tensor for tensor in tensors if not is_fake(tensor)))
+
+    @contextmanager
+    def in_graphs(self) -> Iterator[None]:
+        """Count buffers of the graphs that are compiled in this context, while the mode is on."""
+        allocate = torch._C._dynamo.guards._empty_strided_cpu
+
+        def counted(*sizes: Any) -> Tensor:
+            buffer: Tensor = allocate(*sizes)
+            if self._is_on:
+                self.see(buffer)
+            return buffer
+
+        with patch.object(torch._C._dynamo.guards, "_empty_strided_cpu", counted):
+            yield
+
+    def __enter__(self) -> CompiledBytes:
+        self._is_on = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._is_on = False
+        super().__exit__(*exception)
 
 
 class NetworkBytes(LiveBytes):

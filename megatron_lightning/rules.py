@@ -38,16 +38,21 @@ def check_options(
             f"micro_batch_size is {micro_batch_size!r}; it must be a positive integer, or unset "
             "for full batches."
         )
-    if data_parallel not in get_args(DataParallel):
-        raise ConfigError(
-            f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or '
-            '"fsdp".'
-        )
+    check_data_parallel_mode(data_parallel)
     if non_finite not in get_args(NonFinite):
         raise ConfigError(f'non_finite is {non_finite!r}. Set it to "ignore", "raise" or "skip".')
     if start_method not in get_args(StartMethod):
         raise ConfigError(
             f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".'
+        )
+
+
+def check_data_parallel_mode(data_parallel: str) -> None:
+    """Check that data-parallel ranks share in a way that is known."""
+    if data_parallel not in get_args(DataParallel):
+        raise ConfigError(
+            f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or '
+            '"fsdp".'
         )
 
 

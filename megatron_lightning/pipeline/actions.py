@@ -127,6 +127,11 @@ class Schedule:
             action: position for actions in self.actions for position, action in enumerate(actions)
         }
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed after input gradients, by actions of their own."""
+        return any(action.kind is Kind.WEIGHT_GRADIENT for row in self.actions for action in row)
+
     def __str__(self) -> str:
         """One line a pp rank: ``0: 1F0 1B0 …``."""
         return "\n".join(

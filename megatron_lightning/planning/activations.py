@@ -28,14 +28,14 @@ from megatron_lightning.planning.parameters import (
     layer_of,
     predicting_layer_of,
 )
-from megatron_lightning.planning.tape import Operation, Profile, Segment, profile
+from megatron_lightning.planning.tape import Kept, Operation, Profile, Segment, compiled, profile
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "core_attn": ("**.core_attention",),
     "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
 }
-MESSAGES_PER_CHANNEL = 2
-"""Buffers into which messages are received ahead of the action that takes them."""
+MESSAGES_PER_CHANNEL = 3
+"""Two are received ahead of the action that takes them, and one waits for its receiver."""
 _MODEL = "model."  # where GPTLightningModule holds its model
 
 
@@ -48,9 +48,10 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
         recompute: What backward computes again, and what it reads from the host.
     """
     stream = "received"
+    ends = replace(sizes, compiled=False)  # no block holds them
     segments: list[Segment] = []
     if EMBEDDING in units:
-        segments += _selective(layers.embedding(sizes, stream), sizes, recompute)
+        segments += _selective(layers.embedding(ends, stream), ends, recompute)
     else:
         received = {stream: sizes.stream_bytes * num_received(sizes.config, units)}
         segments.append(Segment((Operation(path="", keeps=received, makes=(stream,)),)))
@@ -60,7 +61,7 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     for group, recomputed in groups:
         operations: list[Operation] = []
         if not group and FINAL_NORM in units:
-            operations.append(layers.norm(sizes, FINAL_NORM, stream, "final normed"))
+            operations.append(layers.norm(ends, FINAL_NORM, stream, "final normed"))
             stream = "final normed"
         for unit in group:
             make = _layer if layer_of(unit) is not None else _predicting_layer
@@ -71,7 +72,7 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
         else:
             segments += _selective(operations, sizes, recompute)
     if OUTPUT in units:
-        segments += _selective(_output(sizes, stream), sizes, recompute)
+        segments += _selective(_output(ends, stream), ends, recompute)
     offloaded = [_offloaded(segment, recompute) for segment in segments]
     return profile(offloaded, split_backward=sizes.split_backward)
 
@@ -85,7 +86,12 @@ def num_received(config: TransformerConfig, units: Sequence[str]) -> int:
 
 
 def rank_peak(
-    schedule: Schedule, pp_rank: int, profiles: Sequence[Profile], message_bytes: float
+    schedule: Schedule,
+    pp_rank: int,
+    profiles: Sequence[Profile],
+    *,
+    message_bytes: float,
+    stream_bytes: float,
 ) -> float:
     """Return the most bytes of activations that a pipeline rank holds in a run of a schedule.
 
@@ -94,9 +100,12 @@ def rank_peak(
         pp_rank: The pipeline rank.
         profiles: Bytes of one micro-batch on each stage.
         message_bytes: Bytes of a message between stages.
+        stream_bytes: Bytes of the residual stream.
     """
     peak = 0.0
     held = _num_channels(schedule, pp_rank) * MESSAGES_PER_CHANNEL * message_bytes
+    if len(schedule.actions) > 1:
+        held += stream_bytes  # stands for the outputs of the units of other ranks
     for stage, kind, _ in schedule.actions[pp_rank]:
         one = profiles[stage]
         if kind is Kind.FORWARD:
@@ -185,26 +194,43 @@ def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> lis
     """
     config, name = sizes.config, path or unit
     normed, middle, normed_again = f"{name} normed", f"{name} middle", f"{name} normed again"
+    has_experts = config.moe is not None and kind_of(config, unit) == "expert"
     attention = [
         layers.norm(sizes, f"{name}.input_layernorm", stream, normed),
         *attention_tape(sizes, f"{name}.self_attention", normed),
         *layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, f"{name} dropout"),
         Operation(path=name, makes=(middle,), forward_bytes=sizes.stream_bytes),
+        _norm_of_sum(sizes, name, middle, normed_again, is_kept=not sizes.compiled or has_experts),
     ]
-    feed_forward = [layers.norm(sizes, f"{name}.pre_mlp_layernorm", middle, normed_again)]
-    if config.moe is not None and kind_of(config, unit) == "expert":
-        feed_forward += layers.experts(sizes, config.moe, f"{name}.mlp", normed_again)
+    if config.moe is not None and has_experts:
+        feed_forward = layers.experts(sizes, config.moe, f"{name}.mlp", normed_again)
     else:
-        feed_forward += layers.mlp(sizes, f"{name}.mlp", normed_again, config.ffn_size)
+        feed_forward = layers.mlp(sizes, f"{name}.mlp", normed_again, config.ffn_size)
     again = f"{name} dropout again"
     feed_forward += layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, again)
     output = f"{name} output"
     feed_forward.append(Operation(path=name, makes=(output,), forward_bytes=sizes.stream_bytes))
+    operations = [*attention, *feed_forward]
+    if sizes.compiled:  # experts end a graph
+        graphs = [attention, feed_forward] if has_experts else [operations]
+        operations = [one for graph in graphs for one in compiled(graph)]
     # The gradient of the residual stream waits beside each of them.
     return [
-        replace(one, backward_bytes=one.backward_bytes + sizes.stream_bytes)
-        for one in (*attention, *feed_forward)
+        replace(one, backward_bytes=one.backward_bytes + sizes.stream_bytes) for one in operations
     ]
+
+
+def _norm_of_sum(sizes: Sizes, name: str, middle: str, normed: str, *, is_kept: bool) -> Operation:
+    """Return the norm of the stream in the middle of a layer; not kept, the stream is computed
+    again from what entered the layer, which is kept, and what attention returned.
+    """
+    if is_kept:
+        return layers.norm(sizes, f"{name}.pre_mlp_layernorm", middle, normed)
+    added = f"{name}.self_attention out"
+    channels = sizes.sharded_tokens * sizes.config.hidden_size
+    return layers.norm_of(
+        sizes, f"{name}.pre_mlp_layernorm", added, normed, channels=channels, element=sizes.element
+    )
 
 
 def _grouped(
@@ -231,24 +257,32 @@ def _selective(
     if recompute.recompute_granularity == "selective":
         patterns = _compiled(recompute.recompute_modules)
     found = [_outermost(operation.path, patterns) for operation in operations]
-    dropped: dict[str, float] = {}
+    if sizes.compiled:  # a graph keeps what products of its backward read, also of norms
+        found = [None if module is None or _is_cheap(module) else module for module in found]
+    dropped: dict[str, str] = {}
     kept = []
     for operation, module in zip(operations, found, strict=True):
-        left = {name: size for name, size in operation.keeps.items() if name not in dropped}
+        left = _not_dropped(operation.keeps, dropped, module)
         again = sum(operation.keeps.values()) - sum(left.values())
-        inputs = {name: size for name, size in operation.inputs.items() if name not in dropped}
+        inputs = _not_dropped(operation.inputs, dropped, module)
         needed = operation.backward_bytes + again
-        one = replace(operation, keeps=left, inputs=inputs, backward_bytes=needed)
-        kept.append(one)
+        kept.append(replace(operation, keeps=left, inputs=inputs, backward_bytes=needed))
         # Under autocast the next layer keeps a cast copy of what a norm returns.
         is_cast = module is not None and sizes.precision.autocast and _is_norm(module)
-        if module is not None and _is_cheap(module) and not is_cast:
-            dropped |= dict.fromkeys(operation.makes, 0.0)
+        # A graph computes a module again for those that read its output, too.
+        drops = sizes.compiled or (module is not None and _is_cheap(module) and not is_cast)
+        if module is not None and drops:
+            dropped |= dict.fromkeys(operation.makes, module)
     segments = []
     for module, group in groupby(zip(kept, found, strict=True), key=lambda pair: pair[1]):
         run = tuple(operation for operation, _ in group)
         segments.append(Segment(run, module is not None and not _is_cheap(module)))
     return segments
+
+
+def _not_dropped(tensors: Kept, dropped: Mapping[str, str], module: str | None) -> Kept:
+    """Leave out what other modules made that are computed again."""
+    return {n: size for n, size in tensors.items() if dropped.get(n, module) == module}
 
 
 def _offloaded(segment: Segment, recompute: RecomputeOptions) -> Segment:

@@ -119,8 +119,9 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
     if config.qk_layernorm:
         channels = tokens * (heads + groups) * d
         one = norm_of(
-            sizes, f"{path}.q_layernorm", fused, f"{path} heads", channels=channels, element=e
-        )
+            sizes, f"{path}.q_layernorm", fused, f"{path} heads", channels=channels, element=e,
+            rows=tokens * (heads + groups if config.qk_layernorm_per_head else 2),
+        )  # fmt: skip
         keeps = dict(one.keeps) | ({fused: q + 2 * k} if fused in one.keeps else {})
         operations.append(
             Operation(
@@ -138,7 +139,7 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
                 backward_bytes=2 * q + 3 * k,
             )
         )
-    if rotated and not config.qk_layernorm:  # the values are copied
+    if rotated and not config.qk_layernorm and not sizes.compiled:  # the values are copied
         return operations, {f"{path} q": q, f"{path} k": k, f"{path} v": k}, d
     kept = {fused: q + 2 * k}  # the values are a view of it
     if rotated or config.qk_layernorm:

@@ -44,6 +44,8 @@ class Sizes:
     """Samples of a micro-batch."""
     split_backward: bool
     """Whether weight gradients are deferred."""
+    compiled: bool = False
+    """Whether the blocks are compiled by inductor."""
 
     @property
     def tokens(self) -> int:
@@ -71,6 +73,11 @@ class Sizes:
         return float(self.sharded_tokens * self.config.hidden_size * self.residual)
 
     @property
+    def fuses_norms(self) -> bool:
+        """Whether norms keep their input and statistics only, and dropout one byte an element."""
+        return self.compiled or self.device == "cuda"
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether a column-parallel layer keeps its gathered input rather than its shard."""
         return self.layout.tp > 1 and self.device == "cpu" and not self.split_backward
@@ -86,12 +93,21 @@ def norm(sizes: Sizes, path: str, x: str, output: str) -> Operation:
 
 
 def norm_of(
-    sizes: Sizes, path: str, x: str, output: str, *, channels: float, element: int
+    sizes: Sizes,
+    path: str,
+    x: str,
+    output: str,
+    *,
+    channels: float,
+    element: int,
+    rows: int | None = None,
 ) -> Operation:
-    """Return a norm of ``x``, which has ``channels`` elements of ``element`` bytes."""
-    rows = sizes.sharded_tokens
+    """Return a norm of ``x``, which has ``channels`` elements of ``element`` bytes in ``rows`` that
+    are normalized, one for each token if None.
+    """
+    rows = sizes.sharded_tokens if rows is None else rows
     out = channels * element
-    if sizes.config.normalization == "RMSNorm" and sizes.device == "cpu":
+    if sizes.config.normalization == "RMSNorm" and not sizes.fuses_norms:
         copy = x if element == MAIN_BYTES else f"{x} in fp32"
         wide = float(channels * MAIN_BYTES)
         keeps: Kept = {copy: wide, f"{path} scaled": wide, f"{path} scale": 4.0 * rows}
@@ -161,7 +177,7 @@ def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:
     if not p:
         return []
     elements = float(sizes.sharded_tokens * sizes.config.hidden_size)
-    mask = elements * (sizes.element if sizes.device == "cpu" else 1)
+    mask = elements * (1 if sizes.fuses_norms else sizes.element)
     size = elements * sizes.element
     return [
         Operation(path=path, keeps={name: mask}, forward_bytes=2 * size, backward_bytes=2 * size)
@@ -201,10 +217,12 @@ def _feed_forward(
     operations = [layer("linear_fc1", x, inner, (h, up), True)]
     if sizes.config.gated:
         operations.append(
-            # Backward computes the activated gate again, beside the gradients of gate and up.
+            # Backward computes the activated gate again, beside the gradients of gate and up;
+            # compiled, without a tensor of its own.
             Operation(
                 path=f"{path}.activation", keeps={inner: 2 * size}, inputs={inner: 2 * size},
-                makes=(made,), forward_bytes=size, backward_bytes=4 * size,
+                makes=(made,), forward_bytes=size,
+                backward_bytes=(3 if sizes.compiled else 4) * size,
             )
         )  # fmt: skip
     else:

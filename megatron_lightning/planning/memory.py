@@ -1,19 +1,7 @@
 """Bytes on every rank: weights, gradients, optimizer and activations. No torch here.
 
 Ranks with the same position in the pipeline hold the same, so there is one row for each pipeline
-rank. Of N parameters on n data-parallel ranks, with weights of w bytes and Adam's two moments in
-fp32 (``optim/buckets.py``, ``optim/fully_sharded.py``; padding of buckets is left out):
-
-             weights                   gradients               optimizer (m: main params, 4 or 0)
-    ddp      w N                       4 N                     (8 + m) N
-    zero1    w N                       4 N                     (8 + m) N / n
-    fsdp     (m or w) N / n            4 N, or with reduce_    8 N / n
-             + gathered units          every_microbatch of
-                                       one unit, + 4 N / n
-
-n counts data x context parallel ranks, and for experts those that hold the same ones. fsdp's shards
-are the main params, and it leaves shared embeddings to zero1. Activations are those of
-``activations.py``.
+rank. ``states.py`` counts weights, gradients and optimizer, ``activations.py`` the activations.
 """
 
 from __future__ import annotations
@@ -23,6 +11,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from megatron_lightning.config import (
+    CompileScope,
     DataParallel,
     DataParallelOptions,
     PipelineOptions,
@@ -33,7 +22,8 @@ from megatron_lightning.config.checks import check_choice, check_kind, is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.pipeline.actions import Schedule
+from megatron_lightning.pipeline.schedules import make_schedule
 from megatron_lightning.planning.activations import (
     in_flight,
     num_received,
@@ -41,19 +31,15 @@ from megatron_lightning.planning.activations import (
     stage_profile,
 )
 from megatron_lightning.planning.layers import DeviceKind, Sizes
-from megatron_lightning.planning.parameters import (
-    EMBEDDING,
-    OUTPUT,
-    ParameterCount,
-    count_rank,
-    count_unit,
-    split_stages,
+from megatron_lightning.planning.parameters import split_stages
+from megatron_lightning.planning.precision import precision_of
+from megatron_lightning.planning.states import State
+from megatron_lightning.rules import (
+    check_data_parallel,
+    check_data_parallel_mode,
+    check_model_layout,
+    resolve_compile,
 )
-from megatron_lightning.planning.precision import Precision, precision_of
-from megatron_lightning.rules import check_data_parallel, check_model_layout
-
-_MAIN = 4  # bytes of fp32
-_MOMENTS = 2  # of Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +121,10 @@ def memory(
     data_parallel: DataParallel = "zero1",
     data_parallel_options: DataParallelOptions | None = None,
     recompute: RecomputeOptions | None = None,
-    pipeline_schedule: str | Sequence[str] = "auto",
+    pipeline_schedule: str | Sequence[str] | Schedule = "auto",
     pipeline_options: PipelineOptions | None = None,
     precision: str | int | None = "bf16-true",
+    compile: CompileScope | None = None,
     device: DeviceKind = "cuda",
 ) -> Memory:
     """Return the bytes on the ranks of every position of the pipeline, with Adam.
@@ -155,9 +142,10 @@ def memory(
         data_parallel: "ddp", "zero1" or "fsdp".
         data_parallel_options: Where optimizer state is, and what fsdp keeps; None: the defaults.
         recompute: Activations that backward computes again or reads from the host; None: none.
-        pipeline_schedule: As for the strategy.
+        pipeline_schedule: As for the strategy, or a proven table of ``num_microbatches``.
         pipeline_options: How the model is partitioned; None: layers are spread evenly.
         precision: The Trainer's.
+        compile: As for the strategy; "block": inductor compiles the layers.
         device: "cuda" or "cpu", whose kernels keep more.
 
     Raises:
@@ -165,36 +153,17 @@ def memory(
     """
     options, data = pipeline_options or PipelineOptions(), data_parallel_options
     data, recompute = data or DataParallelOptions(), recompute or RecomputeOptions()
-    for name, value, kind in (
-        ("config", config, TransformerConfig),
-        ("layout", layout, ParallelLayout),
-        ("data_parallel_options", data, DataParallelOptions),
-        ("recompute", recompute, RecomputeOptions),
-        ("pipeline_options", options, PipelineOptions),
-    ):
-        check_kind(name, value, kind)
-    check_choice("data_parallel", data_parallel, get_args(DataParallel))
-    check_choice("device", device, get_args(DeviceKind))
+    _check_kinds(config, layout, data, recompute, options)
     length = config.max_sequence_length if sequence_length is None else sequence_length
-    counts = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
-    for name, count in (counts | {"sequence_length": length}).items():
-        if not is_count(count):
-            raise ConfigError(f"{name} is {count!r}; it must be a positive integer.")
+    _check_sizes(micro_batch_size, num_microbatches, length)
+    check_data_parallel_mode(data_parallel)
+    check_choice("device", device, get_args(DeviceKind))
     world_size = layout.smallest_world_size if world_size is None else world_size
     grid = RankGrid(layout, world_size)
     check_data_parallel(grid, data_parallel, data)
-    check_model_layout(
-        config, layout, world_size, sequence_length=length,
-        explicit_stages=options.pipeline_model_parallel_layout is not None,
-    )  # fmt: skip
-    choice = resolve(
-        pipeline_schedule,
-        num_ranks=layout.pp,
-        num_chunks=layout.vpp,
-        microbatch_group_size=options.microbatch_group_size_per_vp_stage,
-    )
-    schedule = choice.table(num_microbatches)
-    stages = split_stages(config, choice.placement, options)
+    explicit = options.pipeline_model_parallel_layout is not None
+    check_model_layout(config, layout, world_size, sequence_length=length, explicit_stages=explicit)
+    schedule = _table(pipeline_schedule, layout, num_microbatches, options)
     sizes = Sizes(
         config=config,
         layout=layout,
@@ -202,87 +171,83 @@ def memory(
         device=device,
         sequence_length=length,
         micro_batch_size=micro_batch_size,
-        split_backward=choice.splits_backward,
+        split_backward=schedule.splits_backward,
+        compiled=resolve_compile(compile, None) is not None,
     )
+    stages = split_stages(config, schedule.placement, options)
     profiles = [stage_profile(sizes, units, recompute) for units in stages]
     rows = []
     for pp_rank in range(layout.pp):
-        numbers = choice.placement.stages_of(pp_rank)
-        own = [stages[stage] for stage in numbers]
-        # What its stages receive, and the gradients of what the next ones do.
-        received = [stages[s] for n in numbers for s in (n, n + 1) if s < len(stages)]
-        message = sizes.stream_bytes * max(num_received(config, units) for units in received)
-        state = _State(
+        own = [stages[number] for number in schedule.placement.stages_of(pp_rank)]
+        state = State(
             config, grid, own, precision=sizes.precision, mode=data_parallel, options=data,
             num_microbatches=num_microbatches,
         )  # fmt: skip
-        rows.append(
-            RankMemory(
-                pp_rank=pp_rank,
-                parameters=state.parameters.total,
-                weights_bytes=state.weights_bytes,
-                gradients_bytes=state.gradients_bytes,
-                optimizer_bytes=state.optimizer_bytes,
-                activations_bytes=round(rank_peak(schedule, pp_rank, profiles, message)),
-                in_flight=in_flight(schedule, pp_rank),
-            )
+        message = _message_bytes(sizes, schedule.placement.stages_of(pp_rank), stages)
+        activations = rank_peak(
+            schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
         )
+        rows.append(_row(pp_rank, state, activations, in_flight(schedule, pp_rank)))
     return Memory(tuple(rows))
 
 
-class _State:
-    """Weights, gradients and optimizer of a rank with the stages ``own``."""
+def _check_kinds(
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    data: DataParallelOptions,
+    recompute: RecomputeOptions,
+    pipeline: PipelineOptions,
+) -> None:
+    check_kind("config", config, TransformerConfig)
+    check_kind("layout", layout, ParallelLayout)
+    check_kind("data_parallel_options", data, DataParallelOptions)
+    check_kind("recompute", recompute, RecomputeOptions)
+    check_kind("pipeline_options", pipeline, PipelineOptions)
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        grid: RankGrid,
-        own: Sequence[Sequence[str]],
-        *,
-        precision: Precision,
-        mode: DataParallel,
-        options: DataParallelOptions,
-        num_microbatches: int,
-    ) -> None:
-        layout, units = grid.layout, [unit for stage in own for unit in stage]
-        instances = options.num_distributed_optimizer_instances
-        self.parameters = count_rank(config, layout, own)
-        shards = max(1, grid.size("dp-cp") // instances), max(1, grid.size("edp") // instances)
-        self._precision = precision
-        self._options = options
-        tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
-        tied |= {EMBEDDING} if config.num_predicting_layers else set()
-        # What fsdp shards, by unit: all but shared embeddings.
-        counted = [count_unit(config, layout, unit) for unit in units if unit not in tied]
-        managed = [
-            ParameterCount(unit.dense if shards[0] > 1 else 0, unit.experts if shards[1] > 1 else 0)
-            for unit in counted
-            if mode == "fsdp"
-        ]
-        of_units = sum(managed, ParameterCount(0))
-        sharded = of_units.total
-        left = ParameterCount(
-            self.parameters.dense - of_units.dense, self.parameters.experts - of_units.experts
-        )
-        per_optimizer = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
-        main = precision.main_bytes
-        over = shards if mode != "ddp" else (1, 1)
-        stepped = left.dense / over[0] + left.experts / over[1]
-        own_shard = of_units.dense / shards[0] + of_units.experts / shards[1]
-        self.optimizer_bytes = round((per_optimizer + main) * stepped + per_optimizer * own_shard)
-        if options.optimizer_cpu_offload:
-            self.optimizer_bytes = 0
-        reshards = options.reshard_after_forward
-        if reshards is None:
-            reshards = num_microbatches == 1
-        largest = max((unit.total for unit in managed), default=0)
-        # The next unit, without its experts, arrives beside this one.
-        beside = max((unit.dense for unit in managed), default=0)
-        gathered = largest + beside if reshards else sharded
-        self.weights_bytes = round(
-            precision.weight_bytes * left.total
-            + (main or precision.weight_bytes) * own_shard
-            + precision.weight_bytes * min(gathered, sharded)
-        )
-        full = largest + own_shard if options.reduce_every_microbatch else sharded
-        self.gradients_bytes = round(_MAIN * (left.total + full))
+
+def _check_sizes(micro_batch_size: int, num_microbatches: int, sequence_length: int) -> None:
+    counts = {
+        "micro_batch_size": micro_batch_size,
+        "num_microbatches": num_microbatches,
+        "sequence_length": sequence_length,
+    }
+    for name, count in counts.items():
+        if not is_count(count):
+            raise ConfigError(f"{name} is {count!r}; it must be a positive integer.")
+
+
+def _table(
+    given: str | Sequence[str] | Schedule,
+    layout: ParallelLayout,
+    num_microbatches: int,
+    options: PipelineOptions,
+) -> Schedule:
+    if isinstance(given, Schedule):
+        return given
+    return make_schedule(
+        given,
+        num_ranks=layout.pp,
+        num_microbatches=num_microbatches,
+        num_chunks=layout.vpp,
+        microbatch_group_size=options.microbatch_group_size_per_vp_stage,
+    )
+
+
+def _message_bytes(sizes: Sizes, own: Sequence[int], stages: Sequence[Sequence[str]]) -> float:
+    """Return the largest message to a rank: what its stages receive, and the gradients of what the
+    next ones do.
+    """
+    received = [stages[s] for number in own for s in (number, number + 1) if s < len(stages)]
+    return sizes.stream_bytes * max(num_received(sizes.config, units) for units in received)
+
+
+def _row(pp_rank: int, state: State, activations: float, most_in_flight: int) -> RankMemory:
+    return RankMemory(
+        pp_rank=pp_rank,
+        parameters=state.parameters.total,
+        weights_bytes=state.weights_bytes,
+        gradients_bytes=state.gradients_bytes,
+        optimizer_bytes=state.optimizer_bytes,
+        activations_bytes=round(activations),
+        in_flight=most_in_flight,
+    )

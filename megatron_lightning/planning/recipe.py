@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megatron_lightning.config import (
     CompileOptions,
+    CompileScope,
     ContextOptions,
     DataParallelOptions,
     LatentAttentionConfig,
@@ -64,6 +65,7 @@ class Recipe:
     pipeline: PipelineOptions
     recompute: RecomputeOptions
     schedule: str | list[str]
+    compile: CompileScope | None
 
     @property
     def num_microbatches(self) -> int:
@@ -132,6 +134,7 @@ def read_recipe(
         pipeline=groups["pipeline_options"],
         recompute=groups["recompute"],
         schedule=options.get("pipeline_schedule", "auto"),
+        compile=options.get("compile"),
     )
 
 

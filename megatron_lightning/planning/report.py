@@ -123,9 +123,10 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         data_parallel=recipe.data_parallel,
         data_parallel_options=recipe.data,
         recompute=recipe.recompute,
-        pipeline_schedule=recipe.schedule,
+        pipeline_schedule=table,
         pipeline_options=recipe.pipeline,
         precision=recipe.precision,
+        compile=recipe.compile,
         device=recipe.device,
     )
     if needed is None:

@@ -72,6 +72,17 @@ class Profile:
     """Between the two halves of a split backward."""
 
 
+def compiled(operations: Sequence[Operation]) -> list[Operation]:
+    """Return operations that are one graph, whose backward returns all weight gradients together,
+    at its end.
+    """
+    waiting, together = 0.0, list[Operation]()
+    for operation in reversed(operations):
+        waiting += operation.weight_gradient_bytes
+        together.append(replace(operation, weight_gradient_bytes=waiting))
+    return together[::-1]
+
+
 def profile(segments: Sequence[Segment], *, split_backward: bool = False) -> Profile:
     """Return the bytes along a tape.
 

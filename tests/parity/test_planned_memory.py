@@ -11,6 +11,7 @@ import gc
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import yaml
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.live_bytes import CompiledBytes, LiveBytes
 from megatron_lightning.config import (
     LatentAttentionConfig,
     MoEConfig,
@@ -125,12 +126,31 @@ CASES = {
         4, TENSOR | PIPELINE, {"mtp_num_layers": 1, "vocab_size": 3000}, "bf16-true"
     ),
     "multi-token prediction, apart": Case(2, HEAD, {"mtp_num_layers": 1, "vocab_size": 2000}),
+    "multi-token prediction, two apart": Case(
+        2, PIPELINE | {"pipeline_options": {"pipeline_model_parallel_layout": "Ettttmm|L"}},
+        {"mtp_num_layers": 2, "vocab_size": 2000},
+    ),
     "multi-token prediction, recomputed": Case(1, {"recompute": FULL}, {"mtp_num_layers": 2}),
     "experts": Case(
         2, {"expert_model_parallel_size": 2}, {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
     ),
 }  # fmt: skip
 FEW = ("one process", "tensor x pipeline, bf16", "math")
+EXPERTS = {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
+COMPILED = {
+    name: CASES[name]._replace(strategy={**(CASES[name].strategy or {}), "compile": "block"})
+    for name in (
+        "one process", "autocast, data parallel", "tensor", "1f1b", "gpipe", "interleaved",
+        "tensor x pipeline, bf16", "full recomputation", "selective recomputation",
+    )
+} | {
+    "bf16": Case(1, {"compile": "block"}, None, "bf16-true"),
+    "experts on one process": Case(1, {"compile": "block"}, EXPERTS),
+    "experts": Case(2, {"expert_model_parallel_size": 2, "compile": "block"}, EXPERTS),
+    "each layer recomputed": Case(
+        1, {"recompute": FULL | {"recompute_num_layers": 1}, "compile": "block"}
+    ),
+}  # fmt: skip
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -150,13 +170,13 @@ class Rows(Dataset[dict[str, Tensor]]):
 class Peak(pl.Callback):
     """Counts live bytes from the second batch on, up to its optimizer step."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: LiveBytes) -> None:
         self.resident_bytes = self.peak_bytes = 0
-        self._watch: LiveBytes | None = None
+        self._watch = watch
+        self._is_counting = False
 
     def on_train_batch_start(self, *args: Any) -> None:
         if args[-1] == 1:
-            self._watch = LiveBytes()
             gc.collect()
             # Weights, gradients and optimizer. A DTensor's local tensor is listed by itself.
             self._watch.see(
@@ -168,9 +188,11 @@ class Peak(pl.Callback):
             )
             self.resident_bytes = self._watch.live_bytes
             self._watch.__enter__()
+            self._is_counting = True
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        if self._watch is not None and not self.peak_bytes:
+        if self._is_counting:
+            self._is_counting = False
             self._watch.__exit__(None, None, None)
             self.peak_bytes = self._watch.peak_bytes
 
@@ -194,11 +216,13 @@ def _train(case: Case) -> tuple[int, int]:
     if "window_size" in sizes:
         sizes["window_size"] = tuple(sizes["window_size"])
     config = TransformerConfig(**sizes)
-    peak = Peak()
+    watch = CompiledBytes() if "compile" in options else LiveBytes()
+    peak = Peak(watch)
     fit = trainer(
         MegatronStrategy(**options), max_steps=2, precision=case.precision, callbacks=[peak]
     )
-    fit.fit(GPTLightningModule(config), DataLoader(Rows(config.vocab_size), batch_size=BATCH))
+    with watch.in_graphs() if isinstance(watch, CompiledBytes) else nullcontext():
+        fit.fit(GPTLightningModule(config), DataLoader(Rows(config.vocab_size), batch_size=BATCH))
     return peak.resident_bytes, peak.peak_bytes
 
 
@@ -206,18 +230,30 @@ def _train(case: Case) -> tuple[int, int]:
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
 def test_a_plan_predicts_the_peak(name: str, tmp_path: Path) -> None:
-    case, path = CASES[name], tmp_path / "recipe.yaml"
+    _check(CASES[name], tmp_path)
+
+
+@pytest.mark.slow  # inductor compiles C++
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_plan_predicts_the_peak_of_compiled_blocks(name: str, tmp_path: Path) -> None:
+    _check(COMPILED[name], tmp_path)
+
+
+def _check(case: Case, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(case.recipe))
     command = ["-m", "megatron_lightning", "plan", f"--config={path}", "--json"]
     planned = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
     )
     ranks = json.loads(planned.stdout)["bytes"]["pp_ranks"]
-    measured = run_ranks(case.world_size, _train, case)
+    measured = run_ranks(case.world_size, _train, case, timeout_s=400)
     for rank, (resident, peak) in enumerate(measured):
         row = ranks[rank * len(ranks) // case.world_size]
         assert row["total"] == pytest.approx(peak, rel=TOLERANCE), (rank, row, resident)
-        if "fsdp" not in name:  # whose full weights come and go beside the activations
+        if (case.strategy or {}).get("data_parallel") != "fsdp":
+            # Whose full weights come and go beside the activations.
             activations = peak - resident
             assert row["activations"] == pytest.approx(activations, rel=TOLERANCE), (rank, row)
             state = row["weights"] + row["gradients"] + row["optimizer"]

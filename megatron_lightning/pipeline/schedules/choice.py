@@ -51,9 +51,7 @@ class ScheduleChoice:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed after input gradients, by actions of their own."""
-        return any(
-            action.kind is Kind.WEIGHT_GRADIENT for row in self.sample.actions for action in row
-        )
+        return self.sample.splits_backward
 
     def __str__(self) -> str:
         """Return name and reason, for logs."""
