@@ -5,16 +5,31 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.config import RopeScaling, TransformerConfig
+    from megatron_lightning.config import (
+        LatentAttentionConfig,
+        MoEConfig,
+        RopeScaling,
+        TransformerConfig,
+    )
     from megatron_lightning.models.plans import gpt_plan, llama_hf_plan
     from megatron_lightning.models.transformer import GPTModel
 
-__all__ = ["GPTModel", "RopeScaling", "TransformerConfig", "gpt_plan", "llama_hf_plan"]
+__all__ = [
+    "GPTModel",
+    "LatentAttentionConfig",
+    "MoEConfig",
+    "RopeScaling",
+    "TransformerConfig",
+    "gpt_plan",
+    "llama_hf_plan",
+]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "GPTModel": "megatron_lightning.models.transformer",
+        "LatentAttentionConfig": "megatron_lightning.config",
+        "MoEConfig": "megatron_lightning.config",
         "RopeScaling": "megatron_lightning.config",
         "TransformerConfig": "megatron_lightning.config",
         "gpt_plan": "megatron_lightning.models.plans",
