@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +36,7 @@ def stand_ins(*, exact: bool = False) -> Iterator[list[str]]:
     calls: list[str] = []
 
     def checked(function: Callable[..., Tensor], compute: Callable[..., Tensor]) -> Any:
+        @wraps(function)  # inductor knows kernels by their names
         def call(*args: Any, **options: Any) -> Tensor:
             calls.append(function.__name__)
             _check(function, *args, **options)
