@@ -35,7 +35,7 @@ from tests.helpers import hf_models
 from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.quantized import counted_products, dithered_casts
 from tests.helpers.ranks import run_ranks
-from tests.helpers.rounding import SEEDS, STUDENT_T
+from tests.helpers.rounding import SEEDS, STUDENT_T, formulas_of_graphs
 from tests.helpers.trainers import Losses, trainer
 
 TP, PP, VPP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
@@ -100,6 +100,8 @@ class Case:
     replicas: int = 1
     packed: bool = False
     compiled: bool = False
+    traced: bool = False
+    """Compared with the operations of compiled blocks."""
     output: bool = False
     coded: bool = False
     accumulated: int = 1
@@ -109,8 +111,13 @@ class Case:
     @property
     def measure(self) -> Case:
         """The same on one process. Compiled activations round elsewhere."""
-        compiled = self.compiled and bool(self.strategy)
-        return Case(model=self.model, packed=self.packed, compiled=compiled, output=self.output)
+        return Case(
+            model=self.model,
+            packed=self.packed,
+            compiled=self.compiled and bool(self.strategy),
+            traced=self.traced,
+            output=self.output,
+        )
 
     def train(self, scaling: str, *callbacks: pl.Callback) -> tuple[pl.Trainer, Any, Any]:
         """Return the Trainer, its module and the data."""
@@ -179,6 +186,7 @@ EXACT: dict[str, Case] = {
     "latent-pp2": Case(2, {PP: 2}, "latent"),
     "latent-zb-h1": Case(2, ZB_H1, "latent"),
     "packed-pp2": Case(2, {PP: 2}, packed=True),
+    "compiled-operations": Case(compiled=True, traced=True),
     "compiled-zb-h1": Case(2, ZB_H1, compiled=True),
     "compiled-recompute": Case(1, {"recompute": RECOMPUTE["uniform"]}, compiled=True),
     **{f"recompute-{name}": Case(1, {"recompute": kind}) for name, kind in KINDS.items()},
@@ -228,7 +236,8 @@ FAST = [
 
 
 def _fit(case: Case, scaling: str) -> Results:
-    return case.fit(scaling)
+    with formulas_of_graphs() if case.traced and not case.compiled else nullcontext():
+        return case.fit(scaling)
 
 
 @cache
