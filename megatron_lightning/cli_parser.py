@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
+from typing_extensions import override
 
 from megatron_lightning.config.left_out import LEFT_OUT
 
@@ -35,6 +38,15 @@ class OneLineParser(ArgumentParser):
         nearest."""
         self.strategy_options: Collection[str] = ()
         """Options of the strategy, which users give to the Trainer."""
+
+    @override
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *rest: Any, **settings: Any
+    ) -> Any:
+        """Parse ``args``; see jsonargparse."""
+        if args is not None and len(args) == 1:
+            args = [_yaml_of_python(args[0])]
+        return super().parse_args(args, *rest, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error."""
@@ -118,6 +130,20 @@ def in_one_line(message: str) -> str:
         else ""
     )
     return f"{key}{of_class}{words[first]}{_hint(key, words[first])}"
+
+
+def _yaml_of_python(argument: str) -> str:
+    """Return "--key=value" with the value in YAML.
+
+    jsonargparse reads an option of an object in an object (--model.config.moe=null), and hands it
+    to the parser of the inner object as Python writes it ("--config.moe=None").
+    """
+    name, _, text = argument.partition("=")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return argument
+    return f"{name}={json.dumps(value)}" if isinstance(value, dict | list | None) else argument
 
 
 def _why_left_out(line: str) -> str:

@@ -308,6 +308,18 @@ def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture
     assert exit_.value.code == 0 and "tensor_model_parallel_size: 2" in capsys.readouterr().out
 
 
+def test_an_option_of_a_model_can_be_null(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "num_query_groups=null", "mla={q_lora_rank: null, kv_lora_rank: 8}", "moe=null"
+    file = Path(__file__).parents[2] / "configs" / "tiny_moe_cpu.yaml"
+    words = [f"--model.config.{option}" for option in options]
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", str(file), *words, "--print_config"])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0
+    for line in ("num_query_groups: null", "q_lora_rank: null", "kv_lora_rank: 8", "moe: null"):
+        assert f" {line}\n" in out
+
+
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
