@@ -203,6 +203,7 @@ def _planned(
             pipeline_schedule=options.schedule.name,
             pipeline_options=options.pipeline,
             precision=trainer.precision,
+            fp8_recipe=getattr(trainer.precision_plugin, "recipe", None),
             compile=None if options.compile is None else "block",
             device="cuda" if strategy.root_device.type == "cuda" else "cpu",
         )

@@ -34,6 +34,7 @@ from megatron_lightning.planning.layers import DeviceKind, Sizes
 from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.planning.states import State
+from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import (
     check_data_parallel,
     check_data_parallel_mode,
@@ -124,6 +125,7 @@ def memory(
     pipeline_schedule: str | Sequence[str] | Schedule = "auto",
     pipeline_options: PipelineOptions | None = None,
     precision: str | int | None = "bf16-true",
+    fp8_recipe: FP8Recipe | None = None,
     compile: CompileScope | None = None,
     device: DeviceKind = "cuda",
 ) -> Memory:
@@ -145,6 +147,8 @@ def memory(
         pipeline_schedule: As for the strategy, or a proven table of ``num_microbatches``.
         pipeline_options: How the model is partitioned; None: layers are spread evenly.
         precision: The Trainer's.
+        fp8_recipe: Recipe of ``MegatronFP8Precision``, whose precision is "bf16-mixed"; only what
+            ``fp8_param_gather`` keeps is counted otherwise than there.
         compile: As for the strategy; "block": inductor compiles the layers.
         device: "cuda" or "cpu", whose kernels keep more.
 
@@ -157,6 +161,8 @@ def memory(
     length = config.max_sequence_length if sequence_length is None else sequence_length
     _check_sizes(micro_batch_size, num_microbatches, length)
     check_data_parallel_mode(data_parallel)
+    if fp8_recipe is not None:
+        check_kind("fp8_recipe", fp8_recipe, FP8Recipe)
     check_choice("device", device, get_args(DeviceKind))
     world_size = layout.smallest_world_size if world_size is None else world_size
     grid = RankGrid(layout, world_size)
@@ -180,8 +186,8 @@ def memory(
     for pp_rank in range(layout.pp):
         own = [stages[number] for number in schedule.placement.stages_of(pp_rank)]
         state = State(
-            config, grid, own, precision=sizes.precision, mode=data_parallel, options=data,
-            num_microbatches=num_microbatches,
+            config, grid, own, precision=sizes.precision, recipe=fp8_recipe,
+            mode=data_parallel, options=data, num_microbatches=num_microbatches,
         )  # fmt: skip
         message = _message_bytes(sizes, schedule.placement.stages_of(pp_rank), stages)
         activations = rank_peak(

@@ -26,6 +26,7 @@ from megatron_lightning.config import (
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.layers import DeviceKind
 from megatron_lightning.planning.sections import Errors, read_sections
+from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import check_options, resolve_compile
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ STRATEGY_OPTIONS = (
 """Parameters of ``MegatronStrategy``, whose signature needs torch."""
 _SIZES = STRATEGY_OPTIONS[:7]
 _MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
+_FP8 = "MegatronFP8Precision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Recipe:
     layout: ParallelLayout
     world_size: int
     precision: str | int | None
+    fp8_recipe: FP8Recipe | None
+    """Recipe of the plugin that quantizes layers; None: there is none."""
     device: DeviceKind
     batch_size: int
     """Samples of a pipeline run on one data-parallel rank."""
@@ -110,6 +114,7 @@ def read_recipe(
     if compiled is not None:
         compiled = _build(CompileOptions, compiled, "strategy.compile_options", errors)
     errors.attempt(resolve_compile, options.get("compile"), compiled)
+    fp8_recipe = _fp8_recipe(trainer.get("plugins"), errors)
     ranks = world_size if world_size is not None else _world_size(trainer, errors)
     batch_size = _count(data.get("batch_size"), "data.batch_size", errors)
     length = data.get("sequence_length", model.max_sequence_length if model else 1)
@@ -122,7 +127,8 @@ def read_recipe(
         model=model,
         layout=layout,
         world_size=ranks,
-        precision=trainer.get("precision"),
+        precision=trainer.get("precision") if fp8_recipe is None else "bf16-mixed",
+        fp8_recipe=fp8_recipe,
         device="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
         batch_size=batch_size,
         accumulated=accumulated,
@@ -207,6 +213,16 @@ def _model(given: Any, errors: Errors) -> TransformerConfig | None:
         config["window_size"] = tuple(config["window_size"])
     built: TransformerConfig | None = _build(TransformerConfig, config, "model.config", errors)
     return built
+
+
+def _fp8_recipe(plugins: Any, errors: Errors) -> FP8Recipe | None:
+    """Return the recipe of the Trainer's plugin for quantized layers; None: it has none."""
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+        if isinstance(plugin, str | dict):
+            path, arguments = _object(plugin, "trainer.plugins", errors)
+            if path.rpartition(".")[2] == _FP8:
+                return _build(FP8Recipe, arguments.get("recipe"), "trainer.plugins.recipe", errors)
+    return None
 
 
 def _build(kind: type[T], given: Any, path: str, errors: Errors) -> T | None:

@@ -126,6 +126,7 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         pipeline_schedule=table,
         pipeline_options=recipe.pipeline,
         precision=recipe.precision,
+        fp8_recipe=recipe.fp8_recipe,
         compile=recipe.compile,
         device=recipe.device,
     )

@@ -11,7 +11,9 @@ Of N parameters on n data-parallel ranks, with weights of w bytes and Adam's two
                                        one unit, + 4 N / n
 
 n counts data x context parallel ranks, and for experts those that hold the same ones. fsdp's shards
-are the main params, and it leaves shared embeddings to zero1.
+are the main params, and it leaves shared embeddings to zero1. Weights that a recipe keeps as codes
+take 1 byte each, beside main params in fp32: 1 + 4 / n with zero1, 5 / n and 1 while they are
+gathered with fsdp, each without gradients and moments; their scales are left out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, TransformerConfig
 from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.planning.codes import count_codes
 from megatron_lightning.planning.parameters import (
     EMBEDDING,
     OUTPUT,
@@ -28,8 +31,10 @@ from megatron_lightning.planning.parameters import (
     count_unit,
 )
 from megatron_lightning.planning.precision import Precision
+from megatron_lightning.precision.recipes import FP8Recipe
 
 _MAIN = 4  # bytes of fp32
+_CODE = 1  # byte of a code
 _MOMENTS = 2  # of Adam
 
 
@@ -41,6 +46,7 @@ class State:
         grid: The ranks.
         own: Units of the rank's stages.
         precision: Bytes of an element.
+        recipe: Recipe of quantized layers; None: there are none.
         mode: How data-parallel ranks share them.
         options: Options of that.
         num_microbatches: Micro-batches of a pipeline run.
@@ -53,6 +59,7 @@ class State:
         own: Sequence[Sequence[str]],
         *,
         precision: Precision,
+        recipe: FP8Recipe | None,
         mode: DataParallel,
         options: DataParallelOptions,
         num_microbatches: int,
@@ -61,41 +68,69 @@ class State:
         instances = options.num_distributed_optimizer_instances
         self.parameters = count_rank(config, layout, own)
         shards = max(1, grid.size("dp-cp") // instances), max(1, grid.size("edp") // instances)
-        self._precision = precision
-        self._options = options
+        if mode == "ddp":
+            shards = (1, 1)
         tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
         tied |= {EMBEDDING} if config.num_predicting_layers else set()
+        codes = {unit: _shared(count_codes(config, layout, unit, recipe), shards) for unit in units}
         # What fsdp shards, by unit: all but shared embeddings.
-        counted = [count_unit(config, layout, unit) for unit in units if unit not in tied]
-        managed = [
-            ParameterCount(unit.dense if shards[0] > 1 else 0, unit.experts if shards[1] > 1 else 0)
-            for unit in counted
-            if mode == "fsdp"
-        ]
-        of_units = sum(managed, ParameterCount(0))
-        sharded = of_units.total
-        left = ParameterCount(
-            self.parameters.dense - of_units.dense, self.parameters.experts - of_units.experts
+        managed = {
+            unit: _shared(count_unit(config, layout, unit), shards)
+            for unit in units
+            if mode == "fsdp" and unit not in tied
+        }
+        of_units = sum(managed.values(), ParameterCount(0))
+        coded = sum((codes[unit] for unit in managed), ParameterCount(0))
+        left = _minus(self.parameters, of_units)
+        left_coded = _minus(sum(codes.values(), ParameterCount(0)), coded)
+        moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
+        main, wide = precision.main_bytes, precision.weight_bytes
+        own_shard = _share(of_units, shards)
+        self.optimizer_bytes = round(
+            (moments + main) * _share(left, shards)
+            + moments * own_shard
+            + _MAIN * _share(left_coded, shards)
         )
-        per_optimizer = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
-        main = precision.main_bytes
-        over = shards if mode != "ddp" else (1, 1)
-        stepped = left.dense / over[0] + left.experts / over[1]
-        own_shard = of_units.dense / shards[0] + of_units.experts / shards[1]
-        self.optimizer_bytes = round((per_optimizer + main) * stepped + per_optimizer * own_shard)
         if options.optimizer_cpu_offload:
             self.optimizer_bytes = 0
+
+        def in_use(count: int, codes: int) -> float:
+            return float(wide * (count - codes) + _CODE * codes)
+
         reshards = options.reshard_after_forward
         if reshards is None:
             reshards = num_microbatches == 1
-        largest = max((unit.total for unit in managed), default=0)
-        # The next unit, without its experts, arrives beside this one.
-        beside = max((unit.dense for unit in managed), default=0)
-        gathered = largest + beside if reshards else sharded
-        self.weights_bytes = round(
-            precision.weight_bytes * left.total
-            + (main or precision.weight_bytes) * own_shard
-            + precision.weight_bytes * min(gathered, sharded)
+        everything = in_use(of_units.total, coded.total)
+        # The next unit, without its experts, arrives beside the largest one.
+        at_once = max(
+            (in_use(one.total, codes[unit].total) for unit, one in managed.items()),
+            default=0.0,
+        ) + max(
+            (in_use(one.dense, codes[unit].dense) for unit, one in managed.items()),
+            default=0.0,
         )
-        full = largest + own_shard if options.reduce_every_microbatch else sharded
+        self.weights_bytes = round(
+            in_use(left.total, left_coded.total)
+            + (main or wide) * own_shard
+            + _CODE * _share(coded, shards)
+            + (min(at_once, everything) if reshards else everything)
+        )
+        largest = max((unit.total for unit in managed.values()), default=0)
+        full = largest + own_shard if options.reduce_every_microbatch else of_units.total
         self.gradients_bytes = round(_MAIN * (left.total + full))
+
+
+def _shared(count: ParameterCount, shards: tuple[int, int]) -> ParameterCount:
+    """Return the parameters that several ranks share."""
+    return ParameterCount(
+        count.dense if shards[0] > 1 else 0, count.experts if shards[1] > 1 else 0
+    )
+
+
+def _share(count: ParameterCount, shards: tuple[int, int]) -> float:
+    """Return the parameters in one of so many shards of dense ones and of experts."""
+    return count.dense / shards[0] + count.experts / shards[1]
+
+
+def _minus(count: ParameterCount, other: ParameterCount) -> ParameterCount:
+    return ParameterCount(count.dense - other.dense, count.experts - other.experts)

@@ -57,6 +57,26 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
 STRATEGY, CONFIG = "trainer__strategy__init_args__", "model__init_args__config__"
 
 
+def test_a_plan_counts_codes_of_quantized_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def weights(**recipe: Any) -> float:
+        plugin = {
+            "class_path": "megatron_lightning.strategies.MegatronFP8Precision",
+            "init_args": {"recipe": recipe},
+        }
+        path = changed(tmp_path, trainer__precision=None, trainer__plugins=[plugin])
+        size: float = plan(capsys, f"--config={path}")["bytes"]["fullest_rank"]["weights"]
+        return size
+
+    autocast = plan(capsys, f"--config={changed(tmp_path, trainer__precision='bf16-mixed')}")
+    assert weights() == autocast["bytes"]["fullest_rank"]["weights"]
+    assert 0.25 < weights(fp8_param_gather=True) / weights() < 0.6  # embeddings stay in fp32
+    plugin = {"class_path": "MegatronFP8Precision", "init_args": {"recipe": {"scalin": "mxfp8"}}}
+    found = wrong(changed(tmp_path, trainer__plugins=[plugin]), capsys)
+    assert found == ["trainer.plugins.recipe has no option 'scalin'. Did you mean 'scaling'?"]
+
+
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, f"--config={LLAMA}")
     assert list(found) == KEYS and found["errors"] == []
