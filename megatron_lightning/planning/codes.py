@@ -1,7 +1,10 @@
-"""Weights that an FP8 recipe keeps as codes of 8 bits (``precision/weights.py``). No torch here."""
+"""What an FP8 recipe keeps as codes: operands of products (``precision/emulation.py``), and weights
+(``precision/weights.py``). No torch here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatron_lightning.config import TransformerConfig
@@ -10,11 +13,11 @@ from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.planning.parameters import (
     ParameterCount,
     kind_of,
-    layer_of,
     predicting_layer_of,
 )
-from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MODEL = "model."  # where GPTLightningModule holds its model
 
 
@@ -29,17 +32,48 @@ def count_codes(
     counts = [
         count
         for path, count in _matrices(config, layout, unit)
-        if _is_quantized(config, recipe, unit, f"{unit}.{path}")
+        if recipe_of(config, recipe, f"{unit}.{path}") is not None
     ]
     return sum(counts, ParameterCount())
 
 
-def _is_quantized(config: TransformerConfig, recipe: FP8Recipe, unit: str, path: str) -> bool:
+def recipe_of(config: TransformerConfig, recipe: FP8Recipe | None, path: str) -> FP8Recipe | None:
+    """Return the recipe of a linear layer at ``path``; None: bf16."""
+    if recipe is None:
+        return None
     for pattern, row in recipe.rows.items():
         if any(compile_pattern(pattern).fullmatch(name) for name in (path, _MODEL + path)):
-            return row is not None
-    layer, last = layer_of(unit), config.num_layers - recipe.num_layers_at_end_in_bf16
-    return layer is None or recipe.num_layers_at_start_in_bf16 <= layer < last
+            return row
+    layer = _LAYER.match(path)
+    if layer is None:
+        return recipe if path.startswith("mtp.") else None
+    last = config.num_layers - recipe.num_layers_at_end_in_bf16
+    return recipe if recipe.num_layers_at_start_in_bf16 <= int(layer[1]) < last else None
+
+
+def operand_bytes(recipe: FP8Recipe) -> float:
+    """Return the bytes of a value that backward keeps of an operand, with its share of a block's
+    scale; those of rows and tensors are left out.
+    """
+    scale = {"blockwise": 4, "mxfp8": 1, "nvfp4": 4}.get(recipe.scaling, 0)
+    return 1 + scale / BLOCK_SIZES.get(recipe.scaling, 1)
+
+
+def kept_weight_bytes(
+    config: TransformerConfig, layout: ParallelLayout, unit: str, recipe: FP8Recipe | None
+) -> float:
+    """Return the bytes of the weights' codes that a unit keeps in a pipeline run, beside the
+    weights: two sets where the two products that read them have scales along other dims.
+    """
+    if recipe is None or recipe.fp8_param_gather or kind_of(config, unit) is None:
+        return 0.0
+    kept = 0.0
+    for path, count in _matrices(config, layout, unit):
+        own = recipe_of(config, recipe, f"{unit}.{path}")
+        if own is not None:
+            num_sets = 1 if own.is_per_tensor or own.is_square("weight") else 2
+            kept += num_sets * operand_bytes(own) * count.total
+    return kept
 
 
 def _matrices(

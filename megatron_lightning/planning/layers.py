@@ -20,8 +20,10 @@ from typing import Literal
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.planning.codes import operand_bytes, recipe_of
 from megatron_lightning.planning.precision import Precision
 from megatron_lightning.planning.tape import Kept, Operation
+from megatron_lightning.precision.recipes import FP8Recipe
 
 DeviceKind = Literal["cuda", "cpu"]
 MAIN_BYTES = 4
@@ -46,6 +48,8 @@ class Sizes:
     """Whether weight gradients are deferred."""
     compiled: bool = False
     """Whether the blocks are compiled by inductor."""
+    fp8_recipe: FP8Recipe | None = None
+    """Recipe of quantized layers."""
 
     @property
     def tokens(self) -> int:
@@ -153,8 +157,9 @@ def linear(
     scatters = style == "row" and shard != full
     kept_rows = shard if gathers and not sizes.keeps_gathered else full
     kept = x if kept_rows == shard or not gathers else f"{x} gathered"
-    keeps = {kept: kept_rows * wide_in * e}
-    if sizes.precision.autocast:
+    kept, operand = _operand(sizes, path, kept, is_shard=gathers and not sizes.keeps_gathered)
+    keeps = {kept: kept_rows * wide_in * operand}
+    if sizes.precision.autocast and kept != f"{path} operand":
         keeps[f"{path} weight"] = num_matrices * wide_in * wide_out * e
     grad_in = full * wide_in * e + (shard * wide_in * e if gathers else 0)
     # A gathered gradient stays with the shard that arrived.
@@ -168,8 +173,21 @@ def linear(
         forward_bytes=full * wide_out * e + (full * wide_in * e if gathers else 0),
         backward_bytes=grad_in + grad_out + (0 if sizes.split_backward else gathered_again),
         weight_gradient_bytes=num_matrices * wide_in * wide_out * sizes.precision.weight_bytes,
-        deferred={kept: kept_rows * wide_in * e, f"{path} gradient": full * wide_out * e},
+        deferred={
+            kept: kept_rows * wide_in * operand,
+            f"{path} gradient": full * wide_out * operand,
+        },
     )
+
+
+def _operand(sizes: Sizes, path: str, x: str, *, is_shard: bool) -> tuple[str, float]:
+    """Return name and bytes of a value of what a linear layer keeps of its input: codes, where a
+    recipe quantizes it, but for shards that are gathered in bf16.
+    """
+    recipe = None if sizes.compiled else recipe_of(sizes.config, sizes.fp8_recipe, path)
+    if recipe is None or (is_shard and not recipe.is_per_tensor):
+        return x, sizes.element
+    return f"{path} operand", operand_bytes(recipe)
 
 
 def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:

@@ -30,6 +30,7 @@ from megatron_lightning.planning.activations import (
     rank_peak,
     stage_profile,
 )
+from megatron_lightning.planning.codes import kept_weight_bytes
 from megatron_lightning.planning.layers import DeviceKind, Sizes
 from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
@@ -147,8 +148,8 @@ def memory(
         pipeline_schedule: As for the strategy, or a proven table of ``num_microbatches``.
         pipeline_options: How the model is partitioned; None: layers are spread evenly.
         precision: The Trainer's.
-        fp8_recipe: Recipe of ``MegatronFP8Precision``, whose precision is "bf16-mixed"; only what
-            ``fp8_param_gather`` keeps is counted otherwise than there.
+        fp8_recipe: Recipe of ``MegatronFP8Precision``, whose precision is "bf16-mixed": weights and
+            inputs of linear layers that are kept as codes.
         compile: As for the strategy; "block": inductor compiles the layers.
         device: "cuda" or "cpu", whose kernels keep more.
 
@@ -179,6 +180,7 @@ def memory(
         micro_batch_size=micro_batch_size,
         split_backward=schedule.splits_backward,
         compiled=resolve_compile(compile, None) is not None,
+        fp8_recipe=fp8_recipe,
     )
     stages = split_stages(config, schedule.placement, options)
     profiles = [stage_profile(sizes, units, recompute) for units in stages]
@@ -193,6 +195,12 @@ def memory(
         activations = rank_peak(
             schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
         )
+        if data_parallel != "fsdp" and not sizes.compiled:
+            activations += sum(
+                kept_weight_bytes(config, layout, unit, fp8_recipe)
+                for units in own
+                for unit in units
+            )
         rows.append(_row(pp_rank, state, activations, in_flight(schedule, pp_rank)))
     return Memory(tuple(rows))
 
