@@ -1,30 +1,81 @@
-"""The norms of the transformer: torch's own RMSNorm (https://arxiv.org/abs/1910.07467) and
-LayerNorm, chosen by the config.
-"""
+"""The norms of the transformer: RMSNorm and LayerNorm, chosen by the config."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup
 
 
-class MixedRMSNorm(nn.RMSNorm):
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm for CPUs, where torch's is made of ten kernels and keeps two tensors.
+
+        y = x r w            r = (mean(x^2) + eps)^-1/2
+        dx = r (dy w - x r^2 mean(dy w x))          dw = sum(dy x r) over tokens
+
+    Half precision is computed in fp32, as torch does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(_wide(x))
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        wide, grad, w = (tensor.to(scale.dtype) for tensor in (x, grad, weight))
+        products = grad * wide
+        means = (products @ w).unsqueeze(-1).mul_(scale).mul_(scale).div_(-x.shape[-1])
+        grad_weight = products.mul_(scale).flatten(0, -2).sum(0)
+        grad_x = torch.mul(grad, w, out=products).addcmul_(wide, means).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm (https://arxiv.org/abs/1910.07467) over the last dim, in fewer passes on a
+    CPU.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize [..., size]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """Return RMSNorm of x [..., size]: torch's fused kernel on a GPU, what a compiler fuses in its
+    graph, and our own function on a CPU.
+    """
+    is_plain = type(x) is Tensor and x.dtype == weight.dtype and eps is not None
+    if x.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():
+        return F.rms_norm(x, weight.shape, weight, eps)
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+class MixedRMSNorm(RMSNorm):
     """RMSNorm of an input that is more precise than the weight: computed in the input's dtype,
     returned in the weight's.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., size]."""
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(
-            self.weight.dtype
-        )
+        return rms_norm(x, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
 
 
 class MixedLayerNorm(nn.LayerNorm):
@@ -77,7 +128,7 @@ def build_norm(config: TransformerConfig, size: int) -> nn.Module:
     rms, layer = (
         (MixedRMSNorm, MixedLayerNorm)
         if config.fp32_residual_connection
-        else (nn.RMSNorm, nn.LayerNorm)
+        else (RMSNorm, nn.LayerNorm)
     )
     kind = rms if config.normalization == "RMSNorm" else layer
     return kind(size, eps=config.layernorm_epsilon)

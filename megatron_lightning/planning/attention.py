@@ -122,7 +122,7 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
             sizes, f"{path}.q_layernorm", fused, f"{path} heads", channels=channels, element=e,
             rows=tokens * (heads + groups if config.qk_layernorm_per_head else 2),
         )  # fmt: skip
-        keeps = dict(one.keeps) | ({fused: q + 2 * k} if fused in one.keeps else {})
+        keeps = dict(one.keeps) | {fused: q + 2 * k}
         operations.append(
             Operation(
                 path=one.path, keeps=keeps, inputs=one.inputs, makes=one.makes,

@@ -1,10 +1,9 @@
 """The tape of one micro-batch through the parts of a :class:`GPTModel`: what each operation
 keeps and allocates. No torch here.
 
-It follows the code of ``layers`` and torch's kernels. On a GPU norms and attention are fused: norms
-keep their input, attention keeps queries, keys, values, output and one number a query. On the CPU
-RMSNorm is several operations in fp32, attention with dropout keeps the probabilities, and a
-column-parallel layer keeps its gathered input, which GPUs gather again.
+It follows the code of ``layers`` and torch's kernels. Norms keep their input; attention keeps
+queries, keys, values, output and one number a query. On the CPU attention with dropout keeps the
+probabilities, and a column-parallel layer keeps its gathered input, which GPUs gather again.
 
 Notation: ``T`` tokens of the micro-batch on this rank, ``t`` its tokens between tensor-parallel
 regions (T / tp under sequence parallelism), ``h`` hidden, ``e`` bytes of an element in products,
@@ -22,7 +21,7 @@ from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.codes import operand_bytes, recipe_of
 from megatron_lightning.planning.precision import Precision
-from megatron_lightning.planning.tape import Kept, Operation
+from megatron_lightning.planning.tape import Operation
 from megatron_lightning.precision.recipes import FP8Recipe
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -77,8 +76,8 @@ class Sizes:
         return float(self.sharded_tokens * self.config.hidden_size * self.residual)
 
     @property
-    def fuses_norms(self) -> bool:
-        """Whether norms keep their input and statistics only, and dropout one byte an element."""
+    def is_fused(self) -> bool:
+        """Whether norms make no tensors in between, and dropout keeps one byte an element."""
         return self.compiled or self.device == "cuda"
 
     @property
@@ -111,19 +110,17 @@ def norm_of(
     """
     rows = sizes.sharded_tokens if rows is None else rows
     out = channels * element
-    if sizes.config.normalization == "RMSNorm" and not sizes.fuses_norms:
-        copy = x if element == MAIN_BYTES else f"{x} in fp32"
-        wide = float(channels * MAIN_BYTES)
-        keeps: Kept = {copy: wide, f"{path} scaled": wide, f"{path} scale": 4.0 * rows}
-        return Operation(
-            path=path, keeps=keeps, inputs={x: float(out)}, makes=(output,),
-            forward_bytes=wide + out, backward_bytes=4 * wide,
-        )  # fmt: skip
-    statistics = 4.0 * rows * (1 if sizes.config.normalization == "RMSNorm" else 2)
+    is_rms = sizes.config.normalization == "RMSNorm"
+    # On a CPU half precision is computed in fp32, tensor by tensor.
+    copies = channels * MAIN_BYTES if is_rms and element < MAIN_BYTES and not sizes.is_fused else 0
     return Operation(
-        path=path, keeps={x: float(out), f"{path} scale": statistics}, inputs={x: float(out)},
-        makes=(output,), forward_bytes=out, backward_bytes=2 * out,
-    )  # fmt: skip
+        path=path,
+        keeps={x: float(out), f"{path} scale": 4.0 * rows * (1 if is_rms else 2)},
+        inputs={x: float(out)},
+        makes=(output,),
+        forward_bytes=out + 2 * copies,
+        backward_bytes=2 * out + 3 * copies,
+    )
 
 
 def linear(
@@ -195,7 +192,7 @@ def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:
     if not p:
         return []
     elements = float(sizes.sharded_tokens * sizes.config.hidden_size)
-    mask = elements * (1 if sizes.fuses_norms else sizes.element)
+    mask = elements * (1 if sizes.is_fused else sizes.element)
     size = elements * sizes.element
     return [
         Operation(path=path, keeps={name: mask}, forward_bytes=2 * size, backward_bytes=2 * size)

@@ -64,14 +64,14 @@ def spreads(runs: Sequence[Sequence[float]]) -> list[float]:
 
 @contextmanager
 def formulas_of_graphs() -> Iterator[None]:
-    """Inside the block eager mode computes rotations and SwiGLU by the operations that compiled
-    graphs have for them, in place of autograd functions that round elsewhere.
+    """Inside the block eager mode computes norms, rotations and SwiGLU by the operations that
+    compiled graphs have for them, in place of autograd functions that round elsewhere.
     """
     compiling = ModuleType("torch")
     compiling.__dict__.update(
         vars(torch), compiler=SimpleNamespace(is_compiling=lambda: True)
     )  # fmt: skip
     with ExitStack() as stack:
-        for module in ("activation", "rotary"):
+        for module in ("activation", "norm", "rotary"):
             stack.enter_context(patch(f"megatron_lightning.layers.{module}.torch", compiling))
         yield

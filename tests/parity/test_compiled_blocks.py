@@ -4,9 +4,9 @@ on the same layout, in a known number of graphs.
 The backend is ``aot_eager``, which traces and differentiates as ``inductor`` does and runs eager
 kernels. Losses and norms: 1e-6 relative in fp32 (at most 4.6e-7 was seen, most are bit-equal).
 
-Below fp32 uncompiled rotations and SwiGLU round elsewhere than graphs do, so two bounds hold:
+Below fp32 uncompiled norms, rotations and SwiGLU round elsewhere than graphs do. Two bounds hold:
 
-- 1e-6, too, beside uncompiled blocks that compute both by the operations of the graphs (they were
+- 1e-6, too, beside uncompiled blocks that compute them by the operations of the graphs (they were
   bit-equal), and
 - beside uncompiled blocks as they are, 99.9 % of what rounding at random moves the same value by.
 """

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from megatron_lightning.layers.engine import Engine
+from megatron_lightning.layers.norm import RMSNorm
 
 
 class EngineLinear(nn.Linear):
@@ -35,6 +36,10 @@ class EngineRMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
+class EngineModelRMSNorm(EngineRMSNorm, RMSNorm):
+    """The RMSNorm of our models, that an engine computes."""
+
+
 class EngineLayerNorm(nn.LayerNorm):
     """An ``nn.LayerNorm`` that an engine computes."""
 
@@ -50,6 +55,7 @@ class EngineLayerNorm(nn.LayerNorm):
 _WITH_ENGINE: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.Linear: EngineLinear,
     nn.RMSNorm: EngineRMSNorm,
+    RMSNorm: EngineModelRMSNorm,
     nn.LayerNorm: EngineLayerNorm,
 }
 _PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {
