@@ -239,7 +239,8 @@ FAST = [
 
 
 def _fit(case: Case, scaling: str) -> Results:
-    with formulas_of_graphs() if case.traced and not case.compiled else nullcontext():
+    # Of the compiled training, too: the last norm is in no graph.
+    with formulas_of_graphs() if case.traced else nullcontext():
         return case.fit(scaling)
 
 
