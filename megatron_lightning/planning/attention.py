@@ -38,11 +38,15 @@ def _core(
     """Return the attention itself; ``head``: sizes of a key and a value."""
     config, tokens, e = sizes.config, sizes.tokens, sizes.element
     padded = float(max(head) * heads * tokens * e)  # kernels take heads of one size
-    output = context if head[1] == max(head) else f"{path} padded context"
+    is_padded = head[1] < max(head)
     core = f"{path}.core_attention"
     in_blocks = config.window_size is not None or sizes.layout.cp > 1
     if not in_blocks and _stores_scores(sizes):
+        output = f"{path} padded context" if is_padded else context
         return _unfused(sizes, core, context, output, inputs=kept, heads=heads, padded=padded)
+    # Kernels return samples one after the other, the projection reads and keeps a copy by position.
+    is_copied = is_padded or (sizes.micro_batch_size > 1 and not sizes.compiled)
+    output = f"{path} kernel output" if is_copied else context
     keeps = dict(kept) | {output: padded, f"{path} log sum": 4.0 * tokens * heads}
     scores = _block_scores(sizes, heads) if config.attention_backend == "math" else 0.0
     wide = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1

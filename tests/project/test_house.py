@@ -82,7 +82,9 @@ PRODUCTS = re.compile(
     "matmul|mm|bmm|addmm|addbmm|baddbmm|mv|addmv|einsum|tensordot|bilinear|inner"
     "|_?(scaled_)?(grouped_)?mm(_v2)?|_?scaled_dot_product_.*"
 )
-WITHOUT_WEIGHTS = {  # kernels of attention multiply activations with activations
+# Kernels of attention multiply activations with activations; a norm scales channels, and sums them.
+WITHOUT_WEIGHTS = {
+    "megatron_lightning/layers/norm.py": {"@"},
     "megatron_lightning/layers/attention_backend.py": {"scaled_dot_product_attention"},
     "megatron_lightning/layers/context/kernels.py": {
         f"_scaled_dot_product_{kernel}{backward}"

@@ -106,7 +106,9 @@ def test_values_and_gradients_equal_the_paper(kind: str) -> None:
     # fp32; sums of other tokens, which are masked, come between.
     torch.testing.assert_close(losses, main, rtol=1e-5, atol=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        # Of a gradient's largest element: small ones are differences of large terms.
+        atol = 1e-6 * float(expected[name].abs().max())
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=atol, msg=name)
     reports = {key.name: float(v[0][0]) for key, v in model.mtp.loss.report.take().items()}  # type: ignore[union-attr]
     named = {f"mtp_{k}_loss": mean.item() for k, mean in enumerate(depths, 1)}
     assert reports == pytest.approx({**named, "mtp_loss": scale * sum(named.values())}, rel=1e-5)
