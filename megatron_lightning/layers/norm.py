@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         wide, grad, w = (tensor.to(scale.dtype) for tensor in (x, grad, weight))
         products = grad * wide
         means = (products @ w).unsqueeze(-1).mul_(scale).mul_(scale).div_(-x.shape[-1])
-        grad_weight = products.mul_(scale).flatten(0, -2).sum(0)
+        grad_weight = products.mul_(scale).reshape(-1, x.shape[-1]).sum(0)
         grad_x = torch.mul(grad, w, out=products).addcmul_(wide, means).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     """Return RMSNorm of x [..., size]: torch's fused kernel on a GPU, what a compiler fuses in its
     graph, and our own function on a CPU.
     """
-    is_plain = type(x) is Tensor and x.dtype == weight.dtype and eps is not None
+    is_plain = type(x) is Tensor and eps is not None
     if x.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.layers.norm import MixedRMSNorm, RMSNorm
+from megatron_lightning.layers.norm import MixedRMSNorm, RMSNorm, rms_norm
 
 # Half precision is rounded once; fp32 in another order than torch's.
 TOLERANCE = {
@@ -46,10 +46,13 @@ def test_values_and_gradients_are_those_of_the_definition(dtype: torch.dtype, sc
         )
 
 
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_keeps_its_input_and_a_number_a_token(dtype: torch.dtype) -> None:
+def test_it_keeps_its_input_and_a_number_a_token(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     x, _, _ = _values(dtype)
-    norm = RMSNorm(24, eps=1e-5, dtype=dtype)
+    norm = RMSNorm(24, eps=1e-5, dtype=weight_dtype)
     kept: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -58,8 +61,32 @@ def test_it_keeps_its_input_and_a_number_a_token(dtype: torch.dtype) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         norm(x)
-    size = dtype.itemsize
-    assert sorted(kept) == sorted([x.numel() * size, 24 * size, 33 * 3 * 4])
+    own = [x.numel() * dtype.itemsize, 24 * weight_dtype.itemsize, 33 * 3 * 4]
+    assert sorted(kept) == sorted(own)
+
+
+def test_the_weight_may_have_another_dtype() -> None:
+    """Norms of heads have fp32 weights and bf16 inputs under autocast."""
+    x, weight, grad = _values(torch.bfloat16)
+    own, theirs = (weight.float().requires_grad_() for _ in range(2))
+    again = x.detach().requires_grad_()
+    out, expected = rms_norm(x, own, 1e-5), F.rms_norm(again, (24,), theirs, 1e-5)
+    out.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(x.grad, again.grad, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (1, 1, 24)], ids=str)
+def test_any_number_of_dims(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).requires_grad_()
+    again = x.detach().requires_grad_()
+    norm, weight = RMSNorm(24, eps=1e-5), torch.ones(24, requires_grad=True)
+    norm(x).square().sum().backward()
+    F.rms_norm(again, (24,), weight, 1e-5).square().sum().backward()
+    torch.testing.assert_close(x.grad, again.grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(norm.weight.grad, weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_stream_in_fp32_is_normalized_in_fp32() -> None:
