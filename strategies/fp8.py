@@ -161,10 +161,13 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         result = super().optimizer_step(*args, **kwargs)
         if self._engines is not None:
             self._engines.weights_changed()
-        self._forget_weights()
+        self.forget_weights()
         return result
 
-    def _forget_weights(self) -> None:
+    def forget_weights(self) -> None:
+        """Drop the codes that a pipeline run keeps of weights: hooks before and after it may change
+        them, and call the model.
+        """
         for gemm in () if self._assigned is None else self._assigned.quantized.values():
             gemm.forget_weight()
 
@@ -218,7 +221,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         """At the end of a pipeline run: append its micro-batches to the histories, and forget the
         codes of weights, whose scales then change, or which callbacks may change.
         """
-        self._forget_weights()
+        self.forget_weights()
         if self._context is not None:
             group = self._context.axis("tp-dp-cp")
             advance([history for _, history in self._histories()], group)

@@ -21,6 +21,7 @@ from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.metrics import MetricSync
 from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.step.dataloaders import training_samplers
 from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.scope import Scope
@@ -108,6 +109,8 @@ class Steps(ABC):
     def _begin_training(self, batch: Any, num_samples: int) -> None:
         """Begin a training batch of ``num_samples`` samples on this rank."""
         self.training.accumulation.gather.begin_step()
+        if isinstance(self._scope.precision, MegatronFP8Precision):
+            self._scope.precision.forget_weights()
         self._check_first_batch(batch, "training_step")
         trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
         if self._scope.progress.count(

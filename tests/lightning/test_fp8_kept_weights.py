@@ -7,11 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 from torch import Tensor
 
 from megatron_lightning.precision.emulation import EmulatedGemm
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses
 from tests.lightning.test_fp8_combinations import BATCH, KINDS, PP, SCALINGS, TP, ZB_H1, ZBV, Case
 from tests.lightning.test_fp8_parameters import FSDP
 
@@ -70,3 +72,28 @@ def test_codes_of_a_step_train_as_those_of_micro_batches_do(scaling: str, case: 
             assert count == before
         else:
             assert 0 < count <= before // (BATCH // own.replicas)
+
+
+class _CallThenWrite(pl.Callback):
+    """Calls the model between steps, then writes weights in a way that no version counts."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module.model(batch["tokens"])
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("steps", ["one micro-batch", "pipelined"])
+def test_callbacks_may_call_the_model_and_write_its_weights(steps: str) -> None:
+    case = Case(1, {} if steps == "pipelined" else {"micro_batch_size": None}, steps=2)
+
+    def losses() -> list[float]:
+        record = Losses()
+        case.train("blockwise", record, _CallThenWrite())
+        return record.losses
+
+    kept = losses()
+    with patch.object(EmulatedGemm, "keeps_weight", _NEVER, create=True):
+        assert losses() == kept
