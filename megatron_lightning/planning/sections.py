@@ -91,6 +91,11 @@ def _nested(override: str) -> Mapping[str, Any]:
 
 
 def _merged(old: Any, new: Any) -> Any:
+    if isinstance(new, dict):
+        if isinstance(old, str):  # the path of a class, whose arguments follow
+            old = {"class_path": old}
+        if isinstance(old, list) and old:  # arguments are those of the last object
+            return [*old[:-1], _merged(old[-1], new)]
     if not isinstance(old, dict):
         return new
     if not isinstance(new, dict):
@@ -99,4 +104,15 @@ def _merged(old: Any, new: Any) -> Any:
         new = {"init_args": new}
     if new.get("class_path", old.get("class_path")) != old.get("class_path"):
         return new
-    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    merged = dict(old)
+    for key, value in new.items():
+        name = key.removesuffix("+")
+        found = old.get(name)
+        merged[name] = _merged(found, value) if key == name else _appended(found, value)
+    return merged
+
+
+def _appended(old: Any, value: Any) -> list[Any]:
+    """Return the list of an option that ends in "+"."""
+    values = old if isinstance(old, list) else [] if old is None else [old]
+    return [*values, *(value if isinstance(value, list) else [value])]

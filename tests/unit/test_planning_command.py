@@ -228,3 +228,22 @@ def test_merged_sections() -> None:
     assert _merged(files, {"a": {"class_path": "B"}}) == {"a": {"class_path": "B"}}
     assert _merged(files, {"a": None}) == {"a": None}
     assert _nested("a.b=[1, 2]") == {"a": {"b": [1, 2]}} and _nested("a=: [") == {"a": ": ["}
+    # Arguments of a class that an option names, and of the last object of a list.
+    named = _merged({"a": "A"}, {"a": {"x": 1}})
+    assert named == {"a": {"class_path": "A", "init_args": {"x": 1}}}
+    appended = _merged({"a": ["A"]}, {"a+": "B"})
+    assert appended == {"a": ["A", "B"]} and _merged({}, {"a+": "A"}) == {"a": ["A"]}
+    last = {"class_path": "B", "init_args": {"x": 1}}
+    assert _merged(appended, {"a": {"x": 1}}) == {"a": ["A", last]}
+
+
+@pytest.mark.parametrize("option", ["--trainer.plugins", "--trainer.plugins+"])
+def test_a_plan_reads_plugins_from_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def activations(*recipe: str) -> int:
+        plugin = f"{option}=megatron_lightning.strategies.MegatronFP8Precision"
+        found = plan(capsys, f"--config={LLAMA}", "--trainer.precision=null", plugin, *recipe)
+        size: int = found["bytes"]["fullest_rank"]["activations"]
+        return size
+
+    # Scales of 32 values instead of tensors, and weights have two sets of codes.
+    assert activations() < activations("--trainer.plugins.recipe.scaling=mxfp8")
