@@ -239,11 +239,12 @@ def test_merged_sections() -> None:
 
 @pytest.mark.parametrize("option", ["--trainer.plugins", "--trainer.plugins+"])
 def test_a_plan_reads_plugins_from_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def activations(*recipe: str) -> int:
-        plugin = f"{option}=megatron_lightning.strategies.MegatronFP8Precision"
-        found = plan(capsys, f"--config={LLAMA}", "--trainer.precision=null", plugin, *recipe)
+    def activations(precision: str, *options: str) -> int:
+        found = plan(capsys, f"--config={LLAMA}", f"--trainer.precision={precision}", *options)
         size: int = found["bytes"]["fullest_rank"]["activations"]
         return size
 
+    plugin = f"{option}=megatron_lightning.strategies.MegatronFP8Precision"
+    blocks = activations("null", plugin, "--trainer.plugins.recipe.scaling=mxfp8")
     # Scales of 32 values instead of tensors, and weights have two sets of codes.
-    assert activations() < activations("--trainer.plugins.recipe.scaling=mxfp8")
+    assert activations("null", plugin) < blocks != activations("null")
