@@ -27,9 +27,6 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 # Threads for each process, unless the user has set OMP_NUM_THREADS; Lightning's own launchers call
 # it.
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
-
-# All-reduces any dtype, and means with backends that have none.
-from lightning.fabric.utilities.distributed import _sync_ddp as all_reduce
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # Moves the states of optimizers that were made before the module had its device.
@@ -62,7 +59,6 @@ __all__ = [  # besides the functions below
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TunerExit",
-    "all_reduce",
     "init_process_group",
     "optimizers_to_device",
     "random_states",

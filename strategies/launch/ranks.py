@@ -211,11 +211,15 @@ class Ranks:
         group = group or self.data_group
         if not isinstance(tensor, Tensor) or group is None:
             return tensor
-        if reduce_op in ("mean", "avg", dist.ReduceOp.AVG) and not (
-            tensor.is_floating_point() or tensor.is_complex()
-        ):
+        if isinstance(reduce_op, str):
+            name = reduce_op.upper()
+            reduce_op = dist.ReduceOp.AVG if name == "MEAN" else getattr(dist.ReduceOp, name)
+        if reduce_op != dist.ReduceOp.AVG:
+            return _all_reduce(tensor, group, reduce_op)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.float()
-        return internals.all_reduce(tensor, group, reduce_op)
+        # Gloo has no mean.
+        return _all_reduce(tensor, group).div_(dist.get_world_size(group))
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -275,3 +279,11 @@ def _unconnected(
         context_options=context_options,
         nccl_options=nccl_options,
     )
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any = None) -> Tensor:
+    """Reduce in place, by default to the sum. Lightning's own function calls a barrier first, in
+    which hosts would wait in every step that logs with ``sync_dist``.
+    """
+    dist.all_reduce(tensor, dist.ReduceOp.SUM if op is None else op, group=group)
+    return tensor
