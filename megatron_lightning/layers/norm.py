@@ -33,14 +33,16 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         wide, grad, w = (tensor.to(scale.dtype) for tensor in (x, grad, weight))
         products = grad * wide
         means = (products @ w).unsqueeze(-1).mul_(scale).mul_(scale).div_(-x.shape[-1])
-        grad_weight = products.mul_(scale).reshape(-1, x.shape[-1]).sum(0)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = products.mul_(scale).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_x = torch.mul(grad, w, out=products).addcmul_(wide, means).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
