@@ -226,4 +226,4 @@ HEADLINE: Mapping[str, Item] = {
     )
     for name in ("ours, compiled", "ours, eager")
 }
-"""What ``make gpu`` measures."""
+"""Cases of ``make gpu``."""

@@ -61,7 +61,7 @@ class CompiledBytes(LiveBytes):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let graphs run compiled in this mode."""
+        """Return True: graphs run compiled in this mode."""
         return True
 
     def see(self, *tensors: Tensor) -> None:

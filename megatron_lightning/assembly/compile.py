@@ -38,13 +38,13 @@ class CompiledForward:
     Copies and pickles of a module compile their own.
 
     Args:
-        forward: What is compiled.
+        forward: The forward to compile.
         options: How.
     """
 
     def __init__(self, forward: Callable[..., Any], options: CompileOptions) -> None:
         self.original = forward
-        """What is compiled."""
+        """Forward that is compiled."""
         self._options = options
         self._run = compiled(
             forward,

@@ -118,7 +118,7 @@ class _Origin:
 
 
 class Upcycling:
-    """What an upcycled checkpoint holds, and where it comes from.
+    """Contents of an upcycled checkpoint, and their sources.
 
     Args:
         source: The dense model's checkpoint.

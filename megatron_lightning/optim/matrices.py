@@ -65,7 +65,7 @@ def names_of_matrices(
 
 
 class _Matrix(NamedTuple):
-    """What one rank owns: a weight, or the one of an expert."""
+    """Matrix that one rank owns: a weight, or that of an expert."""
 
     entry: int
     """Index of its parameter."""
@@ -74,7 +74,7 @@ class _Matrix(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one rank holds of a matrix."""
+    """Part of a matrix that one rank holds."""
 
     matrix: int
     box: Box

@@ -1,4 +1,4 @@
-"""What this rank reduces and steps of a parameter."""
+"""Shard of a parameter that a rank reduces and steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MainShard(NamedTuple):
     """Main params of a parameter that is kept as codes."""
 
     shard: ParameterShard | None
-    """What this rank has of them; None: nothing."""
+    """Shard of this rank; None: it has none."""
     dtype: torch.dtype
     groups: DataGroups
     """The ranks that have the rest, and the same."""

@@ -1,4 +1,4 @@
-"""What an FP8 recipe keeps as codes: operands of products (``precision/emulation.py``), and weights
+"""Codes that an FP8 recipe keeps: of operands of products (``precision/emulation.py``), and weights
 (``precision/weights.py``). No torch here.
 """
 

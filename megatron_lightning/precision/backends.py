@@ -32,7 +32,7 @@ _CUDA_OF_BLOCKS = (12, 9)
 
 
 class Gpu(NamedTuple):
-    """What decides which products a GPU can run."""
+    """Properties of a GPU that decide which products it can run."""
 
     name: str
     capability: tuple[int, int]

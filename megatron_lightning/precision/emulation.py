@@ -47,7 +47,7 @@ _Operands = dict[bool, tuple[Operand, Tensor | None]]
 
 
 class _Weight(NamedTuple):
-    """What was made of a weight."""
+    """Operands made of a weight, valid until something writes into it."""
 
     source: Tensor
     """Keeps the memory, so that no other tensor can have the same."""

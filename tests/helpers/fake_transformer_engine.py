@@ -130,9 +130,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def installed() -> Iterator[State]:
-    """Let ``import transformer_engine`` find this package, and the plugin a GPU; yield what is
-    recorded.
-    """
+    """Make ``import transformer_engine`` find this package, and the plugin a GPU; yield the record."""
     from megatron_lightning.strategies import fp8
 
     find_gpu = fp8.find_gpu

@@ -68,7 +68,7 @@ def rounded(values: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tens
 
 @contextmanager
 def quantized_model_init(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Let modules have quantized weights."""
+    """Make modules with quantized weights."""
     given = bind("quantized_model_init", args, kwargs)
     STATE.calls.append(("quantized_model_init", kwargs))
     before, STATE.weights_recipe = (

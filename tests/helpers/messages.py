@@ -1,4 +1,4 @@
-"""What rank 0 prints."""
+"""Messages that rank 0 prints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What two trainings of the same arithmetic in low precision may differ by, where they round
-elsewhere.
+"""Bounds of the difference between two trainings of the same arithmetic in low precision, which
+round elsewhere.
 """
 
 from __future__ import annotations

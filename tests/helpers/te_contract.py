@@ -48,7 +48,7 @@ def _value(default: str) -> Any:
 
 @dataclass
 class State:
-    """What the package keeps, and what tests look at."""
+    """State that the package keeps and tests look at."""
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Constructors and functions, with the arguments that were given."""

@@ -1,4 +1,4 @@
-"""What ``compile="block"`` cannot do is refused before any process group exists."""
+"""Uses of ``compile="block"`` that cannot work are refused before any process group exists."""
 
 from __future__ import annotations
 

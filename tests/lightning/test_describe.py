@@ -1,4 +1,4 @@
-"""What a layout makes of a module is printed without ranks; Lightning's summary shows the full
+"""The layout of a module is printed without ranks; Lightning's summary shows the full
 model."""
 
 from __future__ import annotations

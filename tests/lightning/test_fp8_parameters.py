@@ -93,7 +93,7 @@ FAST = [("blockwise", "tp2"), ("current", "fsdp-ep2")]
 
 
 class Seen(pl.Callback):
-    """What ranks hold and gather in training."""
+    """Bytes that ranks hold and gather in training."""
 
     def __init__(self) -> None:
         self.num_codes = self.num_weights = 0

@@ -59,7 +59,7 @@ CASES = {
 
 
 class Held(pl.Callback):
-    """What a rank holds before the second batch."""
+    """Bytes that a rank holds before the second batch."""
 
     def __init__(self) -> None:
         self.num_codes = self.num_bytes = 0

@@ -1,5 +1,5 @@
-"""What a run with compiled blocks does besides training on batches of one shape: other lengths,
-documents, checkpoints, validation and prediction; and models of others.
+"""Runs with compiled blocks beyond training on batches of one shape: other lengths, documents,
+checkpoints, validation and prediction; and models of others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan says a compiled layer keeps is what the partitioner of inductor saves, to the byte.
+"""A plan predicts what the partitioner of inductor saves of a compiled layer, to the byte.
 
 The backend is ``aot_eager_decomp_partition``, which divides forward and backward as inductor does
 (decompositions and min-cut partitioner) and runs eager kernels.

@@ -269,7 +269,7 @@ def test_layers_without_a_counterpart(library: Library) -> None:
 
 
 def test_sizes_are_refused_before_the_launch(fake: State) -> None:
-    """What a plan makes of plain layers over tensor ranks is not known then."""
+    """Plain layers may become others over tensor ranks, which is not known then."""
     plugin = MegatronFP8Precision(FP8Recipe(scaling="mxfp8"), backend="transformer_engine")
     narrow, plain = GPTModel(config(**LLAMA | {"ffn_hidden_size": 72})), nn.Sequential()
     plain.append(nn.Linear(64, 40))

@@ -157,7 +157,7 @@ class TransformerEngine:
         self._scalings[path] = recipe
 
     def detach(self, module: nn.Module) -> dict[str, Any]:
-        """Let the layers compute by themselves again; return this rank's state."""
+        """Remove the engines from the layers, and return this rank's state."""
         state = read_state(self.engines, self.library.version)
         remove_engines(module)
         self.engines = {}

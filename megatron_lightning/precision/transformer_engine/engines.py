@@ -23,7 +23,7 @@ Parameters = Callable[[], Mapping[str, Tensor]]
 
 
 class Surroundings(Protocol):
-    """What engines ask the backend during a step."""
+    """Interface of the backend to engines during a step."""
 
     def scope(self, recipe: Any) -> AbstractContextManager[Any]:
         """Return the context in which a layer with its own recipe runs."""

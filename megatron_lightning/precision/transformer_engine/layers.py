@@ -64,13 +64,13 @@ _PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {
 
 
 def put_engine(layer: nn.Module, engine: Engine) -> None:
-    """Let ``engine`` compute ``layer``."""
+    """Replace the computation of ``layer`` by ``engine``."""
     layer.__class__ = _WITH_ENGINE.get(type(layer), type(layer))
     layer.engine = engine  # type: ignore[assignment]
 
 
 def remove_engines(module: nn.Module) -> None:
-    """Let all layers of ``module`` compute by themselves."""
+    """Restore the own computation of all layers of ``module``."""
     for child in module.modules():
         vars(child).pop("engine", None)
         child.__class__ = _PLAIN.get(type(child), type(child))

@@ -96,7 +96,7 @@ class QuantizedWeight(LibraryCoder):
         return found
 
     def _share_memory(self) -> None:
-        """Let the tensors' codes be those of the layer's parameter."""
+        """Bind the tensors' codes to those of the layer's parameter."""
         codes = self._weight.detach().view(torch.uint8)
         if self._codes is not None and self._codes.data_ptr() == codes.data_ptr():
             return
