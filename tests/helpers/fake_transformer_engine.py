@@ -130,7 +130,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def installed() -> Iterator[State]:
-    """Make ``import transformer_engine`` find this package, and the plugin a GPU; yield the record."""
+    """Fake the import of ``transformer_engine``, and a GPU for the plugin; yield the record."""
     from megatron_lightning.strategies import fp8
 
     find_gpu = fp8.find_gpu

@@ -27,6 +27,7 @@ from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from megatron_lightning.strategies.checks.plugins import check_precision, check_recipe_of
 from tests.helpers import hf_models
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.trainers import Losses, trainer
 
 TP, PP, VPP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
@@ -115,14 +116,7 @@ def _compared(strategy: dict[str, Any], scaling: str, options: dict[str, Any]) -
 BANDS = {"ep2": 5e-2, "sp2": 5e-2, "tp2-pp2": 5e-2}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "case"),
-    [
-        pytest.param(scaling, case, marks=[] if (scaling, case) in FAST else [pytest.mark.slow])
-        for scaling in SCALINGS
-        for case in CASES
-    ],
-)
+@recipe_matrix(SCALINGS, CASES, fast=FAST)
 def test_layouts_equal_one_process(scaling: str, case: str) -> None:
     """1e-5 where no scale crosses ranks: sums of gradients come in another order. Norms are global;
     a loss is that of a replica's samples."""

@@ -35,6 +35,7 @@ from tests.helpers import hf_models
 from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.quantized import counted_products, dithered_casts
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.rounding import SEEDS, STUDENT_T, formulas_of_graphs
 from tests.helpers.trainers import Losses, trainer
 
@@ -251,15 +252,7 @@ def _one(case: str, scaling: str) -> Results:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("scaling", "case"),
-    [
-        pytest.param(scaling, case, marks=[] if (scaling, case) in FAST else [pytest.mark.slow])
-        for scaling in SCALINGS
-        for case in CASES
-        if (scaling, case) not in RANDOM
-    ],
-)
+@recipe_matrix(SCALINGS, CASES, fast=FAST, without=RANDOM)
 def test_training_and_evaluation_equal_one_process(scaling: str, case: str) -> None:
     """Norms are global; a loss is that of a replica's samples. Evaluation follows
     training: validate, test and, where numbers are equal, predict."""

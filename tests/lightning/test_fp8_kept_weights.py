@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.precision.emulation import EmulatedGemm
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.trainers import Losses
 from tests.lightning.test_fp8_combinations import BATCH, KINDS, PP, SCALINGS, TP, ZB_H1, ZBV, Case
 from tests.lightning.test_fp8_parameters import FSDP
@@ -50,14 +51,7 @@ def _fit(case: Case, scaling: str, keeps: bool) -> Any:
     return *results, count
 
 
-@pytest.mark.parametrize(
-    ("scaling", "case"),
-    [
-        pytest.param(scaling, case, marks=[] if (scaling, case) in FAST else [pytest.mark.slow])
-        for scaling in SCALINGS
-        for case in LAYOUTS
-    ],
-)
+@recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)
 @pytest.mark.timeout(240)
 def test_codes_of_a_step_train_as_those_of_micro_batches_do(scaling: str, case: str) -> None:
     """Bit by bit, and a weight is quantized as often as of one micro-batch at most, of a replica's

@@ -12,6 +12,7 @@ import pytest
 from megatron_lightning.precision.native import NativeGemm
 from megatron_lightning.strategies import fp8
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.scaled_kernels import stand_ins
 from tests.lightning.test_fp8 import CASES, _compared
 from tests.lightning.test_fp8_combinations import Case
@@ -39,14 +40,7 @@ def _compared_natively(strategy: dict[str, Any], scaling: str, options: dict[str
     return losses, norms, layers.call_count
 
 
-@pytest.mark.parametrize(
-    ("scaling", "case"),
-    [
-        pytest.param(scaling, case, marks=[] if (scaling, case) in FAST else [pytest.mark.slow])
-        for scaling in SCALINGS
-        for case in CASES
-    ],
-)
+@recipe_matrix(SCALINGS, CASES, fast=FAST)
 def test_a_training_equals_the_emulated_one(scaling: str, case: str) -> None:
     """In the first step, up to few values that are rounded to the neighbor in bf16, as a sum comes
     in another order, and codes that flip by that. Adam's first step is the learning rate times a

@@ -28,6 +28,7 @@ from megatron_lightning.precision.weights import weight_coders
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.fake_transformer_engine import installed
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.trainers import Losses, trainer
 from tests.lightning.test_fp8_combinations import (
     EP,
@@ -150,14 +151,7 @@ def assert_codes_change_nothing(
         assert values == same
 
 
-@pytest.mark.parametrize(
-    ("scaling", "case"),
-    [
-        pytest.param(scaling, case, marks=[] if (scaling, case) in FAST else [pytest.mark.slow])
-        for scaling in SCALINGS
-        for case in LAYOUTS
-    ],
-)
+@recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)
 @pytest.mark.timeout(240)
 def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
     assert_codes_change_nothing(fit_kept, LAYOUTS[case], scaling)
