@@ -94,7 +94,7 @@ class MegatronMixedPrecision(MixedPrecision):
             )
         self.step_skipped = False
         result = closure()
-        # Training_step returned None: there are no gradients.
+        # There are no gradients: ``training_step`` returned None.
         if result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
             return result

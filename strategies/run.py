@@ -176,7 +176,7 @@ class Run:
         connector = connector_of(trainer)
         self._until_setup.close()
         self.assemble()
-        # Process_dataloader does it, in the user's order.
+        # ``process_dataloader`` shares the data, in the user's order.
         self._injects_samplers = connector.use_distributed_sampler
         self.undo.callback(
             setattr, connector, "use_distributed_sampler", connector.use_distributed_sampler

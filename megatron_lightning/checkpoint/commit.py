@@ -3,12 +3,13 @@ one step.
 
 On a file system (:class:`_LocalSave`):
 
-    1. every rank writes and flushes its files into ``<name>.tmp-<id>``; their names carry the id of
-    this save 2. the manifest is written there last 3. a new name: the directory is renamed; an
-    existing checkpoint: the files move into it and the new manifest
-       replaces the old one. Either commits by a single rename: a reader sees the old checkpoint or
-       the new one.
-    4. files of the old save are deleted
+    1. Every rank writes and flushes its files into ``<name>.tmp-<id>``. File names carry the id of
+       this save.
+    2. The manifest is written there last.
+    3. A new name: the directory is renamed. An existing checkpoint: the files move into it, and the
+       new manifest replaces the old manifest. Either commits by a single rename, so that a reader
+       sees the old checkpoint or the new one.
+    4. Files of the old save are deleted.
 
 An object store (:class:`_RemoteSave`) cannot rename, but an object appears complete or not at all:
 the files go straight to ``<name>/``, whose manifest still lists the old ones, and the new manifest,

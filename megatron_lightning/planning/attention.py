@@ -44,8 +44,7 @@ def _core(
     if not in_blocks and _stores_scores(sizes):
         output = f"{path} padded context" if is_padded else context
         return _unfused(sizes, core, context, output, inputs=kept, heads=heads, padded=padded)
-    # Kernels return samples one after the other, the projection reads and keeps a copy by position.
-    is_copied = is_padded or (sizes.micro_batch_size > 1 and not sizes.compiled)
+    is_copied = is_padded or _is_output_copied(sizes)
     output = f"{path} kernel output" if is_copied else context
     keeps = dict(kept) | {output: padded, f"{path} log sum": 4.0 * tokens * heads}
     scores = _block_scores(sizes, heads) if config.attention_backend == "math" else 0.0
@@ -59,6 +58,19 @@ def _core(
         # The output's gradient; those of queries, keys and values.
         backward_bytes=padded * wide + sum(kept.values()) + 5 * scores,
     )
+
+
+def _is_output_copied(sizes: Sizes) -> bool:
+    """Return whether the projection reads and keeps a copy of the kernel's output, by position.
+
+    Kernels of GPUs return samples one after the other. Kernels of CPUs return the layout of the
+    queries. Rotated queries lie head by head, other queries by position.
+    """
+    if sizes.compiled:
+        return False
+    if sizes.device == "cuda":
+        return sizes.micro_batch_size > 1
+    return sizes.config.mla is not None or sizes.config.position_embedding_type == "rope"
 
 
 def _stores_scores(sizes: Sizes) -> bool:

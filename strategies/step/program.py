@@ -160,7 +160,7 @@ class UserProgram:
         loss_scale = self._training.loss_scale
         scale = self._scale(microbatch, items, loss_scale)
         self._reports.set_scale(microbatch, scale)
-        # Fp16 holds no more than 65504.
+        # The largest fp16 number is 65504.
         weighted = (loss if loss_scale == 1.0 else loss.float()) * scale
         # Of nothing that counts a loss is NaN, as of a part of a sequence without labels.
         return (

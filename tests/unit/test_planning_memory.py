@@ -170,11 +170,14 @@ def test_recomputation_and_parallelism_keep_less() -> None:
 
 def test_a_cpu_keeps_the_gathered_input_of_tensor_parallel_layers() -> None:
     for size, differs in ((1, False), (2, True)):
+        # Two samples, since the attention of a GPU keeps less of one.
         cpu, cuda = (
-            memory(tensor_model_parallel_size=size, device=device).activations_bytes
+            memory(
+                tensor_model_parallel_size=size, device=device, micro_batch_size=2
+            ).activations_bytes
             for device in ("cpu", "cuda")
         )
-        assert (cpu > cuda) is differs
+        assert (cpu > 1.05 * cuda) is differs  # norms of a CPU have a few more temporaries
 
 
 def test_a_tape_counts_a_shared_tensor_once_and_recomputes_a_segment() -> None:
