@@ -21,6 +21,7 @@ from megatron_lightning.layers.report import log_reports
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
+from megatron_lightning.pipeline.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 
@@ -28,9 +29,12 @@ Batch = dict[str, Tensor]
 class GPTLightningModule(LightningModule):
     """:class:`GPTModel` trained with AdamW.
 
-    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted), and may hold ``loss_mask`` [b,
-    s] (0 leaves a token out), ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens attend
-    only to those with the same number in their row).
+    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted; -100 leaves a token out), and
+    may hold ``loss_mask`` [b, s], ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens
+    attend only to tokens with the same number in their row).
+
+    The loss is the weighted mean over the tokens that count, with ``loss_mask`` as weights that are
+    not negative (0 leaves a token out). Only the ratios of the weights matter.
 
     Args:
         config: The model.
@@ -142,36 +146,41 @@ class GPTLightningModule(LightningModule):
         return out
 
     def num_items(self, batch: Batch) -> Tensor:
-        """Return the number of unmasked tokens, of which the loss of a batch is the mean."""
-        return _mask(batch).sum()
+        """Return the sum of the tokens' weights: without a floating ``loss_mask``, the number of
+        tokens that count.
+        """
+        return _token_weights(batch).sum()
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the unmasked tokens, and their number."""
+        """Return the weighted mean of the tokens' losses, and the sum of the weights."""
+        weights = _token_weights(batch)
         # Layers that report losses of their own, such as multi-token prediction, see the mask.
-        labels = batch["labels"].masked_fill(_mask(batch) == 0, -100)
+        labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
         losses = self(batch["tokens"], labels, **_optional_inputs(batch))
-        num_tokens = self.num_items(batch)
-        return (losses * _mask(batch)).sum() / num_tokens.clamp(min=1), num_tokens
+        num_items = self.num_items(batch)
+        return (losses * weights).sum() / torch.where(num_items > 0, num_items, 1), num_items
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss of one micro-batch and the number of its tokens."""
-        loss, num_tokens = self._loss(batch)
+        """Return the mean loss of one micro-batch and the sum of its tokens' weights."""
+        loss, num_items = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         log_reports(self, loss)
-        return {"loss": loss, "num_items": num_tokens}
+        return {"loss": loss, "num_items": num_items}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log ``val_loss``, the mean over all tokens."""
-        loss, num_tokens = self._loss(batch)
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=int(num_tokens))
-        log_reports(self, prefix="val_", sync_dist=True, batch_size=int(num_tokens))
+        loss, num_items = self._loss(batch)
+        weighed = _weighed_by(num_items)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, **weighed)
+        log_reports(self, prefix="val_", sync_dist=True, **weighed)
         return loss
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log ``test_loss``, the mean over all tokens."""
-        loss, num_tokens = self._loss(batch)
-        self.log("test_loss", loss, sync_dist=True, batch_size=int(num_tokens))
-        log_reports(self, prefix="test_", sync_dist=True, batch_size=int(num_tokens))
+        loss, num_items = self._loss(batch)
+        weighed = _weighed_by(num_items)
+        self.log("test_loss", loss, sync_dist=True, **weighed)
+        log_reports(self, prefix="test_", sync_dist=True, **weighed)
         return loss
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -202,8 +211,24 @@ class GPTLightningModule(LightningModule):
         }
 
 
-def _mask(batch: Batch) -> Tensor:
-    return batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != -100
+def _token_weights(batch: Batch) -> Tensor:
+    """Return the weight [b, s] of every token in the loss: 0 where the label is ignored; in fp32
+    where ``loss_mask`` is floating.
+    """
+    counted = batch["labels"] != IGNORED_LABEL
+    mask = batch.get("loss_mask")
+    if mask is None:
+        return counted
+    mask = mask.float() if mask.is_floating_point() else mask
+    return mask.masked_fill(~counted, 0)
+
+
+def _weighed_by(num_items: Tensor) -> dict[str, Any]:
+    """Return the option of ``self.log`` that weighs a batch in the mean over an evaluation.
+
+    Lightning multiplies by ``batch_size`` and divides by the sum, so that a float is a weight.
+    """
+    return {"batch_size": float(num_items)}
 
 
 def _optional_inputs(batch: Batch) -> dict[str, Tensor]:

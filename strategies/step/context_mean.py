@@ -73,9 +73,10 @@ def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
         leaves[index] = mean.to(leaves[index].dtype)
     reduced = tree_unflatten(leaves, spec)
     if isinstance(reduced, Mapping) and "num_items" in reduced:
+        kind, total = torch.as_tensor(output["num_items"]).dtype, weights.sum()
         return {
             **reduced,
-            "num_items": weights.sum().round().to(torch.as_tensor(output["num_items"]).dtype),
+            "num_items": (total if kind.is_floating_point else total.round()).to(kind),
         }
     return reduced
 

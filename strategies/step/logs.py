@@ -36,7 +36,8 @@ class LogEntry(NamedTuple):
     smallest, sum, else mean)."""
     metric: str | None
     """Path of the metric object in the LightningModule, if that is what was logged."""
-    batch_size: int | None
+    batch_size: float | None
+    """Weight in a mean over batches: samples, or what the call named; a float where weights are."""
     options: dict[str, Any]
     """Further keyword arguments of ``self.log``."""
 
@@ -46,7 +47,7 @@ class _Call(NamedTuple):
 
     value: Any
     """A metric's value on this micro-batch, if a metric was logged."""
-    batch_size: int | None
+    batch_size: float | None
     microbatch: int
     options: dict[str, Any]
     metric: Metric | None
@@ -72,7 +73,8 @@ class LogRecorder:
             self._module, "log", self._record if keep else lambda *args, **options: None
         )
 
-    def _record(self, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+    def _record(self, *args: Any, batch_size: Any = None, **options: Any) -> None:
+        batch_size = batch_size.item() if isinstance(batch_size, Tensor) else batch_size
         # An override may name them otherwise.
         names = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
         arguments = {**dict(zip(names, args, strict=False)), **options}
@@ -125,7 +127,8 @@ class LogRecorder:
             both = gather_rows(torch.stack([values, weight.to(values)], 1), sharing)
             values, weight = both.unbind(1)
             if batch_size is not None and any(call.batch_size is not None for call in calls):
-                batch_size = round(float(weight.sum()))
+                total = float(weight.sum())
+                batch_size = total if isinstance(batch_size, float) else round(total)
             reduction = (
                 options.get("reduce_fx", "mean") if metric is None else _reduction_of(metric)
             )
@@ -217,7 +220,7 @@ def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
 def replay(module: pl.LightningModule, entries: Sequence[LogEntry]) -> None:
     """Make the real ``self.log`` calls, once for each key."""
     for name, value, metric_path, batch_size, options in entries:
-        sized: dict[str, Any] = {} if batch_size is None else {"batch_size": int(batch_size)}
+        sized: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
         if metric_path is not None:
             metric = module.get_submodule(metric_path)
             metric._forward_cache = value

@@ -154,7 +154,7 @@ class StepReports:
         else:
             options["sync_dist"] = self._scope.context.dp.size > 1
             if num_items is not None:
-                options["batch_size"] = round(float(weight))
+                options["batch_size"] = float(weight)  # a sum of weights may be below 1
         for key, number in reduced(totals, weight).items():
             value = number.float()
             if key.kind == "sum" and options.get("sync_dist"):
