@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lightning.config import DataParallelOptions, TransformerConfig
-from megatron_lightning.models import GPTModel
+from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, cpu_exchange
 from megatron_lightning.parallel.sharding import named_shard_specs
@@ -158,7 +158,7 @@ def _step(
     """
     context, model = ParallelContext(ParallelLayout()), GPTModel(config).bfloat16()
     parameters, specs = dict(model.named_parameters()), named_shard_specs(model)
-    options = DataParallelOptions(bucket_size=config.num_parameters // 4)
+    options = DataParallelOptions(bucket_size=num_parameters(config) // 4)
     reducer = GradientReducer(parameters, specs, context, sharded=mode == "zero1", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     DistributedOptimizer(optimizer, reducer)

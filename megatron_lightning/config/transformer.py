@@ -7,6 +7,8 @@ Names are Megatron-Core's where it has them. Notation of the package's model fil
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -343,41 +345,16 @@ class TransformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the model."""
-        h, norms = self.hidden_size, 2 if self.normalization == "LayerNorm" else 1
-        if self.mla is None:
-            attention = self._attention_parameters(norms)
-        else:
-            attention = self.mla.num_parameters(
-                h, self.num_attention_heads, norms=norms * self.qk_layernorm
-            )
-        depths, kinds = self.num_predicting_layers, self.layer_kinds + self.predicting_kinds
-        layers = len(kinds) * (attention + 2 * h * norms) + depths * h * (2 * h + 3 * norms)
-        layers += kinds.count("dense") * self._mlp_parameters(self.ffn_size)
-        if self.moe is not None:
-            layers += kinds.count("expert") * self._expert_parameters(self.moe)
-        embeddings = self.vocab_size * h * (1 if self.share_embeddings_and_output_weights else 2)
-        positions = (
-            self.max_sequence_length * h * (self.position_embedding_type == "learned_absolute")
+        """Number of parameters of the model. Deprecated: use ``models.num_parameters(config)``."""
+        warnings.warn(
+            "TransformerConfig.num_parameters is megatron_lightning.models.num_parameters(config) "
+            "now, and goes with the next release.",
+            DeprecationWarning,
+            stacklevel=2,
         )
-        return layers + embeddings + positions + h * norms
-
-    def _attention_parameters(self, norms: int) -> int:
-        h, rows = self.hidden_size, self.qkv_rows
-        matrices = h * (rows + self.num_attention_heads * self.head_dim)
-        biases = rows * (self.add_bias_linear or self.add_qkv_bias) + h * self.add_bias_linear
-        return matrices + biases + norms * sum(self.qk_norm_sizes)
-
-    def _mlp_parameters(self, f: int) -> int:
-        fc1, bias = (2 if self.gated else 1) * f, int(self.add_bias_linear)
-        return self.hidden_size * (fc1 + f + bias) + fc1 * bias
-
-    def _expert_parameters(self, moe: MoEConfig) -> int:
-        h, shared = self.hidden_size, moe.shared_expert_intermediate_size
-        experts = moe.num_experts * (self._mlp_parameters(self.expert_ffn_size) + h)
-        return (
-            experts + (self._mlp_parameters(shared) if shared else 0) + h * moe.shared_expert_gate
-        )
+        blueprint = importlib.import_module("megatron_lightning.models.blueprint")
+        number: int = blueprint.num_parameters(self)
+        return number
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for checkpoints and logs."""

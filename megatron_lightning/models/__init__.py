@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         RopeScaling,
         TransformerConfig,
     )
+    from megatron_lightning.models.blueprint import num_parameters
     from megatron_lightning.models.plans import gpt_plan, llama_hf_plan
     from megatron_lightning.models.transformer import GPTModel
 
@@ -22,6 +23,7 @@ __all__ = [
     "TransformerConfig",
     "gpt_plan",
     "llama_hf_plan",
+    "num_parameters",
 ]
 
 __getattr__, __dir__ = lazy_attributes(
@@ -34,5 +36,6 @@ __getattr__, __dir__ = lazy_attributes(
         "TransformerConfig": "megatron_lightning.config",
         "gpt_plan": "megatron_lightning.models.plans",
         "llama_hf_plan": "megatron_lightning.models.plans",
+        "num_parameters": "megatron_lightning.models.blueprint",
     },
 )

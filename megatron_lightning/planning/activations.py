@@ -15,15 +15,13 @@ from dataclasses import replace
 from itertools import groupby
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.actions import Action, Kind, Schedule
 from megatron_lightning.planning import layers
 from megatron_lightning.planning.attention import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
     kind_of,
     layer_of,
     predicting_layer_of,

@@ -8,13 +8,10 @@ import re
 from collections.abc import Iterator
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.models.blueprint import unit_weights
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.planning.parameters import (
-    ParameterCount,
-    kind_of,
-    predicting_layer_of,
-)
+from megatron_lightning.planning.parameters import ParameterCount, kind_of, local_size
 from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -79,41 +76,7 @@ def kept_weight_bytes(
 def _matrices(
     config: TransformerConfig, layout: ParallelLayout, unit: str
 ) -> Iterator[tuple[str, ParameterCount]]:
-    """Yield the weights of the linear layers of a unit, by the paths of these in it; the router and
-    the gate of shared experts are no such layers for a recipe.
-    """
-    h, inner = config.hidden_size, ""
-    if predicting_layer_of(unit) is not None:
-        inner = "transformer_layer."
-        yield "eh_proj", ParameterCount(2 * h * h // layout.tp)
-    for name, size in _attention(config, layout.tp):
-        yield f"{inner}self_attention.{name}", ParameterCount(size)
-    up, moe = (2 if config.gated else 1), config.moe
-    if moe is None or kind_of(config, unit) == "dense":
-        f = config.ffn_size // layout.tp
-        yield f"{inner}mlp.linear_fc1", ParameterCount(h * up * f)
-        yield f"{inner}mlp.linear_fc2", ParameterCount(h * f)
-        return
-    one = h * config.expert_ffn_size * (moe.num_experts // layout.ep) // layout.etp
-    yield f"{inner}mlp.experts.linear_fc1", ParameterCount(0, up * one)
-    yield f"{inner}mlp.experts.linear_fc2", ParameterCount(0, one)
-    shared = (moe.shared_expert_intermediate_size or 0) // layout.tp
-    yield f"{inner}mlp.shared_experts.linear_fc1", ParameterCount(h * up * shared)
-    yield f"{inner}mlp.shared_experts.linear_fc2", ParameterCount(h * shared)
-
-
-def _attention(config: TransformerConfig, tp: int) -> Iterator[tuple[str, int]]:
-    h, n, mla = config.hidden_size, config.num_attention_heads, config.mla
-    if mla is None:
-        yield "linear_qkv", h * config.qkv_rows // tp
-        yield "linear_proj", h * n * config.head_dim // tp
-        return
-    queries = n * mla.q_head_dim // tp
-    if mla.q_lora_rank is None:
-        yield "linear_q_proj", h * queries
-    else:
-        yield "linear_q_down_proj", h * mla.q_lora_rank
-        yield "linear_q_up_proj", mla.q_lora_rank * queries
-    yield "linear_kv_down_proj", h * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
-    yield "linear_kv_up_proj", mla.kv_lora_rank * n * (mla.qk_head_dim + mla.v_head_dim) // tp
-    yield "linear_proj", h * n * mla.v_head_dim // tp
+    """Yield the weights of the linear layers of a unit, by the paths of these in it."""
+    for weight in unit_weights(config, unit):
+        if weight.kind == "matrix":
+            yield weight.module, local_size(weight, layout)

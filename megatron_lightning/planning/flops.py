@@ -12,11 +12,13 @@ causal query sees half of a sequence on average; with a sliding window, what the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from megatron_lightning.config import LayerKind, TransformerConfig
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.checks import check_kind, is_count
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.blueprint import OUTPUT, Weight, unit_names, unit_weights
+from megatron_lightning.planning.parameters import kind_of, predicting_layer_of
 
 OPERATIONS_PER_WEIGHT = 6
 """Of one multiply-add of forward: 2, and twice as many in backward."""
@@ -57,14 +59,26 @@ def flops(
             f"document_lengths are {sum(lengths)} tokens together, and sequence_length is "
             f"{sequence_length}. Raise sequence_length, or leave documents out."
         )
-    tokens = sum(lengths)
+    sample = sum(multiply_adds(config, unit, lengths) for unit in unit_names(config))
+    return float(OPERATIONS_PER_WEIGHT * batch_size * sample)
+
+
+def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) -> float:
+    """Return the multiply-adds of one forward of a unit for a sample.
+
+    Args:
+        config: The model.
+        unit: An element of ``GPTModel.pipeline_units()``.
+        lengths: Tokens of every document of the sample.
+    """
+    tokens, depths = sum(lengths), config.num_predicting_layers
+    if unit == OUTPUT:
+        return float(tokens * (1 + depths) * config.hidden_size * config.vocab_size)
+    if kind_of(config, unit) is None:
+        return 0.0
+    weights = _active_size(config, unit_weights(config, unit)) + _counted_norms(config, unit)
     pairs = sum(visible_pairs(length, config.window_size) for length in lengths)
-    depths, kinds = config.num_predicting_layers, config.layer_kinds + config.predicting_kinds
-    layers = sum(layer_weights(config, kind) for kind in kinds) + depths * joining_weights(config)
-    head = config.hidden_size * config.vocab_size
-    multiply_adds: float = tokens * (layers + (1 + depths) * head)
-    multiply_adds += pairs * pair_channels(config) * len(kinds)
-    return float(OPERATIONS_PER_WEIGHT * batch_size * multiply_adds)
+    return tokens * weights + pairs * pair_channels(config)
 
 
 def visible_pairs(length: int, window_size: tuple[int, int] | None = None) -> float:
@@ -86,29 +100,23 @@ def pair_channels(config: TransformerConfig) -> int:
     return config.num_attention_heads * (key + value)
 
 
-def layer_weights(config: TransformerConfig, kind: LayerKind) -> int:
-    """Return the weights that one token is multiplied with in a layer."""
-    return _attention_weights(config) + _feed_forward_weights(config, kind)
+def _active_size(config: TransformerConfig, weights: Iterable[Weight]) -> int:
+    """Return the elements of the matrices, of the experts those that one token is sent to."""
+    size = 0
+    for weight in weights:
+        if weight.kind != "matrix":
+            continue
+        if weight.experts is None or config.moe is None:
+            size += weight.size
+        else:
+            size += weight.size // weight.experts * config.moe.router_topk
+    return size
 
 
-def joining_weights(config: TransformerConfig) -> int:
-    """Return the weights that one token is multiplied with in a layer of multi-token prediction,
-    beyond those of a layer; Megatron counts the three norms.
+def _counted_norms(config: TransformerConfig, unit: str) -> int:
+    """Return the norms that Megatron counts: of latents, which may be absent, and of multi-token
+    prediction.
     """
-    return config.hidden_size * (2 * config.hidden_size + 3)
-
-
-def _attention_weights(config: TransformerConfig) -> int:
-    h, n, mla = config.hidden_size, config.num_attention_heads, config.mla
-    if mla is not None:
-        return mla.num_parameters(h, n, norms=1)  # Megatron counts the latents' norms
-    return h * (config.qkv_rows + n * config.head_dim)
-
-
-def _feed_forward_weights(config: TransformerConfig, kind: LayerKind) -> int:
-    matrices = 3 if config.gated else 2
-    if config.moe is None or kind == "dense":
-        return matrices * config.hidden_size * config.ffn_size
-    shared = config.moe.shared_expert_intermediate_size or 0
-    width = config.moe.router_topk * config.expert_ffn_size + shared
-    return matrices * config.hidden_size * width
+    mla = config.mla
+    latents = 0 if mla is None else (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    return latents + (0 if predicting_layer_of(unit) is None else 3 * config.hidden_size)

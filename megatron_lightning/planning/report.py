@@ -16,18 +16,12 @@ from megatron_lightning.pipeline.simulate import Costs, Simulation, simulate
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
     flops,
-    joining_weights,
-    layer_weights,
-    pair_channels,
-    visible_pairs,
+    multiply_adds,
 )
 from megatron_lightning.planning.memory import Memory, RankMemory, memory
 from megatron_lightning.planning.parameters import (
-    OUTPUT,
     count_rank,
-    kind_of,
     layer_of,
-    predicting_layer_of,
     split_stages,
 )
 from megatron_lightning.planning.recipe import Recipe, read_recipe
@@ -217,17 +211,7 @@ def _simulated(recipe: Recipe, table: Schedule, stages: Sequence[Sequence[str]])
 
 def _operations(recipe: Recipe, unit: str) -> float:
     """Return the operations of a unit for one sample."""
-    model, length, kind = recipe.model, recipe.sequence_length, kind_of(recipe.model, unit)
-    if kind is not None:
-        pairs = visible_pairs(length, model.window_size) * pair_channels(model)
-        weights = layer_weights(model, kind)
-        if predicting_layer_of(unit) is not None:
-            weights += joining_weights(model)
-        return OPERATIONS_PER_WEIGHT * (length * weights + pairs)
-    if unit == OUTPUT:
-        tokens = length * (1 + model.num_predicting_layers)
-        return float(OPERATIONS_PER_WEIGHT * tokens * model.hidden_size * model.vocab_size)
-    return 0.0
+    return OPERATIONS_PER_WEIGHT * multiply_adds(recipe.model, unit, [recipe.sequence_length])
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -21,11 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, TransformerConfig
+from megatron_lightning.models.blueprint import EMBEDDING, OUTPUT
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.planning.codes import count_codes
 from megatron_lightning.planning.parameters import (
-    EMBEDDING,
-    OUTPUT,
     ParameterCount,
     count_rank,
     count_unit,

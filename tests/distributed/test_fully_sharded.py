@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import DataParallelOptions, MoEConfig, TransformerConfig
+from megatron_lightning.models import num_parameters
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -190,7 +191,7 @@ def _grown(options: dict[str, Any]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {TP: 2}], ids=["dp4", "tp2-dp2"])
 def test_a_rank_builds_no_more_than_its_shard_and_one_parameter(options: dict[str, Any]) -> None:
-    whole = LARGE.num_parameters * 4
+    whole = num_parameters(LARGE) * 4
     largest = max(2 * LARGE.ffn_size, LARGE.qkv_rows, LARGE.vocab_size) * LARGE.hidden_size * 4
     # The draw of a parameter takes as much again as the parameter; the rest is for pages that the
     # allocator keeps.

@@ -14,7 +14,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import CoreAttention, Documents, SequenceInfo
 from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, score_factor
-from megatron_lightning.models import GPTModel
+from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 
@@ -83,7 +83,7 @@ def test_heads_that_ranks_cannot_divide_are_refused() -> None:
 def test_names_and_number_of_parameters(options: dict[str, Any]) -> None:
     config = TransformerConfig(**SIZES | {"mla": MLA} | options)
     model = GPTModel(config)
-    assert config.num_parameters == sum(p.numel() for p in model.parameters())
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
     assert TransformerConfig(**config.to_dict()) == config  # type: ignore[arg-type]
     attention = model.decoder.layers["0"].self_attention
     assert isinstance(attention, LatentAttention)

@@ -20,7 +20,7 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import linear_loss
-from megatron_lightning.models import GPTModel
+from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import named_shard_specs, parallelize
@@ -84,7 +84,7 @@ def test_parameters_are_those_of_the_divided_model(name: str) -> None:
 
 def test_states_follow_the_table() -> None:
     config, layout = TransformerConfig(**SIZES), ParallelLayout()
-    n = config.num_parameters
+    n = num_parameters(config)
 
     def states(mode: Any, precision: str = "bf16-true", **options: Any) -> list[float]:
         data = DataParallelOptions(**options)

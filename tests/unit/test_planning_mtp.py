@@ -17,7 +17,7 @@ from megatron_lightning.config import (
     PipelineOptions,
     TransformerConfig,
 )
-from megatron_lightning.models import GPTModel
+from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.planning.parameters import count_rank, pipeline_units, split_stages
@@ -110,7 +110,7 @@ def test_parameters_of_a_stage_are_those_of_its_units(model: str, layout: str | 
     with torch.device("meta"):
         full = GPTModel(config)
     assert full.pipeline_units() == pipeline_units(config)
-    assert sum(parameter.numel() for parameter in full.parameters()) == config.num_parameters
+    assert sum(parameter.numel() for parameter in full.parameters()) == num_parameters(config)
     stages = layout.count("|") + 1 if layout else 2
     options = PipelineOptions(pipeline_model_parallel_layout=layout)
     for units in split_stages(config, Placement.loop(stages), options):

@@ -1,0 +1,258 @@
+"""The weights of a :class:`GPTModel`, said once: one row a parameter. No torch here.
+
+Sharding plans, parameter counts, FLOPs, quantized weights and conversion rules are folds over these
+rows. A test compares the rows with ``GPTModel(config).named_parameters()``.
+
+Notation: ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head dim, ``f`` feed-forward
+size, ``v`` vocabulary, ``E`` experts. A matrix is [outputs, inputs], as in ``nn.Linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from megatron_lightning.config import LatentAttentionConfig, LayerKind, TransformerConfig
+
+WeightKind = Literal["matrix", "bias", "norm", "head_norm", "router", "gate", "embedding"]
+Split = Literal["rows", "columns"]
+
+EMBEDDING, FINAL_NORM, OUTPUT = "embedding", "decoder.final_layernorm", "output_layer"
+LAYER, PREDICTING = "decoder.layers.", "mtp.layers."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter of a layer."""
+
+    path: str
+    """Path in the layer, such as ``mlp.linear_fc1.weight``."""
+    shape: tuple[int, ...]
+    """Shape on one device."""
+    kind: WeightKind
+    """A matrix is a GEMM operand, which recipes may quantize. Router, gate and embedding are
+    matrices that no recipe quantizes."""
+    split: Split | None = None
+    """Dim that tensor-parallel ranks divide: outputs (rows) or inputs (columns). None: every rank
+    has the full parameter."""
+    blocks: int = 1
+    """Matrices of equal size that lie one after another in the rows, such as gate and up."""
+    heads: int | None = None
+    """Units of the split dim that a rank may not cut: heads, or query groups. None: single rows."""
+    experts: int | None = None
+    """Experts in dim 0, which expert-parallel ranks divide. Expert-tensor-parallel ranks divide the
+    split dim. None: a dense parameter."""
+
+    @property
+    def module(self) -> str:
+        """Path of the module that owns the parameter."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def size(self) -> int:
+        """Elements on one device."""
+        return prod(self.shape)
+
+    def inside(self, path: str) -> Weight:
+        """Return the weight of a module at ``path``."""
+        return replace(self, path=f"{path}.{self.path}")
+
+
+# ------------------------------------------------------------------------------------ small parts
+
+
+def linear(
+    path: str,
+    rows: int,
+    columns: int,
+    split: Split | None,
+    *,
+    bias: bool = False,
+    blocks: int = 1,
+    heads: int | None = None,
+    experts: int | None = None,
+) -> tuple[Weight, ...]:
+    """Return weight and bias of a linear layer, or of all experts' linear layers."""
+    stack = () if experts is None else (experts,)
+    weight = Weight(
+        path=f"{path}.weight", shape=(*stack, rows, columns), kind="matrix", split=split,
+        blocks=blocks, heads=heads, experts=experts,
+    )  # fmt: skip
+    if not bias:
+        return (weight,)
+    # The bias of a row-parallel layer is added after the sum over the ranks.
+    own_split: Split | None = "rows" if split == "rows" else None
+    return weight, replace(
+        weight, path=f"{path}.bias", shape=(*stack, rows), kind="bias", split=own_split
+    )
+
+
+def norm(
+    config: TransformerConfig, path: str, size: int, kind: WeightKind = "norm"
+) -> tuple[Weight, ...]:
+    """Return the parameters of a norm; none where ``size`` is 0."""
+    names = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    return tuple(Weight(path=f"{path}.{name}", shape=(size,), kind=kind) for name in names if size)
+
+
+def attention(config: TransformerConfig) -> tuple[Weight, ...]:
+    """Return the weights of grouped or latent attention, in registration order."""
+    if config.mla is not None:
+        return _latent_attention(config, config.mla)
+    h, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    q_size, k_size = config.qk_norm_sizes
+    return (
+        *linear(
+            "linear_qkv", config.qkv_rows, h, "rows",
+            bias=config.add_bias_linear or config.add_qkv_bias, heads=config.query_groups,
+        ),
+        *norm(config, "q_layernorm", q_size, "head_norm"),
+        *norm(config, "k_layernorm", k_size, "head_norm"),
+        *linear("linear_proj", h, width, "columns", bias=config.add_bias_linear),
+    )  # fmt: skip
+
+
+def _latent_attention(config: TransformerConfig, mla: LatentAttentionConfig) -> tuple[Weight, ...]:
+    h, n, rank = config.hidden_size, config.num_attention_heads, mla.q_lora_rank
+    latents = mla.kv_lora_rank
+    if rank is None:
+        queries = linear("linear_q_proj", n * mla.q_head_dim, h, "rows", heads=n)
+    else:
+        queries = (
+            *linear("linear_q_down_proj", rank, h, None),
+            *norm(config, "q_layernorm", rank * config.qk_layernorm),
+            *linear("linear_q_up_proj", n * mla.q_head_dim, rank, "rows", heads=n),
+        )
+    expanded = n * (mla.qk_head_dim + mla.v_head_dim)
+    return (
+        *queries,
+        *linear("linear_kv_down_proj", latents + mla.qk_pos_emb_head_dim, h, None),
+        *norm(config, "kv_layernorm", latents * config.qk_layernorm),
+        *linear("linear_kv_up_proj", expanded, latents, "rows", heads=n),
+        *linear("linear_proj", h, n * mla.v_head_dim, "columns"),
+    )
+
+
+def mlp(config: TransformerConfig, f: int, experts: int | None = None) -> tuple[Weight, ...]:
+    """Return the two linear layers of a feed-forward of width ``f``, or of all experts."""
+    h, blocks, bias = config.hidden_size, 2 if config.gated else 1, config.add_bias_linear
+    return (
+        *linear("linear_fc1", blocks * f, h, "rows", bias=bias, blocks=blocks, experts=experts),
+        *linear("linear_fc2", h, f, "columns", bias=bias, experts=experts),
+    )
+
+
+# ------------------------------------------------------------------------------------------ layers
+
+
+def _dense(config: TransformerConfig) -> tuple[Weight, ...]:
+    return _inside("mlp", mlp(config, config.ffn_size))
+
+
+def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
+    moe, h = config.moe, config.hidden_size
+    if moe is None:
+        return _dense(config)
+    router = Weight(path="router.weight", shape=(moe.num_experts, h), kind="router")
+    gate = Weight(path="shared_experts.gate.weight", shape=(1, h), kind="gate")
+    shared = moe.shared_expert_intermediate_size
+    return _inside(
+        "mlp",
+        (
+            router,
+            *_inside("experts", mlp(config, config.expert_ffn_size, moe.num_experts)),
+            *_inside("shared_experts", () if shared is None else mlp(config, shared)),
+            *((gate,) if moe.shared_expert_gate else ()),
+        ),
+    )
+
+
+FEED_FORWARD: Mapping[LayerKind, Callable[[TransformerConfig], tuple[Weight, ...]]]
+FEED_FORWARD = MappingProxyType({"dense": _dense, "expert": _expert})
+"""Kind of a layer -> the weights behind its second norm."""
+
+
+def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
+    """Return the weights of layer ``index``, in registration order."""
+    return _layer(config, config.layer_kinds[index])
+
+
+def _layer(config: TransformerConfig, kind: LayerKind) -> tuple[Weight, ...]:
+    return (
+        *norm(config, "input_layernorm", config.hidden_size),
+        *_inside("self_attention", attention(config)),
+        *norm(config, "pre_mlp_layernorm", config.hidden_size),
+        *FEED_FORWARD[kind](config),
+    )
+
+
+def predicting_weights(config: TransformerConfig, depth: int) -> tuple[Weight, ...]:
+    """Return the weights of a layer of multi-token prediction, without shared embeddings."""
+    h = config.hidden_size
+    return (
+        *norm(config, "enorm", h),
+        *norm(config, "hnorm", h),
+        *linear("eh_proj", h, 2 * h, "rows"),
+        *_inside("transformer_layer", _layer(config, config.predicting_kinds[depth])),
+        *norm(config, "final_layernorm", h),
+    )
+
+
+def embedding_weights(config: TransformerConfig) -> tuple[Weight, ...]:
+    """Return the tables of words and of learned positions."""
+    learned = config.position_embedding_type == "learned_absolute"
+    h = config.hidden_size
+    words = Weight(
+        path="word_embeddings.weight", shape=(config.vocab_size, h), kind="embedding", split="rows"
+    )
+    positions = Weight(
+        path="position_embeddings.weight", shape=(config.max_sequence_length, h), kind="embedding"
+    )
+    return (words, positions) if learned else (words,)
+
+
+def unit_weights(config: TransformerConfig, unit: str) -> tuple[Weight, ...]:
+    """Return the weights of a unit of ``GPTModel.pipeline_units()``, shared weights included."""
+    if unit == EMBEDDING:
+        return embedding_weights(config)
+    if unit == FINAL_NORM:
+        return _final_norm(config)
+    if unit == OUTPUT:
+        words = embedding_weights(config)[0]
+        return (replace(words, path="weight"),)
+    for prefix, weights in ((LAYER, layer_weights), (PREDICTING, predicting_weights)):
+        if unit.startswith(prefix):
+            return weights(config, int(unit.removeprefix(prefix)))
+    return ()
+
+
+def _final_norm(config: TransformerConfig) -> tuple[Weight, ...]:
+    weights = norm(config, "norm", config.hidden_size)
+    return tuple(replace(weight, path=weight.path.removeprefix("norm.")) for weight in weights)
+
+
+def unit_names(config: TransformerConfig) -> list[str]:
+    """Return the names of the units that own parameters, in order."""
+    layers = [f"{LAYER}{index}" for index in range(config.num_layers)]
+    predicting = [f"{PREDICTING}{depth}" for depth in range(config.num_predicting_layers)]
+    return [EMBEDDING, *layers, FINAL_NORM, *predicting, OUTPUT]
+
+
+def model_weights(config: TransformerConfig) -> Iterator[Weight]:
+    """Yield every parameter of the model once, by its path in the model."""
+    tied = config.share_embeddings_and_output_weights
+    for unit in unit_names(config):
+        if not (tied and unit == OUTPUT):
+            yield from _inside(unit, unit_weights(config, unit))
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Return the number of parameters of the model."""
+    return sum(weight.size for weight in model_weights(config))
+
+
+def _inside(path: str, weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    return tuple(weight.inside(path) for weight in weights)
