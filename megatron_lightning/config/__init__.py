@@ -3,7 +3,7 @@ torch here.
 """
 
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
-from megatron_lightning.config.moe import LayerKind, MoEConfig
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.parallel import (
     ContextExchange,
     ContextOptions,
@@ -42,7 +42,6 @@ __all__ = [
     "DataParallel",
     "DataParallelOptions",
     "LatentAttentionConfig",
-    "LayerKind",
     "LossScaleOptions",
     "MoEConfig",
     "MomentsDtype",

@@ -19,7 +19,6 @@ LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["fp32", "fp64"]
 DropPolicy = Literal["probs", "position"]
 TokenDispatcher = Literal["alltoall", "allgather"]
-LayerKind = Literal["dense", "expert"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "router_score_function": get_args(ScoreFunction),
@@ -269,7 +268,7 @@ class MoEConfig:
                 "n, for every n-th layer, or to a list with 1 or 0 for each layer."
             )
 
-    def layer_kinds(self, num_layers: int) -> tuple[LayerKind, ...]:
+    def layer_kinds(self, num_layers: int) -> tuple[str, ...]:
         """Return the kind of each of a model's ``num_layers`` layers.
 
         Raises:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from megatron_lightning.config.checks import check_choice, check_counts
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
-from megatron_lightning.config.moe import LayerKind, MoEConfig
+from megatron_lightning.config.layer_kinds import check_pattern
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
 from megatron_lightning.errors import ConfigError
 
@@ -112,6 +113,9 @@ class TransformerConfig:
     """Latent attention in every layer (DeepSeek-V2); None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
     """Experts in the place of some or all feed-forward layers; None: there are none."""
+    layer_pattern: Sequence[str] | None = None
+    """Kind of every layer: dense, expert, or the class path of a user's kind
+    (``config/layer_kinds.py``). None: as moe.layer_freq says."""
     mtp_num_layers: int | None = None
     """Layers of multi-token prediction behind the last layer and of its kind: depth k predicts, in
     training, one token k positions beyond the next (DeepSeek-V3); None: there are none."""
@@ -153,8 +157,27 @@ class TransformerConfig:
         self._restore("rope_scaling", RopeScaling)
         self._check_rope_scaling()
         self._restore("moe", MoEConfig)
-        if self.moe is not None:
-            self.moe.layer_kinds(self.num_layers)
+        self._check_layer_kinds()
+
+    def _check_layer_kinds(self) -> None:
+        moe, pattern = self.moe, self.layer_pattern
+        if pattern is None:
+            if moe is not None:
+                moe.layer_kinds(self.num_layers)
+            return
+        object.__setattr__(self, "layer_pattern", tuple(pattern))
+        check_pattern(pattern, self.num_layers)
+        if moe is not None and moe.layer_freq != 1:
+            raise ConfigError(
+                f"layer_pattern is {list(pattern)} and moe.layer_freq is {moe.layer_freq}; both "
+                "say which layers have experts. Leave one of them out."
+            )
+        if ("expert" in pattern) is (moe is None):
+            found = "no moe describes" if moe is None else "moe describes"
+            raise ConfigError(
+                f"layer_pattern is {list(pattern)}, and {found} experts. Set moe together with "
+                "layers of the kind expert."
+            )
 
     def _restore(self, name: str, kind: type[Any]) -> None:
         """Make a group of options of the plain values that a checkpoint holds of it."""
@@ -301,12 +324,13 @@ class TransformerConfig:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
         """Kind of every layer."""
+        if self.layer_pattern is not None:
+            return tuple(self.layer_pattern)
         if self.moe is not None:
             return self.moe.layer_kinds(self.num_layers)
-        dense: LayerKind = "dense"
-        return (dense,) * self.num_layers
+        return ("dense",) * self.num_layers
 
     @property
     def num_predicting_layers(self) -> int:
@@ -314,7 +338,7 @@ class TransformerConfig:
         return self.mtp_num_layers or 0
 
     @property
-    def predicting_kinds(self) -> tuple[LayerKind, ...]:
+    def predicting_kinds(self) -> tuple[str, ...]:
         """Kind of every layer of multi-token prediction: the last layer's."""
         return self.layer_kinds[-1:] * self.num_predicting_layers
 

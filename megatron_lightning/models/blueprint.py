@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_lightning.config import LatentAttentionConfig, LayerKind, TransformerConfig
+from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
+from megatron_lightning.config.layer_kinds import entry_of
 
 WeightKind = Literal["matrix", "bias", "norm", "head_norm", "router", "gate", "embedding"]
 Split = Literal["rows", "columns"]
@@ -149,7 +151,7 @@ def mlp(config: TransformerConfig, f: int, experts: int | None = None) -> tuple[
 
 
 def _dense(config: TransformerConfig) -> tuple[Weight, ...]:
-    return _inside("mlp", mlp(config, config.ffn_size))
+    return mlp(config, config.ffn_size)
 
 
 def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
@@ -159,34 +161,46 @@ def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
     router = Weight(path="router.weight", shape=(moe.num_experts, h), kind="router")
     gate = Weight(path="shared_experts.gate.weight", shape=(1, h), kind="gate")
     shared = moe.shared_expert_intermediate_size
-    return _inside(
-        "mlp",
-        (
-            router,
-            *_inside("experts", mlp(config, config.expert_ffn_size, moe.num_experts)),
-            *_inside("shared_experts", () if shared is None else mlp(config, shared)),
-            *((gate,) if moe.shared_expert_gate else ()),
-        ),
+    return (
+        router,
+        *_inside("experts", mlp(config, config.expert_ffn_size, moe.num_experts)),
+        *_inside("shared_experts", () if shared is None else mlp(config, shared)),
+        *((gate,) if moe.shared_expert_gate else ()),
     )
 
 
-FEED_FORWARD: Mapping[LayerKind, Callable[[TransformerConfig], tuple[Weight, ...]]]
-FEED_FORWARD = MappingProxyType({"dense": _dense, "expert": _expert})
-"""Kind of a layer -> the weights behind its second norm."""
-
-
-def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
-    """Return the weights of layer ``index``, in registration order."""
-    return _layer(config, config.layer_kinds[index])
-
-
-def _layer(config: TransformerConfig, kind: LayerKind) -> tuple[Weight, ...]:
+def _transformer_layer(
+    config: TransformerConfig, feed_forward: Callable[[TransformerConfig], tuple[Weight, ...]]
+) -> tuple[Weight, ...]:
     return (
         *norm(config, "input_layernorm", config.hidden_size),
         *_inside("self_attention", attention(config)),
         *norm(config, "pre_mlp_layernorm", config.hidden_size),
-        *FEED_FORWARD[kind](config),
+        *_inside("mlp", feed_forward(config)),
     )
+
+
+LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] = MappingProxyType(
+    {
+        "dense": partial(_transformer_layer, feed_forward=_dense),
+        "expert": partial(_transformer_layer, feed_forward=_expert),
+    }
+)
+"""Kind of a layer -> its weights."""
+
+
+def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
+    """Return the weights of layer ``index``, in registration order."""
+    return _weights_of_kind(config, config.layer_kinds[index])
+
+
+def _weights_of_kind(config: TransformerConfig, kind: str) -> tuple[Weight, ...]:
+    return entry_of(kind, LAYER_WEIGHTS, "weights")(config)
+
+
+def has_attention(weights: Iterable[Weight]) -> bool:
+    """Return whether a layer with these weights attends."""
+    return any(".self_attention." in f".{weight.path}" for weight in weights)
 
 
 def predicting_weights(config: TransformerConfig, depth: int) -> tuple[Weight, ...]:
@@ -196,7 +210,7 @@ def predicting_weights(config: TransformerConfig, depth: int) -> tuple[Weight, .
         *norm(config, "enorm", h),
         *norm(config, "hnorm", h),
         *linear("eh_proj", h, 2 * h, "rows"),
-        *_inside("transformer_layer", _layer(config, config.predicting_kinds[depth])),
+        *_inside("transformer_layer", _weights_of_kind(config, config.predicting_kinds[depth])),
         *norm(config, "final_layernorm", h),
     )
 

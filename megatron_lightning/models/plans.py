@@ -4,11 +4,12 @@ likewise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_lightning.config import LatentAttentionConfig, LayerKind, TransformerConfig
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.layer_kinds import LAYER_KINDS
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
@@ -30,22 +31,33 @@ from megatron_lightning.layers.styles import (
     VocabParallelLoss,
     local_heads_per_group,
 )
+from megatron_lightning.models.blueprint import (
+    FINAL_NORM,
+    LAYER,
+    PREDICTING,
+    Weight,
+    embedding_weights,
+    has_attention,
+    layer_weights,
+    predicting_weights,
+    unit_weights,
+)
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
-_PREDICTING = "mtp.layers.*"
+_PREDICTING = f"{PREDICTING}*"
 
 
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     """Return the plan of :class:`GPTModel`."""
-    kinds = {f"decoder.layers.{i}": kind for i, kind in enumerate(config.layer_kinds)}
-    lists = ["decoder.layers.*"]
+    lists = [f"{LAYER}*"]
+    layers = {f"{LAYER}{index}": index for index in range(config.num_layers)}
     if config.num_predicting_layers:
         lists.append(f"{_PREDICTING}.transformer_layer")
     return ShardingPlan(
         modules={
             **_embedding_rows(config, "embedding"),
-            **_layer_rows(config, "decoder.layers.*", kinds),
-            "decoder.final_layernorm": SequenceParallel(),
+            **_layer_rows(config, f"{LAYER}*", layers),
+            **_weight_rows(config, FINAL_NORM, unit_weights(config, FINAL_NORM)),
             **(_predicting_rows(config) if config.num_predicting_layers else {}),
             "output_layer": VocabParallel(),
             "output_gather": GatherLogits(config.vocab_size),
@@ -64,28 +76,77 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     )
 
 
-def _embedding_rows(config: TransformerConfig, embedding: str) -> dict[str, Style]:
-    """Return the rows of the embeddings with paths ``embedding``."""
-    learned = {f"{embedding}.position_embeddings": SequenceParallel()}
+def _weight_rows(
+    config: TransformerConfig, path: str, weights: Iterable[Weight]
+) -> dict[str, Style]:
+    """Return a row for each module with weights in a module at ``path``."""
     return {
-        f"{embedding}.word_embeddings": VocabParallel(),
-        **(learned if config.position_embedding_type == "learned_absolute" else {}),
-        f"{embedding}.dropout": StreamDropout(),
+        ".".join(filter(None, (path, weight.module))): _style_of(config, weight)
+        for weight in weights
+        if weight.kind != "bias"
     }
 
 
+def _style_of(config: TransformerConfig, weight: Weight) -> Style:
+    """Return the style of the module that owns a weight."""
+    if weight.kind == "router":
+        return ExpertRouter()
+    if weight.kind == "head_norm":
+        return HeadParallel() if config.qk_layernorm_per_head else HeadsNorm()
+    if weight.split is None:  # computed by every rank, for its part of the sequence
+        return SequenceParallel()
+    if weight.kind == "embedding":
+        return VocabParallel()
+    return _linear_style(config, weight)
+
+
+def _linear_style(config: TransformerConfig, weight: Weight) -> Style:
+    by_rows = weight.split == "rows"
+    if weight.experts is not None:
+        return ExpertLinear(1, weight.blocks) if by_rows else ExpertLinear(2)
+    if not by_rows:
+        return RowParallel()
+    if weight.module.endswith("linear_qkv"):
+        return QueryKeyValue(config.query_groups, config.heads_per_group)
+    return ColumnParallel(num_blocks=weight.blocks, num_heads=weight.heads)
+
+
+def _embedding_rows(config: TransformerConfig, embedding: str) -> dict[str, Style]:
+    """Return the rows of the embeddings with paths ``embedding``."""
+    rows = _weight_rows(config, embedding, embedding_weights(config))
+    return {**rows, f"{embedding}.dropout": StreamDropout()}
+
+
 def _layer_rows(
-    config: TransformerConfig, layer: str, kinds: Mapping[str, LayerKind]
+    config: TransformerConfig, pattern: str, layers: Mapping[str, int]
 ) -> dict[str, Style]:
-    """Return the rows of the layers with paths ``layer``; ``kinds``: by patterns, each of
-    layers of one kind.
+    """Return the rows of layers.
+
+    Args:
+        config: The model.
+        pattern: Pattern of the paths of all of them.
+        layers: Path of a layer -> index of a layer with the same weights.
     """
+    rows: dict[str, Style] = {}
+    for path, index in layers.items():
+        weights = layer_weights(config, index)
+        rows |= _weight_rows(config, pattern, weights)
+        if has_attention(weights):
+            rows |= _attention_rows(config, f"{pattern}.self_attention")
+        if config.layer_kinds[index] in LAYER_KINDS:
+            rows[f"{pattern}.dropout"] = StreamDropout()
+        if config.layer_kinds[index] == "expert":
+            rows[f"{path}.mlp"] = ExpertParallel()
+    return rows
+
+
+def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
+    """Return the rows of modules of attention without weights."""
+    shared: dict[str, Style] = {f"{attention}.shared_key": ParallelInput()}
     return {
-        f"{layer}.input_layernorm": SequenceParallel(),
-        **_attention_rows(config, f"{layer}.self_attention"),
-        f"{layer}.pre_mlp_layernorm": SequenceParallel(),
-        **_feed_forward_rows(config, layer, kinds),
-        f"{layer}.dropout": StreamDropout(),
+        **({} if config.mla is None else shared),
+        f"{attention}.core_attention": ContextAttention(),
+        f"{attention}.core_attention.dropout": StreamDropout(always=True),
     }
 
 
@@ -95,89 +156,15 @@ def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
     What ``eh_proj`` joins is gathered and, under sequence parallelism, divided again.
     """
     layer = f"{_PREDICTING}.transformer_layer"
-    norms = (f"{_PREDICTING}.{name}" for name in ("enorm", "hnorm", "final_layernorm"))
     return {
+        **_weight_rows(config, _PREDICTING, predicting_weights(config, 0)),
         "mtp.shift": ContextGroup(),
         **_embedding_rows(config, f"{_PREDICTING}.embedding"),
-        **dict.fromkeys(norms, SequenceParallel()),
         f"{_PREDICTING}.eh_proj": ColumnParallel(gather_output=True),
         layer: ShardSequence("hidden"),
-        **_layer_rows(config, layer, {layer: config.layer_kinds[-1]}),
+        **_layer_rows(config, layer, {layer: config.num_layers - 1}),
         "mtp.loss": ContextGroup(),
     }
-
-
-def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
-    """Return the rows of the attention modules with paths ``attention``."""
-    if config.mla is None:
-        norm: Style = HeadParallel() if config.qk_layernorm_per_head else HeadsNorm()
-        head_norms = dict.fromkeys((f"{attention}.q_layernorm", f"{attention}.k_layernorm"), norm)
-        rows: dict[str, Style] = {
-            f"{attention}.linear_qkv": QueryKeyValue(config.query_groups, config.heads_per_group),
-            **(head_norms if config.qk_layernorm else {}),
-        }
-    else:
-        rows = _latent_rows(config, config.mla, attention)
-    return rows | {
-        f"{attention}.core_attention": ContextAttention(),
-        f"{attention}.core_attention.dropout": StreamDropout(always=True),
-        f"{attention}.linear_proj": RowParallel(),
-    }
-
-
-def _latent_rows(
-    config: TransformerConfig, mla: LatentAttentionConfig, attention: str
-) -> dict[str, Style]:
-    """Return the rows from the hidden states to the heads.
-
-    Ranks compute all of the latents, under sequence parallelism for their tokens only; of the heads
-    each has its share.
-    """
-    heads = ColumnParallel(num_heads=config.num_attention_heads)
-    rows: dict[str, Style] = {
-        f"{attention}.linear_kv_down_proj": SequenceParallel(),
-        f"{attention}.linear_kv_up_proj": heads,
-        f"{attention}.shared_key": ParallelInput(),
-    }
-    norms = ["kv_layernorm"]
-    if mla.q_lora_rank is None:
-        rows[f"{attention}.linear_q_proj"] = heads
-    else:
-        rows[f"{attention}.linear_q_down_proj"] = SequenceParallel()
-        rows[f"{attention}.linear_q_up_proj"] = heads
-        norms.append("q_layernorm")
-    if config.qk_layernorm:
-        rows |= {f"{attention}.{name}": SequenceParallel() for name in norms}
-    return rows
-
-
-def _feed_forward_rows(
-    config: TransformerConfig, layer: str, kinds: Mapping[str, LayerKind]
-) -> dict[str, Style]:
-    """Return the rows of the dense layers and of those with experts."""
-    mlp, num_blocks = f"{layer}.mlp", 2 if config.gated else 1
-    moe = config.moe if "expert" in kinds.values() else None
-    dense: dict[str, Style] = {
-        f"{mlp}.linear_fc1": ColumnParallel(num_blocks=num_blocks),
-        f"{mlp}.linear_fc2": RowParallel(),
-    }
-    if moe is None:
-        return dense
-    layers = [f"{pattern}.mlp" for pattern, kind in kinds.items() if kind == "expert"]
-    rows: dict[str, Style] = {
-        **(dense if "dense" in kinds.values() else {}),
-        **dict.fromkeys(layers, ExpertParallel()),
-        f"{mlp}.router": ExpertRouter(),
-        f"{mlp}.experts.linear_fc1": ExpertLinear(1, num_blocks),
-        f"{mlp}.experts.linear_fc2": ExpertLinear(2),
-    }
-    shared = f"{mlp}.shared_experts"
-    if moe.shared_expert_intermediate_size is not None:
-        rows[f"{shared}.linear_fc1"] = ColumnParallel(num_blocks=num_blocks)
-        rows[f"{shared}.linear_fc2"] = RowParallel()
-    if moe.shared_expert_gate:
-        rows[f"{shared}.gate"] = SequenceParallel()
-    return rows
 
 
 def llama_hf_plan(config: Any) -> ShardingPlan:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config import LayerKind, TransformerConfig
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.layer_kinds import entry_of
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.latent_attention import LatentAttention
@@ -92,14 +94,13 @@ class TransformerLayer(nn.Module):
     """Norm -> the module that alone reads its output, so that both may be computed as one."""
 
     def __init__(
-        self, config: TransformerConfig, rotary: RotaryEmbedding | None, kind: LayerKind = "dense"
+        self, config: TransformerConfig, rotary: RotaryEmbedding | None, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.input_layernorm = build_norm(config, config.hidden_size)
         self.self_attention = build_attention(config, rotary)
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        moe = config.moe if kind == "expert" else None
-        self.mlp: nn.Module = MLP(config) if moe is None else MoELayer(config, moe)
+        self.mlp = mlp
         self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
@@ -109,6 +110,25 @@ class TransformerLayer(nn.Module):
         return out
 
 
+def _dense_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
+    return TransformerLayer(config, rotary, MLP(config))
+
+
+def _expert_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
+    mlp = MLP(config) if config.moe is None else MoELayer(config, config.moe)
+    return TransformerLayer(config, rotary, mlp)
+
+
+LAYERS: Mapping[str, Callable[[TransformerConfig, RotaryEmbedding | None], nn.Module]]
+LAYERS = MappingProxyType({"dense": _dense_layer, "expert": _expert_layer})
+"""Kind of a layer -> function that builds it."""
+
+
+def build_layer(config: TransformerConfig, rotary: RotaryEmbedding | None, kind: str) -> nn.Module:
+    """Return a layer, which maps hidden states [s, b, h] and a SequenceInfo to [s, b, h]."""
+    return entry_of(kind, LAYERS, "build")(config, rotary)
+
+
 class TransformerBlock(nn.Module):
     """The layers, keyed by their number in the full model, and the final norm."""
 
@@ -116,7 +136,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         rotary = build_rotary(config)
         self.layers = nn.ModuleDict(
-            {str(i): TransformerLayer(config, rotary, k) for i, k in enumerate(config.layer_kinds)}
+            {str(i): build_layer(config, rotary, k) for i, k in enumerate(config.layer_kinds)}
         )
         self.final_layernorm = build_norm(config, config.hidden_size)
         self.layers_at_once = 1
@@ -147,7 +167,7 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
     rotary, kind = build_rotary(config), config.layer_kinds[-1]
     layers = [
         MultiTokenPredictionLayer(
-            config, LanguageModelEmbedding(config), TransformerLayer(config, rotary, kind)
+            config, LanguageModelEmbedding(config), build_layer(config, rotary, kind)
         )
         for _ in range(config.num_predicting_layers)
     ]

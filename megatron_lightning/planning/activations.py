@@ -10,11 +10,13 @@ each action what that one needs beyond:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import MappingProxyType
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.config.layer_kinds import entry_of
 from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.actions import Action, Kind, Schedule
@@ -190,9 +192,48 @@ def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> lis
     """Return the tape of a layer, which is a unit or is in it at ``path``, from the stream that
     enters it to the one that leaves it.
     """
-    config, name = sizes.config, path or unit
-    normed, middle, normed_again = f"{name} normed", f"{name} middle", f"{name} normed again"
-    has_experts = config.moe is not None and kind_of(config, unit) == "expert"
+    kind = kind_of(sizes.config, unit) or "dense"
+    operations = entry_of(kind, LEDGERS, "ledger")(sizes, path or unit, stream)
+    # The gradient of the residual stream waits beside each of them.
+    return [
+        replace(one, backward_bytes=one.backward_bytes + sizes.stream_bytes) for one in operations
+    ]
+
+
+def _dense_layer(sizes: Sizes, name: str, stream: str) -> list[Operation]:
+    normed = f"{name} normed again"
+    feed_forward = layers.mlp(sizes, f"{name}.mlp", normed, sizes.config.ffn_size)
+    return _transformer_layer(sizes, name, (stream, normed), feed_forward, has_experts=False)
+
+
+def _expert_layer(sizes: Sizes, name: str, stream: str) -> list[Operation]:
+    normed, moe = f"{name} normed again", sizes.config.moe
+    if moe is None:
+        return _dense_layer(sizes, name, stream)
+    feed_forward = layers.experts(sizes, moe, f"{name}.mlp", normed)
+    return _transformer_layer(sizes, name, (stream, normed), feed_forward, has_experts=True)
+
+
+def _transformer_layer(
+    sizes: Sizes,
+    name: str,
+    streams: tuple[str, str],
+    feed_forward: list[Operation],
+    *,
+    has_experts: bool,
+) -> list[Operation]:
+    """Return the tape of attention and feed-forward.
+
+    Args:
+        sizes: Sizes.
+        name: Path of the layer.
+        streams: Names of the stream that enters and of the normed stream that the feed-forward
+            reads.
+        feed_forward: Operations behind the second norm.
+        has_experts: Whether they are experts.
+    """
+    config, (stream, normed_again) = sizes.config, streams
+    normed, middle = f"{name} normed", f"{name} middle"
     attention = [
         layers.norm(sizes, f"{name}.input_layernorm", stream, normed),
         *attention_tape(sizes, f"{name}.self_attention", normed),
@@ -200,22 +241,20 @@ def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> lis
         Operation(path=name, makes=(middle,), forward_bytes=sizes.stream_bytes),
         _norm_of_sum(sizes, name, middle, normed_again, is_kept=not sizes.compiled or has_experts),
     ]
-    if config.moe is not None and has_experts:
-        feed_forward = layers.experts(sizes, config.moe, f"{name}.mlp", normed_again)
-    else:
-        feed_forward = layers.mlp(sizes, f"{name}.mlp", normed_again, config.ffn_size)
     again = f"{name} dropout again"
-    feed_forward += layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, again)
-    output = f"{name} output"
-    feed_forward.append(Operation(path=name, makes=(output,), forward_bytes=sizes.stream_bytes))
-    operations = [*attention, *feed_forward]
-    if sizes.compiled:  # experts end a graph
-        graphs = [attention, feed_forward] if has_experts else [operations]
-        operations = [one for graph in graphs for one in compiled(graph)]
-    # The gradient of the residual stream waits beside each of them.
-    return [
-        replace(one, backward_bytes=one.backward_bytes + sizes.stream_bytes) for one in operations
-    ]
+    output = Operation(path=name, makes=(f"{name} output",), forward_bytes=sizes.stream_bytes)
+    dropped = layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, again)
+    feed_forward = [*feed_forward, *dropped, output]
+    if not sizes.compiled:
+        return [*attention, *feed_forward]
+    # Experts end a graph.
+    graphs = [attention, feed_forward] if has_experts else [[*attention, *feed_forward]]
+    return [one for graph in graphs for one in compiled(graph)]
+
+
+LEDGERS: Mapping[str, Callable[[Sizes, str, str], list[Operation]]]
+LEDGERS = MappingProxyType({"dense": _dense_layer, "expert": _expert_layer})
+"""Kind of a layer -> function of sizes, path and entering stream that returns its operations."""
 
 
 def _norm_of_sum(sizes: Sizes, name: str, middle: str, normed: str, *, is_kept: bool) -> Operation:

@@ -17,7 +17,13 @@ from collections.abc import Iterable, Sequence
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.checks import check_kind, is_count
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.blueprint import OUTPUT, Weight, unit_names, unit_weights
+from megatron_lightning.models.blueprint import (
+    OUTPUT,
+    Weight,
+    has_attention,
+    unit_names,
+    unit_weights,
+)
 from megatron_lightning.planning.parameters import kind_of, predicting_layer_of
 
 OPERATIONS_PER_WEIGHT = 6
@@ -76,9 +82,12 @@ def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) 
         return float(tokens * (1 + depths) * config.hidden_size * config.vocab_size)
     if kind_of(config, unit) is None:
         return 0.0
-    weights = _active_size(config, unit_weights(config, unit)) + _counted_norms(config, unit)
+    weights = unit_weights(config, unit)
+    per_token = _active_size(config, weights) + _counted_norms(config, unit)
+    if not has_attention(weights):
+        return float(tokens * per_token)
     pairs = sum(visible_pairs(length, config.window_size) for length in lengths)
-    return tokens * weights + pairs * pair_channels(config)
+    return tokens * per_token + pairs * pair_channels(config)
 
 
 def visible_pairs(length: int, window_size: tuple[int, int] | None = None) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lightning.config import LayerKind, TransformerConfig
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 
@@ -109,7 +109,7 @@ class _Parameters(NamedTuple):
     experts: float
 
 
-def _layers(config: TransformerConfig, kinds: Sequence[LayerKind]) -> _Parameters:
+def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
     """Return the parameters of layers."""
     h, moe = config.hidden_size, config.moe
     gate = 3 / 2 if config.gated else 1

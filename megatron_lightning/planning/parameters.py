@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lightning.config import LayerKind, PipelineOptions, TransformerConfig
+from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.models.blueprint import (
     EMBEDDING,
     LAYER,
@@ -78,7 +78,7 @@ def predicting_layer_of(unit: str) -> int | None:
     return int(unit.removeprefix(PREDICTING)) if unit.startswith(PREDICTING) else None
 
 
-def kind_of(config: TransformerConfig, unit: str) -> LayerKind | None:
+def kind_of(config: TransformerConfig, unit: str) -> str | None:
     """Return the kind of the layer that a unit is, or holds; None: there is none."""
     layer, predicting = layer_of(unit), predicting_layer_of(unit)
     if layer is not None:

@@ -7,14 +7,30 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
+from megatron_lightning.config import (
+    LatentAttentionConfig,
+    MoEConfig,
+    RecomputeOptions,
+    TransformerConfig,
+)
+from megatron_lightning.config.layer_kinds import LAYER_KINDS
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel, num_parameters
-from megatron_lightning.models.blueprint import layer_weights, model_weights
+from megatron_lightning.models.blueprint import LAYER_WEIGHTS, layer_weights, model_weights
+from megatron_lightning.models.transformer import LAYERS
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.planning import flops
+from megatron_lightning.planning.activations import LEDGERS, stage_profile
+from megatron_lightning.planning.layers import Sizes
+from megatron_lightning.planning.precision import precision_of
+from tests.helpers.kept_bytes import kept_bytes
 
 SIZES: dict[str, Any] = {
     "num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
     "vocab_size": 101, "max_sequence_length": 32, "ffn_hidden_size": 48,
 }  # fmt: skip
+OWN_KIND = "tests.helpers.squashed_layer.Squashed"
+FLOPS: dict[str, int] = {"batch_size": 2, "sequence_length": 32}
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
@@ -63,3 +79,52 @@ def test_a_layer_is_known_by_its_index() -> None:
     dense, expert = ({weight.module for weight in layer_weights(config, index)} for index in (0, 1))
     assert "mlp.linear_fc1" in dense - expert
     assert "mlp.router" in expert - dense
+
+
+def test_every_kind_of_layer_is_built_weighed_and_planned() -> None:
+    for entries in (LAYERS, LAYER_WEIGHTS, LEDGERS):
+        assert set(entries) == set(LAYER_KINDS)
+
+
+def test_a_users_kind_of_layer() -> None:
+    pattern = ["dense", OWN_KIND, "dense"]
+    config = TransformerConfig(**SIZES | {"layer_pattern": pattern})
+    model = GPTModel(config)
+    parameters = [path for path, _ in model.named_parameters()]
+    assert [weight.path for weight in model_weights(config)] == parameters
+    sizes = Sizes(
+        config=config, layout=ParallelLayout(), precision=precision_of("32-true"), device="cpu",
+        sequence_length=32, micro_batch_size=2, split_backward=False,
+    )  # fmt: skip
+    planned = stage_profile(sizes, ["decoder.layers.1"], RecomputeOptions()).kept
+    assert planned == kept_bytes(model.decoder.layers["1"], batch=2, sequence=32)
+    without = flops(TransformerConfig(**SIZES | {"num_layers": 2}), **FLOPS)
+    gate_up_down = 6 * FLOPS["batch_size"] * FLOPS["sequence_length"] * 3 * 64 * 48
+    assert flops(config, **FLOPS) == without + gate_up_down
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_pattern": ["dense"]}, "layer_pattern has 1 entries, and num_layers is 3"),
+        ({"layer_pattern": ["dense", "mamba", "dense"]}, "names 'mamba', which is neither dense"),
+        ({"layer_pattern": ["dense", "no.module.Kind", "dense"]}, "cannot be imported"),
+        ({"layer_pattern": ["dense", "expert", "dense"]}, "no moe describes experts"),
+        ({"layer_pattern": ["dense"] * 3, "moe": MoEConfig(num_experts=4)}, "moe describes"),
+        (
+            {"layer_pattern": ["dense", "expert", "expert"], "moe": EXPERTS},
+            r"moe\.layer_freq is \(0, 1, 1\); both",
+        ),
+    ],
+)
+def test_patterns_that_do_not_fit_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TransformerConfig(**SIZES | options)
+
+
+def test_a_pattern_means_what_layer_freq_means() -> None:
+    every = MoEConfig(num_experts=4, shared_expert_intermediate_size=24, shared_expert_gate=True)
+    pattern = TransformerConfig(
+        **SIZES | {"layer_pattern": ["dense", "expert", "expert"], "moe": every}
+    )
+    assert pattern.layer_kinds == TransformerConfig(**SIZES | {"moe": EXPERTS}).layer_kinds

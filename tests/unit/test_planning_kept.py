@@ -6,17 +6,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
-from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.activations import stage_profile
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.precision import precision_of
+from tests.helpers.kept_bytes import kept_bytes
 
 SEQUENCE, HEADS = 32, 4
 BATCHES, HEAD_DIMS = (1, 2, 4), (16, 32, 64, 128)
@@ -33,28 +30,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": (8, 0), "position_embedding_type": "learned_absolute",
     },
 }  # fmt: skip
-
-
-def kept_bytes(config: TransformerConfig, batch: int) -> float:
-    """Return the bytes that a layer keeps, without weights and the rotary tables of all layers."""
-    layer = GPTModel(config).decoder.layers["1"]
-    others = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, Tensor] = {}  # alive, so that no address comes twice
-
-    def leave_out(_: nn.Module, __: Any, tables: tuple[Tensor, ...]) -> None:
-        others.update(table.untyped_storage().data_ptr() for table in tables)
-
-    def pack(saved: Tensor) -> Tensor:
-        if saved.untyped_storage().data_ptr() not in others:
-            kept[saved.untyped_storage().data_ptr()] = saved
-        return saved
-
-    for module in layer.modules():
-        if isinstance(module, RotaryEmbedding):
-            module.register_forward_hook(leave_out)
-    with saved_tensors_hooks(pack, lambda saved: saved):
-        layer(torch.zeros(SEQUENCE, batch, config.hidden_size, requires_grad=True))
-    return float(sum(saved.untyped_storage().nbytes() for saved in kept.values()))
 
 
 def planned_bytes(config: TransformerConfig, batch: int) -> float:
@@ -77,4 +52,6 @@ def model(head_dim: int, options: dict[str, Any]) -> TransformerConfig:
 def test_a_layer_keeps_what_is_planned(name: str) -> None:
     for batch, head_dim in product(BATCHES, HEAD_DIMS):
         config = model(head_dim, MODELS[name])
-        assert planned_bytes(config, batch) == kept_bytes(config, batch), (batch, head_dim)
+        layer = GPTModel(config).decoder.layers["1"]
+        kept = kept_bytes(layer, batch=batch, sequence=SEQUENCE)
+        assert planned_bytes(config, batch) == kept, (batch, head_dim)

@@ -1,0 +1,68 @@
+"""Kinds of transformer layers: ours by name, a user's by class path. No torch here.
+
+Three read-only mappings have a kind as key: ``models.transformer.LAYERS`` builds a layer,
+``models.blueprint.LAYER_WEIGHTS`` names its weights, ``planning.activations.LEDGERS`` lists what
+its operations keep. A user's kind is the class path of a class with these three as static methods:
+
+    build(config, rotary) -> nn.Module       its forward(hidden [s, b, h], sequence) -> [s, b, h]
+    weights(config) -> tuple[Weight, ...]    in registration order
+    ledger(sizes, path, stream) -> list[Operation]
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from megatron_lightning.errors import ConfigError
+
+LAYER_KINDS = ("dense", "expert")
+_METHODS = ("build", "weights", "ledger")
+_T = TypeVar("_T")
+
+
+def entry_of(kind: str, entries: Mapping[str, _T], method: str) -> _T:
+    """Return the entry of a kind in one of the three mappings.
+
+    Args:
+        kind: A key, or the class path of a user's kind.
+        entries: The mapping.
+        method: Method of a user's class that stands for an entry.
+    """
+    return entries[kind] if kind in entries else cast("_T", getattr(_load(kind), method))
+
+
+def check_pattern(pattern: Sequence[str], num_layers: int) -> None:
+    """Check ``TransformerConfig.layer_pattern``.
+
+    Raises:
+        ConfigError: If it has not one kind for each layer, or a kind is unknown.
+    """
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"layer_pattern has {len(pattern)} entries, and num_layers is {num_layers}. Set one "
+            "kind for each layer."
+        )
+    for kind in dict.fromkeys(pattern):
+        if kind not in LAYER_KINDS:
+            _load(kind)
+
+
+def _load(kind: str) -> Any:
+    module, _, name = kind.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"layer_pattern names {kind!r}, which cannot be imported ({error}). Set the class path "
+            "of a kind of layer."
+        ) from error
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise ConfigError(
+            f"layer_pattern names {kind!r}, which is neither {' nor '.join(LAYER_KINDS)} nor the "
+            f"class path of a class with the static methods {', '.join(_METHODS)} (missing: "
+            f"{', '.join(missing)}). Set one of these."
+        )
+    return found
