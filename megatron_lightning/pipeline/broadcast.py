@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +29,8 @@ class _Number:
     def __init__(self, value: Tensor | float) -> None:
         self.dtype = value.dtype if isinstance(value, Tensor) else type(value)
 
-    def restore(self, number: Tensor) -> Any:
-        return (
-            number.to(self.dtype)
-            if isinstance(self.dtype, torch.dtype)
-            else self.dtype(number.item())
-        )
+    def restore(self, tensor: Tensor, number: float) -> Any:
+        return tensor.to(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype(number)
 
 
 class _Array:
@@ -51,6 +48,18 @@ def _is_number(leaf: Any) -> bool:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory; backends support few dtypes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _stacked(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return plain numbers and tensors of one element as one tensor, with one copy to the device
+    for all plain ones.
+    """
+    plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+    stacked = torch.tensor(plain, dtype=torch.float64, device=device)
+    for index, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            stacked[index] = number.detach().to(torch.float64)
+    return stacked
 
 
 def _packed(structure: Any) -> bytes:
@@ -72,19 +81,19 @@ class StageBroadcast:
         self._device = device
         self._structures: dict[int, bytes] = {}
 
-    def __call__(self, value: Any, *, tensors: bool = False) -> Any:
+    def __call__(self, value: tuple[Any, ...], *, without: int | None = None) -> Any:
         """Return the last stage's ``value`` (there unchanged); other stages pass anything.
 
-        Tensors with dims travel if the last stage sets ``tensors``; else they are None on the other
-        stages.
+        ``without``: Index of an entry whose tensors with dims are None on the other stages.
         """
         if self._pipeline.size == 1:
             return value
         if self._pipeline.rank > 0:
             return self._receive()
-        self._send(
-            value if tensors else tree_map_only(Tensor, lambda x: None if x.ndim else x, value)
-        )
+        sent = list(value)
+        if without is not None:
+            sent[without] = tree_map_only(Tensor, lambda x: None if x.ndim else x, value[without])
+        self._send(tuple(sent))
         return value
 
     def _send(self, value: Any) -> None:
@@ -106,10 +115,7 @@ class StageBroadcast:
             self._cache(key, packed)
             self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
         if numbers:
-            on_device = [
-                torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers
-            ]
-            self._broadcast(torch.stack(on_device))
+            self._broadcast(_stacked(numbers, self._device))
         for tensor in tree_leaves(value):
             if isinstance(tensor, Tensor) and tensor.ndim:
                 self._broadcast(_as_bytes(tensor.detach().to(self._device).contiguous()))
@@ -123,17 +129,20 @@ class StageBroadcast:
                 torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
             )
             self._cache(key, packed.cpu().numpy().tobytes())
-        numbers = iter(
-            self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device))
-            if count
-            else ()
-        )
+        numbers = self._receive_numbers(count)
         value = tree_map_only(
             _Number,
-            lambda number: number.restore(next(numbers)),
+            lambda number: number.restore(*next(numbers)),
             pickle.loads(self._structures[key]),
         )
         return tree_map_only(_Array, self._receive_tensor, value)
+
+    def _receive_numbers(self, count: int) -> Iterator[tuple[Tensor, float]]:
+        """Return each number as a tensor and as a plain one."""
+        if not count:
+            return iter(())
+        numbers = self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device))
+        return zip(numbers, numbers.tolist(), strict=True)
 
     def _receive_tensor(self, sent: _Array) -> Tensor:
         tensor = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)

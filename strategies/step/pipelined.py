@@ -26,13 +26,13 @@ from megatron_lightning.pipeline.broadcast import StageBroadcast
 from megatron_lightning.pipeline.crossing import StageCrossing
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
-from megatron_lightning.pipeline.lists import ListSync
 from megatron_lightning.pipeline.microbatches import (
     batch_size_of,
     kinds_of,
     merge_outputs,
     split_batch,
 )
+from megatron_lightning.pipeline.module_state import Change, ModuleState
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.stubs import hooks_inside
 from megatron_lightning.pipeline.visit import CallFacts
@@ -65,7 +65,8 @@ class PipelinedSteps(Steps):
         self._epoch = 0
         self._rng = ReplicaRng(scope.context.device)
         self._broadcast = StageBroadcast(scope.context.pp, scope.context.device)
-        self._lists = ListSync(scope.module, pl.LightningModule, scope.context.device)
+        self._state = _module_state(scope)
+        self._unsent: set[str] = set()  # named once
         self._explicit: ExplicitCalls | None = None
         self._facts: dict[Hashable, CallFacts] = {}
 
@@ -156,7 +157,7 @@ class PipelinedSteps(Steps):
             indices=indices,
             around=partial(self._around, hook),
             around_backward=getattr(self._scope.precision, "backward_context", nullcontext),
-            begin_microbatch=self._begin_microbatch,
+            begin_forward=self._begin_forward,
             reports=self.reports,
             variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
         )
@@ -167,7 +168,8 @@ class PipelinedSteps(Steps):
             training=self.training if trains else None,
         )
         self._rng.begin_step()
-        self._lists.begin()
+        if self._state is not None:
+            self._state.begin()
         if trains:
             self.training.accumulation.begin_run()
         watched = nullcontext() if self._sequence is None else self._sequence.watched(hook)
@@ -175,7 +177,8 @@ class PipelinedSteps(Steps):
             self._executor.run(schedule, program, backward=trains)
         if trains:
             self.training.end_backwards()  # before anything else is communicated
-        if self._scope.part.partition is not None:
+        if self._state is not None:
+            self._state.end()
             self._rng.end_step()
         parts = 0 if self._sequence is None else self._sequence.split.part_length(microbatches[0])
         output, num_items, weights = self._reduce_and_broadcast(program, hook, parts)
@@ -255,12 +258,16 @@ class PipelinedSteps(Steps):
         have to send; nothing else comes of it.
         """
         state, streams = self._rng.everything(), self._scope.context.rng.state_dict()
+        if self._state is not None:
+            self._state.begin(undone=True)
         self._rng.begin_step()
         self._executor.forget_boundaries()  # the analysis sends no tensors
         analyzing = crossing.analyzing(self._scope.module)
         with self._in_step(crossing, trains=False), self._without_notes(), analyzing:
             self._executor.run(self._schedule(1, backward=False), program, backward=False)
         self._executor.forget_boundaries()
+        if self._state is not None:
+            self._state.undo()
         self._rng.restore(state)
         self._scope.context.rng.load_state_dict(streams)
 
@@ -288,9 +295,12 @@ class PipelinedSteps(Steps):
         with self._in_hook(hook), in_order:
             yield
 
-    def _begin_microbatch(self, microbatch: int) -> None:
-        """Set the random state so that every stage draws what one device draws."""
-        if self._scope.part.partition is not None:
+    def _begin_forward(self, stage: int, microbatch: int) -> None:
+        """Set the random state so that every stage draws what one device draws, and the values that
+        the stage left on the module.
+        """
+        if self._state is not None:
+            self._state.enter(stage)
             self._rng.begin_microbatch(microbatch)
 
     def _forget_shapes(self) -> None:
@@ -337,9 +347,7 @@ class PipelinedSteps(Steps):
         """
         predicting = hook == "predict_step"
         shared: Any = None
-        appended = b""
-        pipeline = self._scope.context.pp
-        if pipeline.rank == 0:
+        if self._scope.context.pp.rank == 0:
             weights = program.item_weights
             output = merge_outputs(
                 [program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes
@@ -354,29 +362,41 @@ class PipelinedSteps(Steps):
             output = mean_over_context(output, weight, sharing)
             if predicting and self._sequence is not None:
                 output = join_outputs(output, self._sequence.split.dims, part_length, sharing)
-            appended = self._lists.appended() if self._scope.part.partition is not None else b""
             shared = (
                 output,
                 program.num_items,
                 program.recorder.entries(weights, sharing),
                 self._metrics.counts(),
-                bool(appended),
                 weights if self.reports.exist else [],
+                self._changes(hook),
             )
-        if self._scope.part.partition is not None:
+        if self._state is not None:
             shared = (
                 self._broadcast_objects(shared)
                 if predicting
-                else self._broadcast(shared, tensors=self._are_read(hook))
+                else self._broadcast(shared, without=None if self._are_read(hook) else 0)
             )
-        output, num_items, entries, counts, has_appended, weights = shared
+        output, num_items, entries, counts, weights, changes = shared
         self._metrics.follow(counts)
-        if has_appended and pipeline.size > 1:
-            appended = self._broadcast_objects(appended)
-            if pipeline.rank > 0:
-                self._lists.append(appended)
+        if self._state is not None and self._scope.context.pp.rank > 0:
+            self._state.apply(changes)
         replay(self._scope.module, entries)
         return output, num_items, weights
+
+    def _changes(self, hook: str) -> list[Change]:
+        """Return what the step changed on the module, and name once what stays on this stage."""
+        if self._state is None:
+            return []
+        changes, unsent = self._state.changes()
+        new = [place for place in unsent if place not in self._unsent]
+        if new:
+            self._unsent.update(new)
+            rank_zero_warn(
+                f"{hook} changes {', '.join(new[:3])}, and only the last pipeline stage has the "
+                "new value: tensors, numbers, strings and containers of them are sent to the other "
+                "stages. Keep such values there if a hook reads them."
+            )
+        return changes
 
     def _are_read(self, hook: str) -> bool:
         """Whether the module or a callback, other than Lightning's own and ours, has the hook that
@@ -388,6 +408,15 @@ class PipelinedSteps(Steps):
     def _broadcast_objects(self, value: Any) -> Any:
         """Send all tensors: predictions, on the CPU."""
         return self._scope.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))
+
+
+def _module_state(scope: Scope) -> ModuleState | None:
+    """Return the values that a step may change on the module; None with one stage."""
+    partition = scope.part.partition
+    if partition is None:
+        return None
+    units = [partition.module.get_submodule(unit) for unit in partition.units]
+    return ModuleState(scope.module, pl.LightningModule, units, partition.own, scope.context.device)
 
 
 def _warn_of_hooks(partition: StagePartition) -> None:

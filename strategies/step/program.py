@@ -36,7 +36,7 @@ class UserProgram:
         crossing: Runs the stages where the step calls the pipelined module; None with one stage.
         around: Returns what is put around one forward.
         around_backward: Returns what is put around one backward.
-        begin_microbatch: Called with the micro-batch before its forward.
+        begin_forward: Called with the stage and the micro-batch before a forward.
         reports: Takes what layers report.
         training: Where gradients go; None: there is no backward.
         variable_shapes: Whether every message between stages carries its shapes.
@@ -53,7 +53,7 @@ class UserProgram:
         crossing: StageCrossing | None,
         around: Callable[[], AbstractContextManager[None]],
         around_backward: Callable[[], AbstractContextManager[Any]],
-        begin_microbatch: Callable[[int], None],
+        begin_forward: Callable[[int, int], None],
         reports: StepReports,
         training: Training | None,
         variable_shapes: bool,
@@ -66,7 +66,7 @@ class UserProgram:
         self._crossing = crossing
         self._around = around
         self._around_backward = around_backward
-        self._begin_microbatch = begin_microbatch
+        self._begin_forward = begin_forward
         self._reports = reports
         self._training = training
         self._variable_shapes = variable_shapes
@@ -91,7 +91,7 @@ class UserProgram:
         crossing = self._crossing
         is_last = crossing is None or crossing.is_last(stage)
         self.recorder.microbatch = microbatch
-        self._begin_microbatch(microbatch)
+        self._begin_forward(stage, microbatch)
         self._begin_reports(microbatch)
         if crossing is not None:
             crossing.enter(stage, microbatch, received, self.signature(microbatch))

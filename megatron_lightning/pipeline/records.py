@@ -1,0 +1,254 @@
+"""Records of the values on a module, to compare them after a step and to restore them.
+
+Tensors are compared by identity and version, arrays, sets and numbers by value, lists and dicts
+entry by entry; of a list or dict of more than ``MOST_ENTRIES`` only added entries are found.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.pipeline.plain_values import equal_atoms, is_atom
+
+MOST_ENTRIES = 4096
+_DEPTH = 4
+"""Objects inside of objects that are searched."""
+_LIBRARIES = frozenset(
+    [
+        "datasets",
+        "lightning",
+        "lightning_fabric",
+        "logging",
+        "megatron_lightning",
+        "numpy",
+        "pandas",
+        "pytorch_lightning",
+        "tokenizers",
+        "torch",
+        "torchmetrics",
+        "torchvision",
+        "transformers",
+    ]
+)
+_CODE = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+)
+
+MISSING = object()
+"""Takes the place of a value that does not exist."""
+
+Record = Any
+"""An atom itself, or one of the classes of this module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value that is compared by identity."""
+
+    value: Any
+
+    def is_changed(self, value: Any) -> bool:
+        """Return whether another value took its place."""
+        return value is not self.value
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor and its version; an inference tensor has none and is compared with a copy."""
+
+    reference: Any
+    """The tensor, or a weak reference where it is not restored."""
+    version: int
+    copy: Tensor | None
+
+    def is_changed(self, value: Any) -> bool:
+        """Return whether another value took its place, or it was written into."""
+        if value is not self.tensor or not isinstance(value, Tensor):
+            return True
+        if value.is_inference():
+            return self.copy is None or not torch.equal(value, self.copy)
+        return bool(value._version != self.version)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor, if it still exists."""
+        found: Tensor | None = (
+            self.reference if isinstance(self.reference, Tensor) else self.reference()
+        )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """An array, a set or a deque, and a copy of what it held."""
+
+    value: Any
+    copy: Any
+
+    def is_changed(self, value: Any) -> bool:
+        """Return whether another value took its place, or its contents differ."""
+        if value is not self.value:
+            return True
+        if isinstance(value, np.ndarray):
+            return not np.array_equal(value, self.copy, equal_nan=value.dtype.kind in "fc")
+        if isinstance(value, deque):
+            return len(value) != len(self.copy) or any(
+                a is not b for a, b in zip(value, self.copy, strict=True)
+            )
+        return bool(value != self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list, tuple, dict or object and the records of its entries."""
+
+    container: Any
+    entries: dict[Any, Record]
+    """None of a list or dict that is too large."""
+    length: int
+
+
+def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
+    """Return the attributes of an object that are no code, without the ``foreign`` ones."""
+    return {
+        name: item
+        for name, item in vars(value).items()
+        if name not in foreign and not isinstance(item, _CODE)
+    }
+
+
+def make_record(value: Any, seen: set[int], *, copies: bool, depth: int = 0) -> Record:
+    """Return the record of a value.
+
+    Args:
+        value: The value.
+        seen: Ids of containers that were recorded elsewhere, each of which is searched once.
+        copies: Whether tensors are copied, so that they can be restored.
+        depth: Number of objects around the value.
+    """
+    if is_atom(value):
+        return value
+    if isinstance(value, Tensor):
+        return _of_tensor(value, copies=copies)
+    if id(value) in seen or not _is_searched(value, depth):
+        return Kept(value)
+    seen.add(id(value))
+    if isinstance(value, np.ndarray | set | deque):
+        return Copied(value, value.copy())
+    inner = depth + (not isinstance(value, list | tuple | dict))
+    entries = {
+        key: make_record(item, seen, copies=copies, depth=inner)
+        for key, item in _entries(value).items()
+    }
+    length = len(value) if isinstance(value, list | tuple | dict) else len(entries)
+    return Items(value, entries, length)
+
+
+def _of_tensor(value: Tensor, *, copies: bool) -> KeptTensor:
+    copy = value.detach().clone() if copies or value.is_inference() else None
+    version = 0 if value.is_inference() else value._version
+    return KeptTensor(value if copies else weakref.ref(value), version, copy)
+
+
+def _is_searched(value: Any, depth: int) -> bool:
+    if isinstance(value, list | tuple | dict | set | deque | np.ndarray):
+        return True
+    if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, list | tuple | dict):
+        return attributes_of(value)
+    if len(value) > MOST_ENTRIES:
+        return {}
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def is_changed(before: Record, value: Any) -> bool:
+    """Return whether a value differs from its record, other than in the entries of a container."""
+    if isinstance(before, Kept | KeptTensor | Copied):
+        return before.is_changed(value)
+    if isinstance(before, Items) or not is_atom(value) or before is MISSING:
+        return True
+    return not equal_atoms(before, value)
+
+
+def is_refilled(before: Record, value: Any) -> bool:
+    """Return whether the recorded tensor, array, set or deque is still at its place."""
+    if isinstance(before, KeptTensor):
+        return before.tensor is value
+    return isinstance(before, Copied) and before.value is value
+
+
+def restored(record: Record) -> Any:
+    """Return the recorded value; containers, tensors and objects hold again what they held."""
+    if isinstance(record, KeptTensor):
+        return _restored_tensor(record)
+    if isinstance(record, Copied):
+        refill(record.value, record.copy)
+        return record.value
+    if isinstance(record, Items):
+        _restore_items(record)
+        return record.container
+    return record.value if isinstance(record, Kept) else record
+
+
+def _restored_tensor(record: KeptTensor) -> Tensor | None:
+    tensor, copy = record.tensor, record.copy
+    if tensor is None or copy is None or not record.is_changed(tensor):
+        return tensor
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return copy
+    refill(tensor, copy)
+    return tensor
+
+
+def refill(value: Any, contents: Any) -> None:
+    """Write the contents of a tensor or container of one kind into another."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(contents)
+    elif isinstance(value, np.ndarray):
+        np.copyto(value, contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, deque) or value != contents:
+        value.clear()
+        (value.extend if isinstance(value, deque) else value.update)(contents)
+
+
+def _restore_items(record: Items) -> None:
+    value, entries = record.container, record.entries
+    items = {key: restored(entry) for key, entry in entries.items()}
+    is_large = record.length != len(entries)
+    if isinstance(value, list):
+        value[record.length if is_large else 0 :] = list(items.values())
+    elif isinstance(value, dict) and is_large:
+        for key in list(value)[record.length :]:
+            del value[key]
+    elif isinstance(value, dict):
+        if value.keys() != items.keys() or any(value[key] is not items[key] for key in items):
+            value.clear()
+            for key, item in items.items():
+                value[key] = item
+    elif not isinstance(value, tuple):
+        for name in attributes_of(value).keys() - items.keys():
+            del vars(value)[name]
+        vars(value).update(items)
