@@ -33,6 +33,7 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.optim.codes import CodedWeight, Coder, Range
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.rebound import check_rebound
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
 
@@ -134,6 +135,23 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(values, index)
             set_grad_dtype(parameter, parameter.dtype)
+
+    def bind(self) -> None:
+        """Copy the memory of parameters that were rebound (``p.data = ...``) into the buffer, and
+        bind the parameters to it again.
+
+        Raises:
+            ConfigError: If shape, dtype or device of a parameter have changed.
+        """
+        if self.value is None:
+            return
+        first, size = self.value.data_ptr(), self.value.element_size()
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            if parameter.data_ptr() == first + self.offsets[index] * size or not parameter.numel():
+                continue
+            like = self.views[index] if self.main is not None else self._view(self.value, index)
+            check_rebound(name, parameter.data, like, coded=self.holds_codes)
+            parameter.data = self._view(self.value, index).copy_(parameter.data)
 
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         parameter, offset = self.parameters[index], self.offsets[index]

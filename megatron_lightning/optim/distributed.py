@@ -27,6 +27,7 @@ from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import OptimizerEntry, Target
+from megatron_lightning.optim.main_params import MainParams, take_over
 from megatron_lightning.optim.matrices import (
     MatrixExchange,
     is_several,
@@ -38,6 +39,7 @@ from megatron_lightning.optim.matrices import (
 )
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.rebound import check_rebound
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.state import OptimizerState
 from megatron_lightning.parallel.context import ALONE, AxisGroup
@@ -74,6 +76,7 @@ class DistributedOptimizer(OptimizerState):
         self._name_of = {
             id(parameter): name for name, parameter in (names or reducer.parameters).items()
         }
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._entries = [
             [
                 self._entry(parameter, group, f"param_groups.{i}.{j}")
@@ -94,14 +97,20 @@ class DistributedOptimizer(OptimizerState):
                     require_elementwise(member)
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
             self._replace(group, entries)
+        self._followed = [
+            (parameter, entry.shard)
+            for parameter, entry in zip(parameters, self._all_entries(), strict=True)
+            if entry.shard is not None and not entry.sharded and (entry.copied or entry.exchanged)
+        ]
         self._copied = [entry for entry in self._all_entries() if entry.copied]
+        self._main = MainParams(
+            (entry.shard, entry.targets[0].tensor)
+            for entry in self._copied
+            if entry.shard is not None
+        )
         if self._options.moments_dtype == "bf16":
             moments.warn_if_lost(optimizer)
-        if (
-            self._exchanges
-            or self._options.moments_dtype == "bf16"
-            or self._options.optimizer_cpu_offload
-        ):
+        if self.exchanged:
             optimizer.register_step_pre_hook(self._prepare_after_closure)
         if self.exchanged:
             optimizer.register_step_post_hook(lambda *_: self._finish_step())
@@ -258,6 +267,11 @@ class DistributedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def _prepare_step(self) -> None:
+        self.bind()
+        self._main.take_over()
+        for exchange in self._exchanges:
+            if exchange.is_local:
+                exchange.take_over()
         if self._options.moments_dtype == "bf16":
             moments.widen(self.optimizer, self._targets())
         for exchange in self._exchanges:
@@ -270,6 +284,19 @@ class DistributedOptimizer(OptimizerState):
                 target.tensor.grad = (
                     None if gradient is None else gradient.to("cpu", target.tensor.dtype)
                 )
+
+    def bind(self) -> None:
+        """Follow parameters whose memory was replaced.
+
+        Raises:
+            ConfigError: If shape, dtype or device of one have changed.
+        """
+        for bucket in self._buckets:
+            bucket.bind()
+        for parameter, shard in self._followed:
+            if parameter.data_ptr() != shard.value.data_ptr():
+                check_rebound(self._name_of[id(parameter)], parameter.data, shard.value)
+                shard.value = parameter.detach()
 
     @torch.no_grad()
     def _finish_step(self) -> None:
@@ -286,6 +313,7 @@ class DistributedOptimizer(OptimizerState):
         if self._copied:
             values = [entry.shard.value for entry in self._copied if entry.shard is not None]
             torch._foreach_copy_(values, [entry.targets[0].tensor for entry in self._copied])
+            self._main.record()
         for exchange in self._exchanges:
             exchange.scatter_results()
         self._reducer.encode_units()
@@ -297,8 +325,13 @@ class DistributedOptimizer(OptimizerState):
         synchronize. A collective.
         """
         for entry in self._copied:
-            if entry.global_name not in self._restored_main and entry.shard is not None:
-                entry.targets[0].tensor.copy_(entry.shard.value)
+            if entry.shard is None:
+                continue
+            main, value = entry.targets[0].tensor, entry.shard.value
+            if entry.global_name not in self._restored_main:
+                main.copy_(value)
+            else:  # a hook may have replaced the value that was saved beside it
+                take_over(main, value.to(main.device))
         for exchange in self._exchanges:
             exchange.refresh(keep=self._restored_main)
         for target in self._targets():

@@ -28,6 +28,7 @@ from torch.optim import Muon, Optimizer
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.entries import OptimizerEntry, Target
+from megatron_lightning.optim.main_params import take_over
 from megatron_lightning.optim.parameter_shard import ParameterShard
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
@@ -196,6 +197,18 @@ class MatrixExchange:
                 parts = _split(full, entry.spec)
                 for target, part in zip(self._targets[number], parts, strict=True):
                     target.data.copy_(part)
+
+    def take_over(self) -> None:
+        """Replace the elements of the owners' matrices that are not what the parameters hold."""
+        for number, full in self._gather(self._values()).items():
+            parts = _split(full, self._entries[self._matrices[number].entry].spec)
+            for target, part in zip(self._targets[number], parts, strict=True):
+                take_over(target.data, part.to(target.device))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank holds all of its matrices."""
+        return self._group.process_group is None
 
     def _values(self) -> list[Tensor]:
         return [

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_lightning.compat import GradientHooks, set_grad_dtype
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.parameter_shard import main_dtype
+from megatron_lightning.optim.rebound import ShardedParameter
 from megatron_lightning.parallel.spec import Box
 
 _CONTAINERS = nn.ModuleList | nn.ModuleDict
@@ -56,6 +57,8 @@ class Unit:
             n: p for n, p in module.named_parameters(path) if n in names and isinstance(p, DTensor)
         }
         """Name -> what this rank keeps of a parameter."""
+        for shard in self.shards.values():
+            shard.__class__ = ShardedParameter
         self.gathered: dict[str, nn.Parameter] = {}
         """Name -> the full parameter, a leaf of autograd, from the first call on. It stays the same
         object, whose memory comes and goes with the gathers ("FSDP and autograd" in

@@ -1,0 +1,164 @@
+"""Main params in flat buffers, and how they take over what other code writes into parameters.
+
+An optimizer steps main params: fp32 copies of parameters in lower precision, or copies in host
+memory. Hooks, callbacks and loaders of weights write into the parameters. Before a step, every
+element whose value is not what its main param rounds to was written since the last step, and
+replaces the main param:
+
+    main = where(value == round(main), main, value)
+
+The other elements keep all bits of their main params, also where an average was swapped in and
+back. Comparing values needs neither a collective nor the host. (A version counter would miss writes
+through ``p.data``, and report a swap that restored every value.)
+
+An optimizer may write the other side as well, outside of a step (schedule-free optimizers swap an
+average in for validation). Column sums of the values at the end of every step tell the two apart:
+where the values are as the step left them, and the main params round to something else, the main
+params were written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.optim.parameter_shard import ParameterShard
+
+_CHUNK = 1 << 24  # elements; bounds the memory of a comparison
+_ALIGNMENT = 64
+_COLUMNS = 4096
+
+
+def take_over(main: Tensor, value: Tensor) -> None:
+    """Replace the elements of ``main`` that do not round to ``value``, in place.
+
+    Args:
+        main: Main params.
+        value: What the parameters hold, same shape and device.
+    """
+    torch.where(value == main.to(value.dtype), main, value.to(main.dtype), out=main)
+
+
+def column_sums(flat: Tensor) -> Tensor:
+    """Return sums [columns] of the bits of a contiguous 1-D tensor; equal for equal bits."""
+    bits = _bits(flat)
+    full = len(bits) - len(bits) % _COLUMNS
+    sums = bits[:full].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[: len(bits) - full] += bits[full:]
+    return sums
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """View a contiguous tensor as integers, of which NaN equals itself."""
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Main params that are compared together."""
+
+    main: Tensor
+    """1-D buffer."""
+    shards: Sequence[ParameterShard]
+    places: Sequence[slice]
+    """Range of each in the buffer."""
+    seen: Tensor | None = None
+    """Column sums of the values at the end of the last step."""
+
+    def values(self) -> Tensor:
+        """Return what the parameters hold now, laid out as the main params are."""
+        like = self.shards[0].value
+        values = torch.zeros(self.main.shape, dtype=like.dtype, device=like.device)
+        torch._foreach_copy_(
+            [values[place] for place in self.places],
+            [shard.value.reshape(-1) for shard in self.shards],
+        )
+        return values
+
+
+class MainParams:
+    """The main params of one optimizer on this rank.
+
+    Args:
+        copies: Shards of parameters, and the tensor that the optimizer steps for each. The memory
+            of these tensors becomes part of flat buffers.
+    """
+
+    def __init__(self, copies: Iterable[tuple[ParameterShard, nn.Parameter]]) -> None:
+        alike: dict[tuple[object, ...], list[tuple[ParameterShard, nn.Parameter]]]
+        alike = defaultdict(list)
+        for shard, main in copies:
+            value = shard.value
+            alike[value.dtype, value.device, main.dtype, main.device].append((shard, main))
+        self._chunks = [_make_chunk(some) for copies in alike.values() for some in _divided(copies)]
+        self.record()
+
+    def record(self) -> None:
+        """Record the values: a step has just copied the main params into the parameters."""
+        for chunk in self._chunks:
+            chunk.seen = column_sums(chunk.values())
+
+    def take_over(self) -> None:
+        """Take over what was written into the parameters since :meth:`record`."""
+        for chunk in self._chunks:
+            values = chunk.values()
+            if values.device != chunk.main.device:
+                # Steps in host memory wait for gradients anyway.
+                if _equal(column_sums(values), chunk.seen):
+                    continue
+                values = values.to(chunk.main.device)
+            take_over(chunk.main, values)
+
+    def were_written(self) -> bool:
+        """Return whether main params were written outside of a step; take over what was written
+        into the parameters. Waits for the device.
+        """
+        written = False
+        for chunk in self._chunks:
+            values = chunk.values()
+            unchanged = _equal(column_sums(values), chunk.seen)
+            rounded = chunk.main.to(values.dtype)
+            values = values.to(chunk.main.device)
+            if not unchanged:
+                take_over(chunk.main, values)
+            elif not torch.equal(_bits(values), _bits(rounded)):
+                written = True
+        return written
+
+
+def _equal(sums: Tensor, seen: Tensor | None) -> bool:
+    return seen is not None and torch.equal(sums, seen)
+
+
+def _divided(
+    copies: Sequence[tuple[ParameterShard, nn.Parameter]],
+) -> Iterable[list[tuple[ParameterShard, nn.Parameter]]]:
+    """Yield runs of copies of at most a chunk's size, or of one larger tensor."""
+    some: list[tuple[ParameterShard, nn.Parameter]] = []
+    size = 0
+    for shard, main in copies:
+        if some and size + main.numel() > _CHUNK:
+            yield some
+            some, size = [], 0
+        some.append((shard, main))
+        size += -(-main.numel() // _ALIGNMENT) * _ALIGNMENT
+    if some:
+        yield some
+
+
+def _make_chunk(copies: Sequence[tuple[ParameterShard, nn.Parameter]]) -> _Chunk:
+    """Move copies into one buffer; page-locked where they were."""
+    places, size = [], 0
+    for _, main in copies:
+        places.append(slice(size, size + main.numel()))
+        size += -(-main.numel() // _ALIGNMENT) * _ALIGNMENT
+    like = copies[0][1]
+    pinned = like.device.type == "cpu" and copies[0][0].value.is_cuda
+    buffer = torch.zeros(size, dtype=like.dtype, device=like.device, pin_memory=pinned)
+    for (_, main), place in zip(copies, places, strict=True):
+        main.data = buffer[place].view(main.shape).copy_(main.data)
+    return _Chunk(buffer, [shard for shard, _ in copies], places)

@@ -1,0 +1,91 @@
+"""Parameters whose memory other code has replaced (``p.data = ...``).
+
+Shards and buckets view the memory of the parameters. After ``p.data = x`` the model computes with
+``x``, and an optimizer that steps shards would go on stepping the memory that nobody reads.
+Addresses are compared before a step: they cost neither a collective nor the host's wait.
+
+torch drops ``p.data = x`` on a ``DTensor`` without a word, so that nothing could be found
+afterwards: what FSDP2 shards is therefore a :class:`ShardedParameter`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.errors import ConfigError
+
+
+def check_rebound(name: str, value: Tensor, like: Tensor, *, coded: bool = False) -> None:
+    """Check that a parameter's new memory can be copied into the old one.
+
+    Args:
+        name: Name of the parameter.
+        value: What the parameter is now.
+        like: What it was, or a tensor like it.
+        coded: Whether it was 8-bit quantized data.
+
+    Raises:
+        ConfigError: If shape, dtype or device differ, or the parameter is quantized data.
+    """
+    advice = f"Write into the parameter instead: {name}.data.copy_(...)."
+    if coded:
+        advice = (
+            "Replace weights before the strategy sets up the fit, or set fp8_param_gather=False."
+        )
+    if coded or (value.shape, value.dtype, value.device) != (like.shape, like.dtype, like.device):
+        raise ConfigError(
+            f"{name}.data was replaced by a tensor of shape {tuple(value.shape)}, {value.dtype}, "
+            f"{value.device}; the ranks share the parameter as shape {tuple(like.shape)}, "
+            f"{like.dtype}, {like.device}{' (quantized weights)' if coded else ''}. {advice}"
+        )
+
+
+class ShardedParameter(DTensor):
+    """A parameter that FSDP2 shards, whose ``data`` can be assigned as that of other parameters."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without a graph; assigning copies them into this rank's shard."""
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ConfigError(
+                f"the data of a sharded parameter of shape {tuple(self.shape)}, {self.dtype}, was "
+                f"replaced by a tensor of shape {tuple(value.shape)}, {value.dtype}. "
+                'data_parallel="fsdp" shares the parameter over the ranks as it is: copy values of '
+                "its shape and dtype into it."
+            )
+        with torch.no_grad():
+            if isinstance(value, DTensor):
+                value = value.redistribute(self.device_mesh, self.placements)
+                self.to_local().copy_(value.to_local())
+            else:
+                raise ConfigError(
+                    f"the data of a sharded parameter of shape {tuple(self.shape)} was replaced by "
+                    "a plain tensor of that shape. Each rank holds a part of the parameter "
+                    '(data_parallel="fsdp"). Assign a result of p.data, or call '
+                    "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, "
+                    "p.placements) first."
+                )
+
+    def detach(self) -> Tensor:
+        """Return the values without a graph, of this class: torch makes parameters of them."""
+        detached = super().detach()
+        detached.__class__ = ShardedParameter
+        return detached
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain copy: only the original is shared with FSDP2."""
+        copied = nn.Parameter(super().detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a DTensor."""
+        return super().detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
