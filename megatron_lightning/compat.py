@@ -12,7 +12,8 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 PrefixStore = _distributed_c10d.PrefixStore
@@ -63,6 +65,57 @@ def all_gather(
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
     return work
+
+
+_COLLECTIVES = ("all", "_all", "broadcast", "reduce", "_reduce", "gather", "scatter", "barrier")
+"""Beginnings of the names of a process group's methods that are collectives."""
+
+
+class _WatchedGroup(dist.ProcessGroup):
+    """A process group in the place of another one, which hands the names of collectives to a
+    function before they are called.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, called: Callable[[str], None]) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        object.__setattr__(self, "_watched", group)
+        object.__setattr__(self, "_called", called)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        if name.startswith(_COLLECTIVES) or name == "monitored_barrier":
+            object.__getattribute__(self, "_called")(name.lstrip("_"))
+        return getattr(object.__getattribute__(self, "_watched"), name)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is object.__getattribute__(self, "_watched")
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_watched"))  # keys torch's tables of groups
+
+
+@contextmanager
+def watched_default_group(called: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, call ``called`` with the name of every collective that Python code begins
+    on the default process group. A reference to the group from before works as ever.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        yield
+        return
+    distributed_c10d._world.default_pg = _WatchedGroup(group, called)
+    try:
+        yield
+    finally:
+        if dist.group.WORLD is not None:  # not destroyed in the block
+            distributed_c10d._world.default_pg = group
+
+
+def num_collectives(group: dist.ProcessGroup) -> int:
+    """Return how many collectives this rank has begun on a group, whatever their devices."""
+    backends: set[Any] = {group._get_backend(device) for device in group._device_types}
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def takes_grouped_mm(x: Tensor) -> bool:

@@ -74,13 +74,18 @@ from megatron_lightning.strategies.checks.plugins import check_layer_sync, check
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
-from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.launch.ranks import Ranks, is_default
 from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.precision import megatron_plugin
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.run import Run
 from megatron_lightning.strategies.step.manual import unwrapped
+
+_GATHER_LATER = (
+    "Keep what the step computes, as self.outputs.append(loss.detach()) does, and gather it at the "
+    "end of the epoch. A loss over the samples of all ranks needs pipeline_model_parallel_size=1."
+)
 
 
 class MegatronStrategy(ParallelStrategy):
@@ -226,6 +231,16 @@ class MegatronStrategy(ParallelStrategy):
         return self.ranks.context
 
     @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks as a group of ``torch.distributed``, for collectives of your own:
+        ``dist.all_reduce(x, group=self.trainer.strategy.data_parallel_group)``.
+
+        A collective over all ranks would count the values of a replica as often as it has ranks.
+        The group exists from the Trainer's setup on; None in one process.
+        """
+        return self.ranks.data_parallel_group
+
+    @property
     def executor(self) -> PipelineExecutor:
         """Runs the action tables of the pipeline; exists after the strategy's setup."""
         return self._running.executor
@@ -299,9 +314,9 @@ class MegatronStrategy(ParallelStrategy):
         self._refuse_in_step("a decision of all ranks")
         return self.ranks.agree(decision, all)
 
-    def _refuse_in_step(self, what: str) -> None:
+    def _refuse_in_step(self, what: str, advice: str | None = None) -> None:
         if self.run is not None:
-            self.run.refuse_in_step(what)
+            self.run.refuse_in_step(what, advice)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -309,10 +324,16 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        group = group or self.ranks.data_group
-        if group is None:
-            return tensor.unsqueeze(0) if self.ranks.are_several else tensor
-        return super().all_gather(tensor, group, sync_grads)
+        """Gather over the data-parallel ranks, also for the world: the value of a replica counts
+        once.
+
+        Raises:
+            PipelineError: In a step over several pipeline ranks.
+            ConfigError: If context-parallel ranks have different values.
+        """
+        if is_default(group):
+            self._refuse_in_step("self.all_gather", _GATHER_LATER)
+        return self.ranks.all_gather(tensor, group, sync_grads)
 
     # --------------------------------------------------------------------------------------- launch
 

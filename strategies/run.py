@@ -338,14 +338,14 @@ class Run:
         if self._steps is not None:
             self._steps.buffers.synchronize(compare=True)
 
-    def refuse_in_step(self, what: str) -> None:
+    def refuse_in_step(self, what: str, advice: str | None = None) -> None:
         """Refuse what all ranks would have to call together, in the middle of a pipelined step.
 
         Raises:
             PipelineError: In a step, over several pipeline ranks.
         """
         if self._steps is not None:
-            self._steps.refuse_in_step(what)
+            self._steps.refuse_in_step(what, advice)
 
     # ---------------------------------------------------------------------------------- checkpoints
 

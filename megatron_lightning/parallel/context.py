@@ -142,8 +142,10 @@ class ParallelContext:
             self._by_ranks[world] = dist.group.WORLD
             compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
         self._groups = {"world": self._axis_group("world", world)}
-        if world in self._nccl_options:
-            del self._by_ranks[world]  # its options were others
+        if world in self._nccl_options or layout.model_parallel_size > 1:
+            # Its options were others; or what a user calls on the default group must be told apart
+            # from our own collectives of an axis that spans all ranks.
+            del self._by_ranks[world]
         for name in GROUPS:
             self._groups[name] = self._axis_group(name, ranks_of[name])
         self._groups["embedding"] = self._axis_group(

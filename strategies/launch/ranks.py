@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_lightning import compat
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.collectives import gather_sequence
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import NcclOptions
 from megatron_lightning.parallel.replica_rng import ReplicaRng
@@ -58,6 +59,7 @@ class Ranks:
         self._backend = backend
         self._timeout = timeout
         self._context: ParallelContext | None = None
+        self._alone: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
         self._separated = False  # replicas draw random numbers of their own
         self._is_alone = False  # an exception took this rank out of step with the others
@@ -123,6 +125,13 @@ class Ranks:
             alone=is_alone,
             nccl_options=self._nccl_options,
         )
+        if not is_alone and self._context.dp.size == 1:
+            self._alone = dist.new_group(
+                [dist.get_rank()],
+                timeout=self._timeout,
+                use_local_synchronization=True,
+                group_desc="dp",
+            )
         return True
 
     def _join_world(self, environment: ClusterEnvironment, world_size: int) -> None:
@@ -202,13 +211,13 @@ class Ranks:
         return _broadcast(obj, src) if self.are_several else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks (not the world: ranks of one replica hold the same
-        value).
+        """Reduce over the data-parallel ranks, for the world too: ranks of one replica hold the
+        same value.
 
         The mean of integers is not an integer: rounded, it would shift what is logged with a
         ``batch_size``.
         """
-        group = group or self.data_group
+        group = self.data_group if is_default(group) else group
         if not isinstance(tensor, Tensor) or group is None:
             return tensor
         if isinstance(reduce_op, str):
@@ -220,6 +229,58 @@ class Ranks:
             tensor = tensor.float()
         # Gloo has no mean.
         return _all_reduce(tensor, group).div_(dist.get_world_size(group))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data-parallel ranks, for the world too: the value of a replica counts
+        once.
+
+        Args:
+            tensor: This rank's value [...], of the same shape on every rank.
+            group: Communicator of the user's own; None, and the world: the data-parallel ranks.
+            sync_grads: Whether a rank's gradient is the sum of all ranks' gradients of its value,
+                as a loss over the samples of all ranks needs it; otherwise the values have no
+                gradient.
+
+        Returns:
+            The values [ranks, ...]; where there is one rank in all, ``tensor``.
+
+        Raises:
+            ConfigError: If context-parallel ranks have different values.
+        """
+        if not self.are_several:
+            return tensor
+        if is_default(group):
+            axis = self.context.dp
+            self._check_equal_over_context(tensor)
+        else:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            axis = AxisGroup("user", ranks, dist.get_rank(group), group)
+        with nullcontext() if sync_grads else torch.no_grad():
+            return gather_sequence(tensor.unsqueeze(0), axis, 0)
+
+    def _check_equal_over_context(self, tensor: Tensor) -> None:
+        """Refuse a value that is another one on each context-parallel rank, since which ones count
+        is not known; a collective of these ranks.
+        """
+        sharing = self.context.cp
+        if sharing.size == 1:
+            return
+        values = gather_sequence(tensor.detach().unsqueeze(0), sharing).double()
+        if not torch.allclose(values, values[:1], rtol=1e-5, atol=0.0, equal_nan=True):
+            raise ConfigError(
+                f"self.all_gather was given another value on each of the {sharing.size} "
+                "context-parallel ranks, which hold parts of the same sequences, and gathers one "
+                "value of each data-parallel rank. Pass "
+                "group=self.trainer.strategy.context.dp_cp.process_group to gather the value of "
+                "every part, or reduce the parts to one value before."
+            )
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Communicator of the ranks that read other samples; it exists for a rank that is the only
+        one, too, since torch.distributed understands None as the world. None in one process.
+        """
+        return self.context.dp.process_group or self._alone
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -257,6 +318,11 @@ class Ranks:
                 arrived = store.add(key, 0)
         self._is_alone = arrived < self.context.world_size
         return not self._is_alone
+
+
+def is_default(group: Any) -> bool:
+    """Whether ``group`` is the default process group, or None, by which users mean it."""
+    return group is None or group == dist.group.WORLD
 
 
 def _broadcast(obj: Any, src: int = 0) -> Any:

@@ -27,6 +27,9 @@ from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.training import Training
+from megatron_lightning.strategies.step.world_guard import WorldGuard
+
+_ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
 
 
 class Steps(ABC):
@@ -45,6 +48,8 @@ class Steps(ABC):
             scope.module, scope.options.sharding_plan, context_size=context_size
         )
         self._loaders_checked: set[tuple[Any, ...]] = set()
+        self._is_first = False  # batch of its loader
+        self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
         self.reports = StepReports(scope)
@@ -91,19 +96,25 @@ class Steps(ABC):
         :func:`megatron_lightning.strategies.run_pipeline`.
         """
 
-    def refuse_in_step(self, what: str) -> None:
+    def refuse_in_step(self, what: str, advice: str | None = None) -> None:
         """Refuse what all ranks would have to call together, in the middle of a pipelined step.
+
+        Args:
+            what: Asked for.
+            advice: The way out; None: to ask before the step.
 
         Raises:
             PipelineError: In a step, over several pipeline ranks.
         """
+        if advice is None:
+            self._world_guard.dismiss()  # a collective of all ranks, and our own
         num_ranks = self._scope.context.pp.size
         if self._metrics.in_step and num_ranks > 1:
             raise PipelineError(
                 f"{what} was asked for in the middle of a step of "
                 f"{type(self._scope.module).__name__}, and the {num_ranks} pipeline ranks run "
                 "their parts of it one after another, so that they would wait for each other "
-                "forever. Ask for it in a hook before the step (setup, on_fit_start) and keep it."
+                f"forever. {advice or _ASK_BEFORE}"
             )
 
     def _begin_training(self, batch: Any, num_samples: int) -> None:
@@ -124,7 +135,8 @@ class Steps(ABC):
         """Check the first batch of every loader, which must be identical on all ranks of a
         replica.
         """
-        if loader not in self._loaders_checked:
+        self._is_first = loader not in self._loaders_checked
+        if self._is_first:
             check_same_batch(batch, self._scope.context)
             self._loaders_checked.add(loader)
 
@@ -138,8 +150,15 @@ class Steps(ABC):
         of shapes that the sharding plan causes.
         """
         explained = explained_shapes(self._scope.module, self._plans, self._scope.context)
-        with self._precision_context(hook), explained:
+        with self._precision_context(hook), explained, self._guarded(hook):
             yield
+
+    def _guarded(self, hook: str) -> AbstractContextManager[None]:
+        """Return the watch for collectives over all ranks, in the first batch of a loader."""
+        if not self._is_first:
+            return nullcontext()
+        counts = self._scope.module.automatic_optimization or hook != "training_step"
+        return self._world_guard.watching(hook, counts=counts)
 
     def _precision_context(self, hook: str) -> AbstractContextManager[Any]:
         """Return what the precision plugin puts around one call of a ``*_step`` hook."""
