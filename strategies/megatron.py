@@ -511,6 +511,7 @@ class MegatronStrategy(ParallelStrategy):
         with explained_empty_optimizers(self.layout, self.context.pp.rank):
             self.setup_optimizers(trainer)
         sharded = self.options.data_parallel != "ddp" and has_replicas(self.context)
+        sharded = sharded or self.layout.model_parallel_size > 1
         size, world_size = self.options.micro_batch_size, self.context.world_size
         check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
 

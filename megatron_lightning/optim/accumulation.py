@@ -32,6 +32,7 @@ from megatron_lightning.optim.checks import check_tied_copies
 from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.optim.elementwise import require_divisible
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.matrices import names_of_matrices
@@ -130,6 +131,10 @@ class GradientAccumulation:
             else None
             for optimizer in self._optimizers
         ]
+        self.tried_optimizers = require_divisible(
+            [(view.optimizer, view.entries) for view in self.views], context
+        )
+        """Classes that passed a trial, without being known as element-wise."""
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {

@@ -54,10 +54,10 @@ def check_optimizers(
         micro_batch_size: Samples of a micro-batch; None: the whole batch.
         world_size: Ranks of the job.
         options: How the data-parallel ranks step.
-        sharded: Whether they step shards of the parameters.
+        sharded: Whether ranks step shards or some of the parameters.
 
     Raises:
-        ConfigError: For an object that is no torch optimizer, where ranks step shards; for an
+        ConfigError: For an object that is no torch optimizer, where ranks step parts; for an
             optimizer that shards its own state; for one that evaluates the step several times,
             where a rank sees a part of it or steps copies of the weights.
     """
@@ -67,9 +67,10 @@ def check_optimizers(
     if sharded and foreign is not None:
         raise ConfigError(
             f"configure_optimizers returned a {type(foreign).__name__}, which is no "
-            "torch.optim.Optimizer, and data_parallel "
-            'is "zero1" or "fsdp", which put shards into the param_groups of one. Derive it from '
-            'torch.optim.Optimizer, or set data_parallel="ddp".'
+            "torch.optim.Optimizer, while each rank steps a part of the parameters "
+            '(data_parallel="zero1" or "fsdp", tensor, expert or pipeline parallelism), which is '
+            "tried with the param_groups of one. Derive it from torch.optim.Optimizer, or set "
+            'data_parallel="ddp" and the other sizes to 1.'
         )
     own = next(
         (optimizer for optimizer in optimizers if hasattr(optimizer, "consolidate_state_dict")),

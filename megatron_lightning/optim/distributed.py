@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import moments
 from megatron_lightning.optim.buckets import Bucket
-from megatron_lightning.optim.chained import members
-from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.optim.entries import OptimizerEntry, Target
 from megatron_lightning.optim.main_params import MainParams, take_over
 from megatron_lightning.optim.matrices import (
@@ -34,7 +32,6 @@ from megatron_lightning.optim.matrices import (
     is_split,
     matrix_groups,
     require_undivided,
-    steps_matrices,
     tensor_group,
 )
 from megatron_lightning.optim.param_gather import ParameterGather
@@ -49,6 +46,8 @@ from megatron_lightning.parallel.spec import ShardSpec
 class DistributedOptimizer(OptimizerState):
     """Make ``optimizer`` step this rank's shards; construct it once, before the first step.
 
+    The optimizer must be one that may be divided: see ``elementwise.require_divisible``.
+
     Args:
         optimizer: The optimizer of ``configure_optimizers``. Its parameters are replaced in place,
             state included.
@@ -58,9 +57,8 @@ class DistributedOptimizer(OptimizerState):
         gather: Gathers the parameters after a step; None: inside the step.
 
     Raises:
-        ConfigError: If gradients are sharded and the optimizer is neither element-wise nor one of
-            full matrices, or a trainable parameter is not part of the module, so that its gradient
-            would not be reduced.
+        ConfigError: If a trainable parameter is not part of the module, so that its gradient would
+            not be reduced.
     """
 
     def __init__(
@@ -91,10 +89,6 @@ class DistributedOptimizer(OptimizerState):
             for bucket in reversed(reducer.buckets)
             if bucket.sharded and not used.isdisjoint(bucket.names)
         ]
-        if self._buckets or any(entry.sharded for entry in self._all_entries()):
-            for member in members(optimizer):
-                if not steps_matrices(member):
-                    require_elementwise(member)
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
             self._replace(group, entries)
         self._followed = [
@@ -124,6 +118,11 @@ class DistributedOptimizer(OptimizerState):
         return bool(
             sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16"
         )
+
+    @property
+    def entries(self) -> list[OptimizerEntry]:
+        """Parameters of the optimizer, in the order of its groups."""
+        return list(self._all_entries())
 
     @property
     def names(self) -> set[str]:

@@ -1,19 +1,22 @@
-"""Check that an optimizer is element-wise, so that it may step flat shards of a matrix.
+"""Check that an optimizer may be divided over ranks.
 
-An optimizer that looks at a parameter as a whole (a matrix factorization, an orthogonalization, a
-trust ratio) computes something else on a shard; those that are known to (``matrices``) get full
-matrices. The optimizers of torch that are element-wise are listed; any other is tried on a small
-matrix.
+Ranks divide what an optimizer steps along several axes: data-parallel ranks step flat shards
+(``zero1``, ``fsdp``), tensor- and expert-parallel ranks rows or columns of a matrix, and pipeline
+ranks some tensors of a group. An element-wise optimizer does not notice. One that reads a full
+matrix (a factorization, a trust ratio, blocks of 8 bits that share a scale) or a full group (a
+norm, an estimated step size) would compute something else on every rank.
+
+The element-wise optimizers of torch are listed, optimizers of full matrices get them
+(``matrices``), and any other is tried before the first step (``probe``).
 """
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
 from torch.optim import (
     ASGD,
     SGD,
@@ -30,98 +33,157 @@ from torch.optim import (
 )
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.chained import members
+from megatron_lightning.optim.entries import OptimizerEntry
+from megatron_lightning.optim.matrices import steps_matrices
+from megatron_lightning.optim.probe import Spread, probe
+from megatron_lightning.parallel.context import ParallelContext
 
 ELEMENTWISE = frozenset(
     {SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop}
 )
-_PROBE_SHAPE, _PROBE_SPLIT, _PROBE_STEPS = (6, 4), 11, 3
+READ_TENSORS = frozenset({"AdamP", "SGDP"})
+"""Names of classes that project gradients which are nearly orthogonal to a tensor: whether a trial
+shows it depends on the data."""
+
+_PARTS: Mapping[str, str] = {
+    "flat": 'data_parallel="zero1" or "fsdp" gives each rank flat shards',
+    "rows": "tensor or expert parallelism gives each rank a part of a matrix",
+    "columns": "tensor parallelism gives each rank a part of a matrix",
+    "tensors": "pipeline parallelism gives each rank some of the parameters",
+}
+_HALVES: Mapping[str, str] = {
+    "flat": "flat halves",
+    "rows": "halves of its rows",
+    "columns": "halves of its columns",
+    "tensors": "halves of its tensors",
+}
 
 
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Check that ``optimizer`` gives the same result on the flat shards of a matrix as on the full
-    matrix.
+@dataclass(frozen=True)
+class Divided:
+    """How this rank's layout divides the groups of one optimizer."""
+
+    optimizer: Optimizer
+    entries: Sequence[OptimizerEntry]
+    """Parameters of the optimizer."""
+    divisions: tuple[str, ...]
+    """Keys of ``probe.DIVISIONS``."""
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, entries: Iterable[OptimizerEntry], context: ParallelContext
+    ) -> Divided:
+        """Return how ``context`` divides the parameters of ``optimizer``, an optimizer of a
+        chain.
+        """
+        groups = {id(group) for group in optimizer.param_groups}
+        own = [entry for entry in entries if id(entry.group) in groups]
+        axes = {
+            axis for entry in own for axis in entry.spec.sharded_over if context.axis(axis).size > 1
+        }
+        tensor_axes = not axes.isdisjoint({"tp", "etp"})
+        divided = {
+            "flat": any(entry.sharded for entry in own),
+            "rows": tensor_axes or "ep" in axes,
+            "columns": tensor_axes,
+            "tensors": context.pp.size > 1,
+        }
+        return cls(optimizer, own, tuple(name for name, holds in divided.items() if holds))
+
+
+def require_divisible(
+    optimizers: Iterable[tuple[Optimizer, Sequence[OptimizerEntry]]], context: ParallelContext
+) -> list[str]:
+    """Check that the ranks of ``context`` may divide every optimizer; a collective of all ranks.
+
+    Args:
+        optimizers: Every optimizer with its parameters.
+        context: Groups of this rank.
+
+    Returns:
+        Classes that were tried and passed, without being known as element-wise.
+
+    Raises:
+        ConfigError: On all ranks, if an optimizer reads more than the elements that a rank steps.
     """
-    if type(optimizer) in ELEMENTWISE:
-        return
-    name = type(optimizer).__name__
-    advice = (
-        'Set data_parallel="ddp", which steps full parameters on every rank, or choose an '
-        "element-wise optimizer."
-    )
+    tried, failure = set[str](), ""
+    for optimizer, entries in optimizers:
+        for member in members(optimizer):
+            divided = Divided.of(member, entries, context)
+            if not divided.divisions or type(member) in ELEMENTWISE or steps_matrices(member):
+                continue
+            failure = failure or _failure(divided, context)
+            tried.add(type(member).__name__)
+    ranks = context.axis("world").all_gather_object((failure, tried))
+    for failure, _ in ranks:  # pipeline ranks hold other groups
+        if failure:
+            raise ConfigError(failure)
+    return sorted(set[str]().union(*(names for _, names in ranks)))
+
+
+def _failure(divided: Divided, context: ParallelContext) -> str:
+    """Return why the optimizer cannot be divided; "" if it can."""
+    optimizer, divisions = divided.optimizer, divided.divisions
+    names = {each.__name__ for each in type(optimizer).__mro__}
+    if names & READ_TENSORS and divisions != ("tensors",):
+        return _refusal(divided, divisions[0], "", reads_group=False)
     for group in optimizer.param_groups:
+        entries = [entry for entry in divided.entries if entry.group is group]
+        if not entries:  # pipeline ranks that have some try it
+            continue
+        target = next((target.tensor for entry in entries for target in entry.targets), None)
+        tried = partial(
+            probe,
+            optimizer,
+            group,
+            shapes=[entry.spec.global_shape for entry in entries],
+            device=context.device if target is None else target.device,
+            dtype=target.dtype
+            if target is not None and target.is_floating_point()
+            else torch.float32,
+        )
         try:
-            full, shards = probe(optimizer, group)
+            for spread in tried(divisions):
+                if not spread.is_equal:
+                    reads_group = any(not each.is_equal for each in tried(["tensors"]))
+                    return _refusal(divided, spread.division, _found(spread), reads_group)
         except Exception as error:
-            raise ConfigError(
-                f"{name} could not be tried on a small matrix, which sharding needs for optimizers "
-                f"that it does not know ({type(error).__name__}: {error}). {advice}"
-            ) from error
-        if not full.any():
-            raise ConfigError(
-                f"{name} did not move a small matrix in its param_groups, where sharding puts "
-                "shards of the parameters: it steps something else, such as the groups of an "
-                f"optimizer inside it. {advice}"
+            return (
+                f"{type(optimizer).__name__} could not be tried on small tensors "
+                f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
+                f"{_PARTS[divisions[0]]}. {_advice(reads_group=True)}"
             )
-        if not torch.allclose(full, shards, rtol=1e-4, atol=1e-4 * float(full.abs().max())):
-            raise ConfigError(
-                f"{name} does not treat every element by itself: a matrix stepped in full and as "
-                "two flat shards differs by "
-                f'{float((full - shards).abs().max()):.2g}. "zero1" and "fsdp" shard parameters '
-                f"into flat shards. {advice}"
-            )
+    return ""
 
 
-def probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Step a matrix in full and as two flat shards with the hyper-parameters of ``group``; return
-    both 1-D updates.
-    """
-    device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(1 + _PROBE_STEPS, *_PROBE_SHAPE, generator=generator).to(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        full = _steps(optimizer, group, [start], [[gradient] for gradient in gradients])
-        shards = _steps(
-            optimizer, group, _split(start), [_split(gradient) for gradient in gradients]
-        )
-    return full - start.flatten(), shards - start.flatten()
+def _found(spread: Spread) -> str:
+    return (
+        f": two copies of it that step {_HALVES[spread.division]} of a trial differ from one that "
+        f"steps all by {spread.difference:.2g} of the largest update"
+    )
 
 
-def _split(matrix: Tensor) -> list[Tensor]:
-    flat = matrix.flatten()
-    return [flat[:_PROBE_SPLIT], flat[_PROBE_SPLIT:]]
+def _refusal(divided: Divided, division: str, found: str, reads_group: bool) -> str:
+    what = "statistics of all parameters of a group" if reads_group else "every tensor as a whole"
+    text = (
+        f"{type(divided.optimizer).__name__} reads {what}, and {_PARTS[division]}{found}. "
+        f"{_advice(reads_group)}"
+    )
+    has_matrices = any(len(entry.spec.global_shape) > 1 for entry in divided.entries)
+    if reads_group or not has_matrices:
+        return text
+    return (
+        f"{text} An optimizer of matrices that works on every layout is Muon, since one rank owns "
+        "each full matrix: ChainedOptimizer(Muon(matrices, ...), AdamW(others, ...))."
+    )
 
 
-def _steps(
-    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
-) -> Tensor:
-    """Step copies of ``values`` once per list of gradients; return the results, flattened and
-    joined.
-    """
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    clone = object.__new__(type(optimizer))
-    clone.state = defaultdict(dict)
-    clone.param_groups = [
-        {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters}
-    ]
-    # An optimizer inside that shares groups or state with this one shares those of the clone.
-    shared: dict[int, Any] = {id(group): clone.param_groups[0]}
-    shared |= {id(optimizer.param_groups): clone.param_groups, id(optimizer.state): clone.state}
-    # "step" is there when a scheduler has wrapped the original's.
-    left_out = ("state", "param_groups", "step")
-    for key, value in vars(optimizer).items():
-        if key not in left_out:
-            # Hooks belong to the original; everything else is copied, so that the trial leaves no
-            # trace in it.
-            clone.__dict__[key] = (
-                type(value)() if key.endswith("_hooks") else copy.deepcopy(value, shared)
-            )
-    rate = clone.param_groups[0].get("lr")
-    if rate is not None:  # a warm-up may start at zero, where every optimizer looks element-wise
-        clone.param_groups[0]["lr"] = (
-            torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1
-        )
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
-        type(optimizer).step(clone)
-    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+def _advice(reads_group: bool) -> str:
+    sizes = ["tensor_model", "expert_model", *(["pipeline_model"] if reads_group else [])]
+    free = "context parallelism" if reads_group else "pipeline and context parallelism"
+    return (
+        "It works where every rank steps full parameters: set "
+        f"{', '.join(f'{name}_parallel_size=1' for name in sizes)} and "
+        f'data_parallel="ddp", with any {free}. Or choose an element-wise optimizer such as AdamW.'
+    )

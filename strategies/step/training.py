@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -64,6 +64,11 @@ class Training:
             units=part.units,
             coders=coders,
         )
+        if names := self.accumulation.tried_optimizers:
+            rank_zero_info(
+                f"MegatronStrategy: {', '.join(names)} was tried, not known: two copies that "
+                "step halves of its parameters, as the ranks do, agree with one that steps all."
+            )
         self._coded: dict[str, Any] = {
             name: module.get_submodule(name.rpartition(".")[0])
             for name, coder in coders.items()

@@ -1,0 +1,322 @@
+"""Try an optimizer on tensors that are divided between two copies of it, as ranks divide them.
+
+A copy of the optimizer steps a few tensors in full and records their gradients. Two more copies
+step one half each, with the same part of every gradient. An optimizer that may be divided gives the
+same values. What is divided:
+
+    flat       the flattened elements of every tensor            zero1, fsdp
+    rows       dim 0 of matrices; vectors are replicated         tensor and expert parallelism
+    columns    dim 1 of matrices; vectors are replicated         tensor parallelism
+    tensors    the list of tensors of a group                    pipeline parallelism
+
+Each half has an optimizer of its own, since a rank knows nothing of the statistics of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import inf, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron_lightning.parallel.replica_rng import ReplicaRng
+
+Halves = tuple[list[Tensor], list[Tensor]]
+Gradients = Callable[[int, Sequence[Tensor]], list[Tensor]]
+"""Returns the gradients of a step, by its number and the values before it."""
+
+STEPS = 8
+_SMALLEST, _LARGEST = 128, 4096
+"""Entries of a dim. Optimizers treat small matrices in another way: Adafactor of big_vision factors
+from 32 on, optax's from 128 on."""
+_LARGEST_SIZE = 2**20
+"""Elements of a tensor, which bounds the time of a trial to seconds."""
+_STEP_SCALES = (1.0, 0.1, 3.0)
+"""Factors of the gradients."""
+_RATE = 1.0
+"""Learning rate, since a warm-up may start at zero, where every optimizer looks element-wise, and
+D-Adaptation grows by a factor of it."""
+_TOLERANCE = 1e-4
+"""Of the largest update. Halves compute the same operations in fp32; only vector lanes differ."""
+
+
+class ProbeError(Exception):
+    """A step on other tensors than the model's that an optimizer does not take."""
+
+
+class Spread(NamedTuple):
+    """Result of one division."""
+
+    division: str
+    difference: float
+    """Largest difference of an update, relative to the largest update."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the halves give the values of the full tensors."""
+        return self.difference <= _TOLERANCE
+
+
+def probe(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    divisions: Sequence[str],
+    *,
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Spread]:
+    """Yield the results of ``divisions`` with the hyper-parameters of ``group``; the optimizer and
+    the random states stay as they were.
+
+    Args:
+        optimizer: The optimizer, which is copied.
+        group: One of its parameter groups.
+        divisions: Keys of :data:`DIVISIONS`.
+        shapes: Global shapes of the group's parameters.
+        device: Where the tensors are stepped.
+        dtype: Dtype of the tensors that are stepped.
+
+    Raises:
+        ProbeError: If the optimizer does not step the tensors, or evaluates the loss several times.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tried = trial_shapes(shapes, divided=list(divisions) != ["tensors"])
+    start = [_random(shape, generator).to(device, dtype) for shape in tried]
+    base = [_random(shape, generator).to(device, dtype) for shape in tried]
+    rng = ReplicaRng(device)
+    for direction in (_as_drawn, _orthogonal_to_rows):
+        gradients = _Gradients(base, direction)
+        with _unchanged(rng):
+            full = _stepped(optimizer, group, start, gradients)
+        if all(torch.equal(after, before) for after, before in zip(full, start, strict=True)):
+            raise ProbeError(
+                "it did not move a matrix in its param_groups; it steps something else, such as "
+                "the groups of an optimizer inside it"
+            )
+        for name in divisions:
+            divide = DIVISIONS[name]
+            differences: list[float] = []
+            for half in (0, 1):
+                before, after = divide(start)[half], divide(full)[half]
+                steps = [divide(step)[half] for step in gradients.steps]
+                with _unchanged(rng):
+                    values = _stepped(optimizer, group, before, partial(_recorded, steps))
+                differences += map(_difference, values, after, before)
+            yield Spread(name, max(differences))
+
+
+class _Gradients:
+    """Draw and record the gradients of the full tensors.
+
+    Gradients of several steps agree in part, so that estimated step sizes grow, and their scale
+    varies, so that clipping inside of an optimizer shows.
+    """
+
+    def __init__(
+        self, base: Sequence[Tensor], direction: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self._base = base
+        self._direction = direction
+        self.steps: list[list[Tensor]] = []
+
+    def __call__(self, step: int, values: Sequence[Tensor]) -> list[Tensor]:
+        scale = _STEP_SCALES[step % len(_STEP_SCALES)]
+        generator = torch.Generator().manual_seed(step)
+        drawn = []
+        for base, value in zip(self._base, values, strict=True):
+            noise = torch.randn(base.shape, generator=generator).to(base)
+            drawn.append(self._direction(scale * (base + 0.5 * noise), value))
+        self.steps.append(drawn)
+        return drawn
+
+
+def _recorded(steps: Sequence[list[Tensor]], step: int, _: Sequence[Tensor]) -> list[Tensor]:
+    return steps[step]
+
+
+def trial_shapes(shapes: Sequence[Sequence[int]], *, divided: bool = True) -> list[tuple[int, ...]]:
+    """Return the shapes that represent a group: its largest one in bounds, a smaller one of as many
+    dims, and a vector if the group has vectors.
+
+    ``divided``: whether tensors are divided; otherwise their size does not matter, and the largest
+    is small as well.
+    """
+    bound = _LARGEST_SIZE if divided else 1
+    largest = max(shapes, key=prod, default=(_SMALLEST, _SMALLEST))
+    if len(largest) < 2:
+        length = max(_SMALLEST**2, min(prod(largest), bound))
+        return [(length,), (_SMALLEST,)]
+    vectors = [(_SMALLEST,)] if any(len(shape) < 2 for shape in shapes) else []
+    return [_bounded(largest, bound), _bounded(largest, 1), *vectors]
+
+
+def _bounded(shape: Sequence[int], largest_size: int) -> tuple[int, ...]:
+    """Return ``shape`` with its two largest dims in bounds and, as far as bounds allow, at most
+    ``largest_size`` elements.
+    """
+    dims = [min(n, _LARGEST) for n in shape]
+    first, second = sorted(range(len(dims)), key=lambda dim: -dims[dim])[:2]
+    for dim in (first, second):
+        dims[dim] = max(dims[dim], _SMALLEST)
+    while prod(dims) > largest_size and max(dims) > _SMALLEST:
+        dim = max(range(len(dims)), key=dims.__getitem__)
+        dims[dim] = max(_SMALLEST, dims[dim] // 2)
+    return tuple(dims)
+
+
+def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return numbers of several magnitudes, smaller along the dims, so that halves differ."""
+    tensor = torch.randn(*shape, generator=generator)
+    for dim, length in enumerate(shape):
+        tensor *= torch.linspace(1.5, 0.5, length).view(-1, *(1,) * (len(shape) - dim - 1))
+    return tensor
+
+
+def _difference(value: Tensor, expected: Tensor, before: Tensor) -> float:
+    """Return the largest difference relative to the largest update; infinite where there is NaN."""
+    difference, update = (float((expected - other).abs().max()) for other in (value, before))
+    return (
+        (0.0 if difference == 0.0 else difference / max(update, 1e-30)) if difference < inf else inf
+    )
+
+
+def _as_drawn(gradient: Tensor, value: Tensor) -> Tensor:
+    return gradient
+
+
+def _orthogonal_to_rows(gradient: Tensor, value: Tensor) -> Tensor:
+    """Return the part of a gradient that leaves the norms of rows, as those of layers before a
+    normalization do: AdamP projects such ones.
+    """
+    dim = 0 if value.ndim < 2 else 1
+    g, w = gradient.flatten(dim), value.flatten(dim)
+    along = (g * w).sum(dim, keepdim=True) / (w * w).sum(dim, keepdim=True).clamp(min=1e-12)
+    return (g - along * w).view_as(gradient)
+
+
+@contextmanager
+def _unchanged(rng: ReplicaRng) -> Iterator[None]:
+    states = rng.everything()
+    try:
+        yield
+    finally:
+        rng.restore(states)
+
+
+# ---------------------------------------------------------------------------------------- divisions
+
+
+def _flat(tensors: Sequence[Tensor]) -> Halves:
+    pairs = [_cut(tensor.flatten(), 0) for tensor in tensors]
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _along(dim: int, tensors: Sequence[Tensor]) -> Halves:
+    only_vectors = all(tensor.ndim < 2 for tensor in tensors)
+    divided = [t.ndim > 1 or (only_vectors and i == 0) for i, t in enumerate(tensors)]
+    pairs = [
+        _cut(tensor, min(dim, tensor.ndim - 1)) if is_cut else (tensor, tensor)
+        for tensor, is_cut in zip(tensors, divided, strict=True)
+    ]
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _cut(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Cut where no block of an optimizer's own ends, such as those that share a scale of 8 bits."""
+    length = tensor.shape[dim]
+    first = max(1, length * 3 // 7 | 1)
+    return tensor.narrow(dim, 0, first), tensor.narrow(dim, first, length - first)
+
+
+def _by_tensors(tensors: Sequence[Tensor]) -> Halves:
+    return list(tensors[:1]), list(tensors[1:])
+
+
+DIVISIONS: Mapping[str, Callable[[Sequence[Tensor]], Halves]] = {
+    "flat": _flat,
+    "rows": lambda tensors: _along(0, tensors),
+    "columns": lambda tensors: _along(1, tensors),
+    "tensors": _by_tensors,
+}
+"""Name -> the parts of each of two optimizers."""
+
+
+# -------------------------------------------------------------------------------------------- steps
+
+
+def _stepped(
+    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], gradients: Gradients
+) -> list[Tensor]:
+    """Step copies of ``values`` with a copy of ``optimizer``; return the results."""
+    parameters = [nn.Parameter(value.detach().clone()) for value in values]
+    clone = _copy_of(optimizer, group, parameters)
+    for number in range(STEPS):
+        closure = _Closure(parameters, gradients(number, [each.detach() for each in parameters]))
+        closure()
+        type(optimizer).step(clone, closure)
+        if closure.num_calls > 2:
+            raise ProbeError("it evaluates the loss several times in a step, at other weights")
+    return [parameter.detach() for parameter in parameters]
+
+
+class _Closure:
+    """Set the gradients, as a closure of a training loop computes them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        self._pairs = list(zip(parameters, gradients, strict=True))
+        self.num_calls = 0
+
+    def __call__(self) -> Any:
+        self.num_calls += 1
+        for parameter, gradient in self._pairs:
+            parameter.grad = gradient.clone()
+        return torch.ones((), device=self._pairs[0][0].device)
+
+
+def _copy_of(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> Optimizer:
+    """Return a copy that steps ``parameters`` with the hyper-parameters of ``group``."""
+    # Modules and parameters that the optimizer refers to are large, and not the copy's to change.
+    memo: dict[int, Any] = {
+        id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)
+    }
+    for each in optimizer.param_groups:
+        memo |= {id(p): nn.Parameter(p.detach().new_empty(0)) for p in each["params"]}
+    options = {key: value for key, value in group.items() if key != "params"}
+    clone = object.__new__(type(optimizer))
+    attributes = vars(clone)  # param_groups and state may be properties of the class
+    attributes["state"] = defaultdict(dict)
+    attributes["param_groups"] = [{"params": parameters, **copy.deepcopy(options, memo)}]
+    # An optimizer inside that shares groups or state with this one shares those of the copy.
+    memo |= {
+        id(group): attributes["param_groups"][0],
+        id(optimizer.param_groups): attributes["param_groups"],
+        id(optimizer.state): attributes["state"],
+    }
+    # "step" is there when a scheduler has wrapped the original's.
+    left_out = ("state", "param_groups", "step")
+    for key, value in vars(optimizer).items():
+        if key not in left_out:
+            # Hooks belong to the original; everything else is copied, so that the trial leaves no
+            # trace in it.
+            attributes[key] = (
+                type(value)() if key.endswith("_hooks") else copy.deepcopy(value, memo)
+            )
+    rate = attributes["param_groups"][0].get("lr")
+    if rate is not None:
+        attributes["param_groups"][0]["lr"] = (
+            torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
+        )
+    train = getattr(clone, "train", None)
+    if callable(train):  # schedule-free optimizers step only then
+        train()
+    return clone
