@@ -618,6 +618,15 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._running.share_buffers()
+        self._running.begin_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._running.begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._running.begin_evaluation()
 
     @override
     def on_train_end(self) -> None:

@@ -331,6 +331,10 @@ class Run:
         """Whether there are optimizers and gradients."""
         return self._training is not None
 
+    def begin_evaluation(self) -> None:
+        """Begin a validation, test or prediction, before its first batch."""
+        self.steps.begin_evaluation()
+
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a
         collective.

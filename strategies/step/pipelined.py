@@ -168,6 +168,7 @@ class PipelinedSteps(Steps):
             training=self.training if trains else None,
         )
         self._rng.begin_step()
+        self._metrics.begin_step()
         if self._state is not None:
             self._state.begin()
         if trains:

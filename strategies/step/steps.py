@@ -49,12 +49,15 @@ class Steps(ABC):
         )
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self._is_first = False  # batch of its loader
+        self._begins_loop = False  # hooks may have made metrics since
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
         self.reports = StepReports(scope)
         """Takes what layers report to the step."""
-        self._metrics = MetricSync(scope.module, scope.context)
+        self._metrics = MetricSync(
+            scope.module, scope.context, lambda: getattr(scope.module.trainer, "callbacks", ())
+        )
         scope.undo.callback(self._metrics.release)
         partition = scope.part.partition
         parallel = find_parallel_module(scope.module) if partition is None else partition.module
@@ -117,11 +120,16 @@ class Steps(ABC):
                 f"forever. {advice or _ASK_BEFORE}"
             )
 
+    def begin_evaluation(self) -> None:
+        """Begin a validation, test or prediction."""
+        self._begins_loop = True
+
     def _begin_training(self, batch: Any, num_samples: int) -> None:
         """Begin a training batch of ``num_samples`` samples on this rank."""
         self.training.accumulation.gather.begin_step()
         if isinstance(self._scope.precision, MegatronFP8Precision):
             self._scope.precision.forget_weights()
+        self._begins_loop |= self._batches_of_epoch() == 1
         self._check_first_batch(batch, "training_step")
         trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
         if self._scope.progress.count(
@@ -135,6 +143,9 @@ class Steps(ABC):
         """Check the first batch of every loader, which must be identical on all ranks of a
         replica.
         """
+        if self._begins_loop:
+            self._begins_loop = False
+            self._metrics.find()
         self._is_first = loader not in self._loaders_checked
         if self._is_first:
             check_same_batch(batch, self._scope.context)
