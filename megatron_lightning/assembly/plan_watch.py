@@ -233,13 +233,14 @@ class PlanWatch:
             tolerance = self._loss_differs if key.kind == "loss" else _DIFFER
             return spread.difference > tolerance * spread.norm
 
+        has_output = any(key.kind == "output" and s.norm > 0 for key, s in spreads.items())
         ranks = f"the tensor-parallel ranks {list(self._group.ranks)}"
         for found, describe in (
             (names("input", lambda _, spread: spread.is_equal and spread.varies), _copied),
             (names("partial", is_summed), _summed),
             (names("replicated", differs), _replicated),
             (names("output", differs), _sharded),
-            (names("loss", differs), _losses),
+            (names("loss", differs), _beside_output if has_output else _losses),
         ):
             if found:
                 listed = ", ".join(self._described(name) for name in found[:5])
@@ -356,4 +357,15 @@ def _losses(ranks: str, size: int, count: int, listed: str) -> str:
         "of the features). Let the last row of the sharding plan return the full output, such as "
         "ColumnParallel(gather_output=True), or set sequence_parallel=False. If each rank's loss "
         "is a part on purpose, set ShardingPlan(shards_output=True)."
+    )
+
+
+def _beside_output(ranks: str, size: int, count: int, listed: str) -> str:
+    return (
+        f"the loss of the step differs between {ranks}, and the output of the model does not: the "
+        "step computes with something else of which each rank holds a shard. A norm of "
+        "parameters() counts this rank's shards only: set weight_decay of the optimizer for a "
+        "penalty (for SGD twice the factor of the sum of squares). For activations that modules "
+        "leave beside their output, return them from the model, or let their rows of the sharding "
+        "plan return the full tensor, such as ColumnParallel(gather_output=True)."
     )

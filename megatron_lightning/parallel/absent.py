@@ -10,6 +10,8 @@ it computes with them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,8 +23,39 @@ from megatron_lightning.errors import PipelineError, ShardingError
 _MARK = "_megatron_absent"
 _ASKED = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad")
-} | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_meta",
+        "grad",
+        "is_leaf",
+        "itemsize",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.__hash__,
+}
+_READ_ELSEWHERE = (
+    "A parameter that the forward reads stays on every rank if that is known before the model is "
+    "divided: give the LightningModule an example_input_array (transformers models have "
+    "dummy_inputs). A buffer does not: name units without it in PipelineOptions(units=[...])."
+)
+_LISTED = (
+    "A pipeline rank has the parameters of its own stages, and a step that computes with all "
+    "parameters() would miss the others. Set weight_decay of the optimizer for a penalty (for SGD "
+    "twice the factor of the sum of squares), or compute it in the forward of each unit and report "
+    "it by a StepReport (docs/own_model.md)."
+)
 _FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -34,41 +67,50 @@ class AbsentTensor(Tensor):
     """
 
     path: str
+    is_parameter: bool
+    advice: str
 
     @classmethod
-    def of(cls, tensor: Tensor, path: str) -> AbsentTensor:
-        """Represent ``tensor``, whose name is ``path``."""
+    def of(
+        cls, tensor: Tensor, path: str, *, is_parameter: bool = False, advice: str = ""
+    ) -> AbsentTensor:
+        """Represent ``tensor``, whose name is ``path``.
+
+        ``advice``: What to do instead of reading it, for the error.
+        """
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        made: AbsentTensor = torch.Tensor._make_subclass(cls, empty)
+        made: AbsentTensor = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
         made.path = path
+        made.is_parameter = is_parameter
+        made.advice = advice or _READ_ELSEWHERE
         return made
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        if func in _ASKED:
+        if func in _ASKED or func in _FREEZES:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func in _FREEZES:  # another rank's parameter is frozen there
-            return args[0]
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         raise ShardingError(
             f"{', '.join(leaf.path for leaf in found)} belongs to a unit on another pipeline rank, "
-            "and is read outside of that unit. A parameter that the forward reads stays on every "
-            "rank if that is known before the model is divided: give the LightningModule an "
-            "example_input_array (transformers models have dummy_inputs). A buffer does not: name "
-            "units without it in PipelineOptions(units=[...])."
+            f"and is read outside of that unit. {found[0].advice}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
-        return AbsentTensor.of(self, self.path)
+        return AbsentTensor.of(self, self.path, is_parameter=self.is_parameter, advice=self.advice)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _represent, (tuple(self.shape), self.dtype, self.path)
+        like = (tuple(self.shape), self.dtype, self.requires_grad)
+        return _represent, (like, self.path, self.is_parameter, self.advice)
 
 
-def _represent(shape: tuple[int, ...], dtype: torch.dtype, path: str) -> AbsentTensor:
-    return AbsentTensor.of(torch.empty(shape, dtype=dtype, device="meta"), path)
+def _represent(
+    like: tuple[tuple[int, ...], torch.dtype, bool], path: str, is_parameter: bool, advice: str
+) -> AbsentTensor:
+    shape, dtype, requires_grad = like
+    empty = torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return AbsentTensor.of(empty, path, is_parameter=is_parameter, advice=advice)
 
 
 class _AbsentForward:
@@ -105,7 +147,9 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
             for name, tensor in list(registry.items()):
                 if tensor is not None and id(tensor) not in kept:
                     del registry[name]
-                    child.__dict__[name] = AbsentTensor.of(tensor, f"{inner}.{name}")
+                    child.__dict__[name] = AbsentTensor.of(
+                        tensor, f"{inner}.{name}", is_parameter=registry is child._parameters
+                    )
         if isinstance(child, nn.RNNBase):  # keeps its weights in a list as well
             child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
     module._compiled_call_impl = None
@@ -133,3 +177,59 @@ def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
                 yield from walk(child, f"{path}.{name}" if path else name)
 
     return walk(root, path)
+
+
+class AbsentListing:
+    """Lets ``parameters()`` and ``named_parameters()`` list absent parameters as well, behind the
+    rank's own: code that computes with all of them fails, and does not take a part for all.
+
+    Args:
+        root: Module with absent units.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules: list[nn.Module] = []
+        self._find(root, set())
+        for path, module in root.named_modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, AbsentTensor):  # messages name it as the root does
+                    value.path = f"{path}.{name}" if path else name
+
+    def _find(self, module: nn.Module, seen: set[nn.Module]) -> bool:
+        """Return whether a module or one inside of it lacks parameters; keep those that do."""
+        if module in seen:
+            return False
+        seen.add(module)
+        inside = [self._find(child, seen) for child in module.children()]
+        lacks = any(inside) or any(map(_is_absent_parameter, module.__dict__.values()))
+        if lacks:
+            self._modules.append(module)
+        return lacks
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Context in which absent parameters are listed."""
+        for module in self._modules:
+            module.__dict__["named_parameters"] = partial(_named_parameters, module)
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.__dict__.pop("named_parameters", None)
+
+
+def _is_absent_parameter(value: Any) -> bool:
+    return isinstance(value, AbsentTensor) and value.is_parameter
+
+
+def _named_parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Take the place of ``Module.named_parameters``."""
+    yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+    modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
+    for path, child in modules:
+        for name, value in child.__dict__.items():
+            if _is_absent_parameter(value):
+                listed = AbsentTensor.of(value, value.path, is_parameter=True, advice=_LISTED)
+                yield f"{path}.{name}" if path else name, listed

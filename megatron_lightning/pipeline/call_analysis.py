@@ -19,6 +19,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.taint import TAIL, Taint, Uses
+from megatron_lightning.pipeline.unit_values import UnitValues
 from megatron_lightning.pipeline.visit import CallFacts
 
 
@@ -32,10 +33,12 @@ class CallAnalysis:
     def __init__(self, partition: StagePartition) -> None:
         self._partition = partition
         self._uses: list[Uses] = []
+        self.values = UnitValues()
+        """What units leave on themselves."""
 
     def follow(self) -> Taint:
         """Return the mode under which a stage runs its forward."""
-        return Taint(dict(self._partition.module.named_parameters()))
+        return Taint(dict(nn.Module.named_parameters(self._partition.module)))
 
     def learn(self, taint: Taint) -> None:
         """Keep what the forward of a stage has shown."""
@@ -44,10 +47,11 @@ class CallAnalysis:
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the run: nothing is recorded, and the buffers of ``root``, which the step may
-        use, are restored at the end.
+        use, and the values on units are restored at the end.
         """
         with _unchanged(root), torch.no_grad():
             yield
+        self.values.undo()
 
     def conclude(self, facts: CallFacts, context: ParallelContext) -> None:
         """Write what all stages have shown to ``facts``; a collective of the pipeline.
@@ -57,8 +61,9 @@ class CallAnalysis:
         """
         partition = self._partition
         facts.notes.clear()  # dtypes may be others than with values: autocast, fused paths
-        ranks: list[list[Uses]] = context.pp.all_gather_object(self._uses)
-        shown = [uses for of_rank in ranks for uses in of_rank]
+        ranks = context.pp.all_gather_object((self._uses, self.values.left))
+        shown = [uses for of_rank, _ in ranks for uses in of_rank]
+        facts.left = {value for _, of_rank in ranks for value in of_rank}
         # Fewer where the step calls the units itself: everything is carried then.
         if len(shown) == len(partition.stages):
             facts.uses = Uses.union(shown)

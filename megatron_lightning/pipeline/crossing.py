@@ -23,7 +23,7 @@ that (:class:`CallFacts`), and then for real, where the NaN of the placeholders 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.structure import Like, dump, flatten
 from megatron_lightning.pipeline.stubs import Placeholders, num_writes, user_hooks, with_hooks
 from megatron_lightning.pipeline.taint import Taint
+from megatron_lightning.pipeline.unit_values import AbsentValues
 from megatron_lightning.pipeline.visit import CallFacts, Visit
 
 
@@ -69,6 +70,7 @@ class StageCrossing:
             parameters gathered.
         reached: Called with the micro-batch, right before the stage runs.
         repeated: Returns the context of a forward that runs again, as a check.
+        kept: Returns the tensors that the module's attributes hold, for the step or for hooks.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StageCrossing:
         run_stage: Callable[..., Any],
         reached: Callable[[int], None] = lambda _: None,
         repeated: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kept: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         self._hook = hook
         self._partition = partition
@@ -89,6 +92,9 @@ class StageCrossing:
         self._run_stage = run_stage
         self._reached = reached
         self._repeated = repeated
+        self._kept = kept
+        self.logged: Callable[[], Sequence[Tensor]] = tuple
+        """Returns the values that the step has logged."""
         self._microbatch = 0
         self._seed = 0
         self._visit = Visit(0, 0, 0, (), {}, {}, None, True, 0)
@@ -100,6 +106,7 @@ class StageCrossing:
         # Whatever depends on a placeholder is wrong, and NaN shows it.
         self._placeholders = Placeholders(float("nan"), context.device)
         self._recomputes = False
+        self._absent = AbsentValues()
         self._forward = partition.module.forward
 
     # ------------------------------------------------------------------------------- of the program
@@ -125,12 +132,14 @@ class StageCrossing:
             for index, name in enumerate(self._partition.units):
                 unit = module.get_submodule(name)
                 undo.enter_context(intercepted(unit, partial(self._call_unit, index, unit)))
+            undo.callback(self._absent.hide)
             yield
 
     def enter(
         self, stage: int, microbatch: int, received: StageTensors | None, signature: Hashable
     ) -> None:
         """Set stage, micro-batch and input of the module's next call."""
+        self._absent.hide()
         facts, (first, end) = self._facts, self._partition.bounds[stage]
         note = "{}" if received is None else received.note
         before = facts.structures(note) if note else {}
@@ -251,7 +260,7 @@ class StageCrossing:
                 if self._visit.next < len(self._partition.units):
                     raise errors.missing_unit(self._hook, self._partition.units[self._visit.next])
                 if self._taint is not None:
-                    self._taint.end(output)
+                    self._taint.end([output, self._kept(), self.logged()])
                 self._learn()
                 if self._taint is not None:
                     raise StageExit(StageTensors())
@@ -328,13 +337,17 @@ class StageCrossing:
         visit, name = self._visit, self._partition.units[index]
         containers = Containers(args, kwargs)
         if self._taint is not None:
-            with torch.compiler.set_stance("force_eager"):
+            seen = self._analysis.values.seen(index, unit) if self._analysis else nullcontext()
+            with torch.compiler.set_stance("force_eager"), seen:
                 output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
         else:
             output = self._run_seeded(index, run, args, kwargs)
         changed = containers.changed
         if changed is not None:
             raise errors.changed_argument(name, changed)
+        if visit.next == len(self._partition.units):  # code behind the units is next
+            before = [left for left in self._facts.left if left[0] < visit.first]
+            self._absent.show(before, self._partition.module, self._partition.units)
         if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
             return output
         tensors, structure = flatten(output, name)

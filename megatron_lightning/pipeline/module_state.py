@@ -29,6 +29,7 @@ from megatron_lightning.pipeline.records import (
     make_record,
     refill,
     restored,
+    tensors_in,
 )
 
 _LIBRARIES = frozenset({"torch", "torchmetrics", "transformers", "megatron_lightning"})
@@ -173,6 +174,25 @@ class ModuleState:
             Change(kind, place, packed(value)) for kind, place, value in found if is_plain(value)
         ]
         return sent, [str(place) for _, place, value in found if not is_plain(value)]
+
+    def changed_paths(self) -> set[tuple[Any, ...]]:
+        """Return where something has changed since :meth:`begin`: path of a module, attribute, keys
+        inside of it.
+        """
+        return {
+            change.place.path
+            for path, values in self._values()
+            for change in _entry_changes(self._before[path], values, Place.of_module(path), True)
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the values as they are now, and buffers."""
+        records = self._record(copies=False).values()
+        buffers = [self._module.get_submodule(path)._buffers.values() for path in self._paths]
+        return [
+            *(tensor for items in records for tensor in tensors_in(items)),
+            *(buffer for owned in buffers for buffer in owned if buffer is not None),
+        ]
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Make the last stage's changes on this stage, in place of its own."""

@@ -10,7 +10,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,8 @@ def _of_tensor(value: Tensor, *, copies: bool) -> KeptTensor:
 def _is_searched(value: Any, depth: int) -> bool:
     if isinstance(value, list | tuple | dict | set | deque | np.ndarray):
         return True
-    if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not hasattr(value, "__dict__"):
+    own = getattr(value, "__dict__", None)  # a class, or what stands for one, has no dict
+    if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not isinstance(own, dict):
         return False
     return type(value).__module__.partition(".")[0] not in _LIBRARIES
 
@@ -179,6 +180,17 @@ def _entries(value: Any) -> dict[Any, Any]:
     if len(value) > MOST_ENTRIES:
         return {}
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def tensors_in(record: Record) -> Iterator[Tensor]:
+    """Yield the recorded tensors that still exist."""
+    if isinstance(record, KeptTensor) and record.tensor is not None:
+        yield record.tensor
+    elif isinstance(record, Copied) and isinstance(record.value, deque):
+        yield from (item for item in record.value if isinstance(item, Tensor))
+    elif isinstance(record, Items):
+        for entry in record.entries.values():
+            yield from tensors_in(entry)
 
 
 def is_changed(before: Record, value: Any) -> bool:

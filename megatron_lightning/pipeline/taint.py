@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 TAIL = 1_000_000
 """Represents the code behind the last unit, in the place of a unit's index."""
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def end(self, output: Any) -> None:
-        """Record what the forward returned."""
+        """Record what the forward returned, and tensors that it left for the step elsewhere."""
         opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
         inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
         self._used.setdefault(TAIL, set()).update(self._of(_tensors([output, inside])))
@@ -162,6 +163,8 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = _tensors((args, kwargs))
         marks = self._of(given)
         self._use(marks)
+        if func is _ITEM and not self._inside:  # a Python number may reach anything
+            self._used.setdefault(TAIL, set()).update(j for j in marks if isinstance(j, int))
         output = func(*args, **(kwargs or {}))
         if not self._inside and func._schema.is_mutable:
             written = self._of(_tensors(output))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lightning.pipeline.structure import Structure, load
 from megatron_lightning.pipeline.taint import Uses
+from megatron_lightning.pipeline.unit_values import Left
 
 
 @dataclass
@@ -19,6 +20,8 @@ class CallFacts:
     """Which units use which outputs; None: not known, and every output is carried."""
     written: set[int] = field(default_factory=set)
     """Units into whose outputs the model's code writes: it is given copies."""
+    left: set[Left] = field(default_factory=set)
+    """What units leave on themselves."""
     tested: set[int] = field(default_factory=set)
     """Stages of this rank whose results were checked for the NaN of placeholders."""
     notes: dict[tuple[int, Hashable], tuple[str, dict[int, Structure]]] = field(

@@ -90,6 +90,11 @@ class LogRecorder:
             _Call(value, batch_size, self.microbatch, arguments, metric)
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that were logged."""
+        calls = [call.value for calls in self._calls.values() for call in calls]
+        return [value for value in calls if isinstance(value, Tensor)]
+
     @property
     def names(self) -> list[str]:
         """Keys that were logged."""

@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only, tree_structure
 
+from megatron_lightning.parallel.absent import AbsentListing
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.actions import Schedule
@@ -67,6 +68,7 @@ class PipelinedSteps(Steps):
         self._broadcast = StageBroadcast(scope.context.pp, scope.context.device)
         self._state = _module_state(scope)
         self._unsent: set[str] = set()  # named once
+        self._absent = None if self._state is None else AbsentListing(scope.module)
         self._explicit: ExplicitCalls | None = None
         self._facts: dict[Hashable, CallFacts] = {}
 
@@ -196,6 +198,8 @@ class PipelinedSteps(Steps):
         with ExitStack() as during:
             if crossing is not None:
                 during.enter_context(crossing.installed())
+            if self._absent is not None:
+                during.enter_context(self._absent.shown())
             if self._call is not None:
                 during.enter_context(self._call.in_step())
             if trains and self.training.watch is not None:
@@ -245,6 +249,7 @@ class PipelinedSteps(Steps):
             run_stage=run_stage,
             reached=self._rng.at_call,
             repeated=self._repeated,
+            kept=self._state.tensors if self._state is not None else tuple,
         )
         if is_new:
             copied = tree_map_only(Tensor, Tensor.clone, first)  # steps may write into their batch

@@ -82,6 +82,8 @@ class UserProgram:
         self._items: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor | None] = {}  # before the step, by the module's method
         self.recorder = LogRecorder(module, self.sizes)
+        if crossing is not None:
+            crossing.logged = self.recorder.tensors
         self.outputs: dict[int, Any] = {}
 
     def forward(

@@ -182,20 +182,6 @@ class LeaksWithExample(VectorModule):
         self.example_input_array = torch.ones(2, 8)
 
 
-class Records(VectorModule):
-    """The step uses the output of a block that a hook records."""
-
-    def __init__(self) -> None:
-        super().__init__(Chain())
-        self.net.blocks[0].register_forward_hook(self._keep)
-
-    def _keep(self, block: nn.Module, given: Any, output: Tensor) -> None:
-        self.__dict__["seen"] = output
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + self.seen.square().mean()
-
-
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "backwards": (
         lambda: VectorModule(Backwards()),
@@ -233,7 +219,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VectorModule(Reads()),
         r"blocks.0.linear.weight belongs to a unit on another .* example_input_array",
     ),
-    "records": (Records, r"uses the output of 'blocks.0' that a hook has recorded"),
     "leaks-example": (
         LeaksWithExample,
         r"unit 'blocks.0' hands state to .* by a list, an attribute or a hook",

@@ -73,6 +73,15 @@ class Squared(Module):
         return self.net(batch).pow(2).mean()
 
 
+class Penalized(Module):
+    """Adds a norm of all parameters to the loss."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(
+            p.square().sum() for p in self.parameters()
+        )
+
+
 class Wide(Module):
     """Returns the features of its one parallel layer, and reads nothing else."""
 
@@ -178,6 +187,14 @@ SILENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "one column": (
         lambda: fit(Wide(), plan({"net.fc1": ColumnParallel()}), sp=False),
         ("the loss of the step differs", "gather_output=True"),
+    ),
+    "a penalty": (
+        lambda: fit(Penalized(), plan(WHOLE)),
+        (
+            "the loss of the step differs",
+            "and the output of the model does not",
+            "A norm of parameters() counts this rank's shards only: set weight_decay",
+        ),
     ),
     "a layer of the step": (
         lambda: fit(Direct(), plan({"fc1": ColumnParallel()}), sp=False),
