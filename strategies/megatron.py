@@ -619,6 +619,7 @@ class MegatronStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self._running.share_buffers()
         self._running.begin_evaluation()
+        self._running.check_replicas()
 
     @override
     def on_test_start(self) -> None:
@@ -632,6 +633,7 @@ class MegatronStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         self._running.training.accumulation.gather.drop_codes()
         self._running.share_buffers()
+        self._running.check_replicas()
 
     # ------------------------------------------------------------------------------------ gradients
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
@@ -106,6 +107,7 @@ class Run:
             saver=saver,
             ranks_per_node=ranks_per_node,
             share_buffers=self.share_buffers,
+            check_replicas=self.check_replicas,
             main_shards=self._main_shards,
         )
         """Saves and loads."""
@@ -341,6 +343,17 @@ class Run:
         """
         if self._steps is not None:
             self._steps.buffers.synchronize(compare=True)
+
+    def check_replicas(self) -> None:
+        """Check that ranks hold equal values of what they replicate, after :meth:`share_buffers`; a
+        collective.
+
+        Raises:
+            ShardingError: Naming the tensors that differ.
+        """
+        if self._training is not None:
+            self._training.accumulation.gather.wait()
+        check_trained_replicas(self.module, self.part, self._ranks.context)
 
     def refuse_in_step(self, what: str, advice: str | None = None) -> None:
         """Refuse what all ranks would have to call together, in the middle of a pipelined step.

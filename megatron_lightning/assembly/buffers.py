@@ -9,15 +9,17 @@ tables), so only those that did are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import diverged, fingerprint
+from megatron_lightning.assembly.replicas import diverged, drift_error, fingerprint
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BufferSync:
@@ -30,6 +32,8 @@ class BufferSync:
         self._part = part
         self._context = context
         self._diverged: dict[str, list[str]] = {}
+        self._shared: dict[str, Tensor] = {}  # marks of what all stages hold, when it was shared
+        self._remember()
 
     def synchronize(self, *, compare: bool) -> None:
         """Make the buffers equal that are known to diverge; a collective.
@@ -48,7 +52,37 @@ class BufferSync:
                     self._diverged.get(axis, [])
                 )
                 self._diverged[axis] = [name for name in names if name in found]
+                if axis == "pp" and found:
+                    self._refuse_averages(dict(zip(names, marks, strict=True)), found, group)
             self._broadcast(buffers, axis, group)
+        if compare:
+            self._remember()
+
+    def _remember(self) -> None:
+        """Mark the buffers that all stages hold as they are now."""
+        self._shared = {
+            name: fingerprint(buffer).to(self._context.device)
+            for axis, _, buffers in self._replicated()
+            for name, buffer in buffers.items()
+            if axis == "pp" and not name.endswith(_STATISTICS)
+        }
+
+    def _refuse_averages(
+        self, marks: dict[str, Tensor], found: Collection[str], group: AxisGroup
+    ) -> None:
+        """Refuse buffers that stages other than the last have written, with other values than it.
+
+        A step does not reach the code behind the units there, so that only hooks can have written.
+        """
+        names = [name for name in marks if name in found and name in self._shared]
+        if not names:
+            return
+        written = torch.stack([marks[name] != self._shared[name] for name in names])
+        written = (written & (group.rank > 0)).int()  # the last stage is on the first rank
+        dist.all_reduce(written, dist.ReduceOp.MAX, group=group.process_group)
+        differing = [n for n, bad in zip(names, written.tolist(), strict=True) if bad]
+        if differing:
+            raise drift_error(differing, group)
 
     def _replicated(self) -> Iterator[tuple[str, AxisGroup, dict[str, Tensor]]]:
         """Yield (axis, ranks, buffers) of the buffers that several ranks hold."""

@@ -4,13 +4,16 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.microbatches import tensors_of
@@ -78,6 +81,109 @@ def check_replicas(
                 f"{', '.join(differing[:5])}. Initialize them from one seed, or declare how they "
                 "are sharded."
             )
+
+
+_TOLERANCE = 1e-3
+"""Relative difference of trained copies over tp and pp: sums of gradients differ in the last
+bits."""
+_ROW = 8191
+
+
+def check_trained_replicas(module: nn.Module, part: Part, context: ParallelContext) -> None:
+    """Check that parameters and saved buffers that ranks replicate are still equal in training; a
+    collective of every axis that has several ranks.
+
+    Copies are bit-equal over data-parallel ranks. Over tensor- and pipeline-parallel ranks random
+    projections of two copies differ by at most 1e-3 of their norm.
+
+    Raises:
+        ShardingError: Naming the tensors that differ, the axis and the usual causes.
+    """
+    if context.world_size == 1:
+        return
+    tensors = _replicated_tensors(module)
+    for axis in ("dp-cp", "edp"):
+        names = [n for n, t in tensors.items() if _spec_of(n, t, part).data_axes == axis]
+        whole = [n for n in names if not isinstance(tensors[n], DTensor)]
+        marks = [_exact(tensors[n]) for n in whole]
+        _refuse_drift(whole, _spread(marks, context.axis(axis), context) > 0, context.axis(axis))
+    for axis in ("tp", "etp", "ep", "pp"):
+        close = [n for n, t in tensors.items() if _is_close_over(axis, n, t, part)]
+        sketches = [_sketch(tensors[n]) for n in close]
+        spread = _spread([s[:-1] for s in sketches], context.axis(axis), context)
+        norms = torch.stack([s[-1] for s in sketches]) if sketches else torch.zeros(0)
+        _refuse_drift(close, spread > _TOLERANCE * norms.to(spread), context.axis(axis))
+
+
+def _replicated_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and saved buffers of a rank's part by name."""
+    saved = module.state_dict()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    tensors = {**dict(module.named_parameters()), **buffers}
+    plain = (Tensor, nn.Parameter, nn.Buffer, DTensor)
+    return {n: t for n, t in tensors.items() if type(t) in plain and t.numel() and not t.is_meta}
+
+
+def _spec_of(name: str, tensor: Tensor, part: Part) -> ShardSpec:
+    outside = () if part.in_unit(name) else ("pp",)
+    return part.specs.get(name) or ShardSpec.replicated(tensor.shape, partial_over=outside)
+
+
+def _is_close_over(axis: str, name: str, tensor: Tensor, part: Part) -> bool:
+    spec = _spec_of(name, tensor, part)
+    if is_code(tensor.dtype) or name in part.tied or spec.tied_to is not None:
+        return False
+    return axis in spec.replica_axes or (axis == "pp" and "pp" in spec.partial_over)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """Return the fingerprint as two float64, each of 32 bits."""
+    mark = fingerprint(tensor)
+    return torch.stack([(mark >> 32).double(), (mark & 0xFFFFFFFF).double()])
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """Return two projections on random signs, the same on every rank, and the norm, in float64."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    flat = local.detach().reshape(-1).float()
+    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW)).view(-1, _ROW)
+    generator, values = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        signs, weights = (
+            (torch.randint(0, 2, (size,), generator=generator) * 2 - 1).to(rows)
+            for size in (_ROW, rows.shape[0])
+        )
+        values.append((rows @ signs).double() @ weights.double())
+    return torch.nan_to_num(torch.stack([*values, flat.double().norm()]))
+
+
+def _spread(values: Sequence[Tensor], group: AxisGroup, context: ParallelContext) -> Tensor:
+    """Return the largest difference of each row of values over the ranks of a group."""
+    if group.process_group is None or not values:
+        return torch.zeros(len(values), dtype=torch.float64)
+    own = torch.stack([value.to(context.device) for value in values])
+    ends = torch.stack([own, -own])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group.process_group)
+    return ends.sum(0).amax(-1).cpu()
+
+
+def _refuse_drift(names: Sequence[str], differs: Tensor, group: AxisGroup) -> None:
+    differing = [name for name, bad in zip(names, differs.tolist(), strict=True) if bad]
+    if differing:
+        raise drift_error(differing, group)
+
+
+def drift_error(names: Sequence[str], group: AxisGroup) -> ShardingError:
+    """Return the error for tensors that ranks replicate and that have drifted apart."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ShardingError(
+        f"{len(names)} tensor(s) that the {group.name} ranks {list(group.ranks)} replicate have "
+        f"other values on some of them: {', '.join(names[:5])}{more}. Usual causes: a hook that "
+        "writes values which depend on the rank, a loss that is computed on one rank, random draws "
+        "from a generator that the ranks do not share, or an average of weights that is kept "
+        "outside of the pipeline's units: use Lightning's WeightAveraging or EMAWeightAveraging "
+        "callback for averages."
+    )
 
 
 def check_same_batch(batch: object, context: ParallelContext) -> None:

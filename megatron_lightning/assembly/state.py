@@ -7,11 +7,10 @@ as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +18,6 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.manifest import TensorInfo
-from megatron_lightning.checkpoint.naming import holds_tensors
 from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.layers.styles import VocabParallel
 from megatron_lightning.optim.parameter_shard import MainShard
@@ -29,7 +27,6 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
 
 _MODULE = "state_dict."
-_NOT_COPIES = ("state_dict", "optimizer_states")
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,17 @@ class ModuleState:
             name: Parameter or buffer of the module that the tensor is, or is a copy of.
             tensor: Local values: the tensor-parallel shard, or with FSDP2 rows of that.
         """
-        spec = self._spec(name, tensor)
-        writes = is_writer(spec, self.context)
         if name in self.main and is_code(tensor.dtype):
-            main = self.main[name]
+            spec, main = self.spec(name, tensor), self.main[name]
             held, replicas = main.shards(spec), main.groups.replicas
+            writes = is_writer(spec, self.context)
             return TensorShards(saved_as, spec.global_shape, main.dtype, held, writes, replicas)
+        return self.copy_shards(saved_as, name, tensor)
+
+    def copy_shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
+        """Describe the boxes of a tensor as :meth:`shards` does, of values that are no codes."""
+        spec = self.spec(name, tensor)
+        writes = is_writer(spec, self.context)
         if isinstance(tensor, DTensor) and self.part.units is not None:
             own, box = local_part(tensor)
             replicas = self.part.units.groups[spec.data_axes].replicas
@@ -67,7 +69,8 @@ class ModuleState:
             saved_as, spec, tensor, writes=writes, replicas=self.context.axis(spec.data_axes)
         )
 
-    def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
+    def spec(self, name: str, tensor: Tensor) -> ShardSpec:
+        """Return how a tensor of a parameter or buffer is divided."""
         spec = self._declared(name)
         if spec is not None and spec.local_shape == tuple(tensor.shape):
             return spec
@@ -88,26 +91,24 @@ class ModuleState:
     # ----------------------------------------------------------------------------------------- save
 
     def module_shards(self, checkpoint: dict[str, Any]) -> list[TensorShards]:
-        """Move every dict of tensors by module name out of ``checkpoint``; all ranks call this.
+        """Move the tensors out of ``checkpoint["state_dict"]``; all ranks call this.
 
-        Other entries of these dicts (extra states of layers) stay, merged over the pipeline ranks.
+        Other entries of the dict (extra states of layers) stay, merged over the pipeline ranks.
         """
-        shards = []
-        for key, value in list(checkpoint.items()):
-            if not (isinstance(value, Mapping) and holds_tensors(key, value)):
-                continue
-            ranks = self.context.pp.all_gather_object(
-                {k: v for k, v in value.items() if not isinstance(v, Tensor)}
-            )
-            checkpoint[key] = {
-                name: other for rank in reversed(ranks) for name, other in rank.items()
-            }
-            shards += [
-                self.shards(f"{key}.{name}", name, tensor)
-                for name, tensor in value.items()
-                if isinstance(tensor, Tensor) and name not in self.part.tied
-            ]
-        return shards
+        state = checkpoint.get("state_dict")
+        if state is None:
+            return []
+        ranks = self.context.pp.all_gather_object(
+            {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+        )
+        checkpoint["state_dict"] = {
+            name: other for rank in reversed(ranks) for name, other in rank.items()
+        }
+        return [
+            self.shards(_MODULE + name, name, tensor)
+            for name, tensor in state.items()
+            if isinstance(tensor, Tensor) and name not in self.part.tied
+        ]
 
     def tied_shards(self) -> list[TensorShards]:
         """Return this rank's tied copies under their owners' names, for ranks that lack the owners'
@@ -134,7 +135,7 @@ class ModuleState:
         Raises:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
         """
-        local, stored = self._local_tensors(), source.tensors()
+        local, stored = self.local_tensors(), source.tensors()
         shards = [
             self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor)
             for name, tensor in local.items()
@@ -147,44 +148,8 @@ class ModuleState:
         load_sharded(source, shards, prefix=prefix, strict=strict, group=self.context.axis("world"))
         return local
 
-    def load_copies(self, source: CheckpointSource) -> dict[str, dict[str, Tensor]]:
-        """Read the other dicts of tensors by module name, such as averaged weights; all ranks call
-        this.
-
-        Returns:
-            Key in the checkpoint -> name -> new tensor: a local shard, or the full tensor if the
-            module lacks it.
-
-        Raises:
-            CheckpointError: On every rank: for what is misshaped or damaged.
-        """
-        found: dict[str, list[str]] = {}
-        for full in source.tensors():
-            key, _, name = full.partition(".")
-            if key not in _NOT_COPIES:
-                found.setdefault(key, []).append(name)
-        return {key: self._load_copy(source, key, names) for key, names in found.items()}
-
-    def _load_copy(
-        self, source: CheckpointSource, key: str, names: Iterable[str]
-    ) -> dict[str, Tensor]:
-        local, stored, prefix = self._local_tensors(), source.tensors(), f"{key}."
-        fresh, shards = {}, []
-        for name, tensor in local.items():
-            saved_as = self._saved_as(name, prefix, stored)
-            if prefix + saved_as in stored:
-                fresh[name] = tensor.clone()
-                shards.append(self.shards(prefix + saved_as, name, fresh[name]))
-        known = {*local, *self.part.names}
-        # Not in the module: every rank reads it.
-        for name in (name for name in names if name not in known):
-            info = stored[prefix + name]
-            fresh[name] = torch.empty(info.shape, dtype=info.dtype, device=self.context.device)
-            shards.append(self.shards(prefix + name, name, fresh[name]))
-        load_sharded(source, shards, prefix=prefix, strict=False, group=self.context.axis("world"))
-        return fresh
-
-    def _local_tensors(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors in the module's state."""
         return {
             name: value
             for name, value in self.module.state_dict().items()

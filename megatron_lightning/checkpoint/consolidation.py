@@ -10,6 +10,7 @@ from typing import IO, Any, Literal
 
 import torch
 
+from megatron_lightning.checkpoint.entries import place, read_table
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import (
     FULL_STATE,
@@ -56,9 +57,13 @@ def read_full(
         if tensor.numel():
             source.read([(name, Shard((0,) * tensor.dim(), tensor))])
             advance(tensor.nbytes)
-    checkpoint = join_tensors(
-        tensors, {key: value for key, value in source.state().items() if key not in left_out}
-    )
+    state = {key: value for key, value in source.state().items() if key not in left_out}
+    entries = [e for e in read_table(state) or () if e.stored in tensors]
+    found = [tensors[entry.stored] for entry in entries]
+    for entry in entries:
+        tensors.pop(entry.stored, None)
+    checkpoint = join_tensors(tensors, state)
+    place(checkpoint, entries, found)
     for copy, owner in _tied(source).items():  # stored once, under the owner's name
         for values in checkpoint.values():
             if isinstance(values, dict) and isinstance(values.get(owner), torch.Tensor):

@@ -64,7 +64,7 @@ def fit_vocabulary(
     """
     stored, rows = source.tensors(), {}
     for full, info in stored.items():
-        shape = shapes.get(_parameter_of(full))
+        shape = _shape_of(_parameter_of(full), shapes)
         if (
             shape is not None
             and info.shape[1:] == shape[1:]
@@ -93,6 +93,15 @@ def _parameter_of(full: str) -> str:
     """Return the parameter to which a tensor of a checkpoint belongs (``checkpoint.naming``)."""
     key, _, name = full.partition(".")
     return name.partition(".state.")[2].rpartition(".")[0] if key == "optimizer_states" else name
+
+
+def _shape_of(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
+    """Return the shape of the parameter in which a name ends: copies stand deeper in a
+    checkpoint.
+    """
+    while name and name not in shapes:
+        name = name.partition(".")[2]
+    return shapes.get(name)
 
 
 def _stored_rows(shard: Shard, rows: int) -> Shard:

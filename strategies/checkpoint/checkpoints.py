@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, read_full
@@ -54,6 +55,7 @@ class Checkpoints:
         ranks_per_node: Ranks of each node.
         share_buffers: Makes buffers equal on all ranks that hold them: replicas write parts of a
             tensor each.
+        check_replicas: Checks that ranks hold equal values of what they replicate.
         main_shards: Returns the main params of parameters that the module keeps as codes.
     """
 
@@ -67,6 +69,7 @@ class Checkpoints:
         saver: Saver,
         ranks_per_node: int,
         share_buffers: Callable[[], None],
+        check_replicas: Callable[[], None],
         main_shards: Callable[[], Mapping[str, MainShard]],
     ) -> None:
         self._module = module
@@ -76,7 +79,9 @@ class Checkpoints:
         self._progress = progress
         self._ranks_per_node = ranks_per_node
         self._share_buffers = share_buffers
+        self._check_replicas = check_replicas
         self._main_shards = main_shards
+        self._has_saved = False
         self._source: CheckpointSource | None = None
         self._path = ""
         self._is_plain = False
@@ -122,7 +127,7 @@ class Checkpoints:
             self._forget_batch()
         background &= self._trainer.state.status == TrainerStatus.RUNNING
         path = self._ranks.broadcast(path)
-        tensors, rest = self._divide(checkpoint, part)
+        tensors, rest, _ = self._divide(checkpoint, part)
         info = self._info(rest, part)
 
         def take(group: AxisGroup) -> Snapshot:
@@ -175,8 +180,8 @@ class Checkpoints:
             CheckpointError: On every rank, if this save, or the one before, failed on one of them;
                 older copies are intact.
         """
-        tensors, rest = self._divide(trainer_state(self._trainer), part)
-        tensors += self._module_state(part).tied_shards()
+        tensors, rest, copies = self._divide(trainer_state(self._trainer), part)
+        tensors += self._module_state(part).tied_shards() + copies
         pointer = self._pointer(folder, int(rest["global_step"]))
         plan = copy_plan(tensors, rest, path=self._ranks.broadcast(path), pointer=pointer)
         self.saver.save(plan, self._context, background=True)
@@ -201,12 +206,18 @@ class Checkpoints:
 
     def _divide(
         self, checkpoint: Mapping[str, Any], part: Part
-    ) -> tuple[list[TensorShards], dict[str, Any]]:
-        """Return what this rank holds of the tensors, and the rest."""
+    ) -> tuple[list[TensorShards], dict[str, Any], list[TensorShards]]:
+        """Return what this rank holds of the tensors, the rest, and tied copies of entries."""
         self._share_buffers()
+        compares, self._has_saved = not self._has_saved, True
+        if compares:
+            self._check_replicas()
         rest = self.state.write_to(checkpoint, self._module, part)
         optimizers = [_view_of(optimizer) for optimizer in rest.pop("optimizer_states", [])]
-        tensors = self._module_state(part).module_shards(rest)
+        state = self._module_state(part)
+        tensors = state.module_shards(rest)
+        entries = StateEntries(state).take(rest, compare=compares)
+        tensors += entries.shards
         for index, optimizer in enumerate(optimizers):
             tensors += optimizer.state_tensors(f"optimizer_states.{index}.state.")
         if optimizers:
@@ -215,7 +226,7 @@ class Checkpoints:
                 {"state": optimizer.plain_state(), "param_groups": mine}
                 for optimizer, mine in zip(optimizers, groups, strict=True)
             ]
-        return tensors, rest
+        return tensors, rest, entries.copies
 
     def _module_state(self, part: Part) -> ModuleState:
         return ModuleState(self._module, part, self._context, self._main_shards())
@@ -286,8 +297,7 @@ class Checkpoints:
             **others,
             **state.load_module(self._source, strict=module.strict_loading),
         }
-        for key, copies in state.load_copies(self._source).items():
-            checkpoint[key] = {**checkpoint.get(key, {}), **copies}
+        StateEntries(state).load(self._source, checkpoint)
         self.state.read_from(checkpoint, module)
         return checkpoint
 

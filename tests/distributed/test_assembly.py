@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import assemble, is_assembled, is_full, reattach
+from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint import open_checkpoint, read_full, save_sharded
@@ -62,7 +63,9 @@ def _save(folder: str, tensor: int, pipeline: int) -> None:
     }
     averaged = {name: value + 1 for name, value in state.items()} | {"steps": torch.tensor([7.0])}
     checkpoint: dict[str, Any] = {"state_dict": state, "averaged": averaged, "epoch": 3}
-    shards = ModuleState(module, part, context).module_shards(checkpoint)
+    module_state = ModuleState(module, part, context)
+    shards = module_state.module_shards(checkpoint)
+    shards += StateEntries(module_state).take(checkpoint, compare=True).shards
     assert not checkpoint["averaged"] and checkpoint["epoch"] == 3
     save_sharded(folder, shards, checkpoint, group=context.axis("world"))
 
@@ -86,8 +89,8 @@ def _load(folder: str, tensor: int, pipeline: int) -> None:
             rtol=0,
             atol=0,
         )
-    copies = state.load_copies(source)
-    assert copies.keys() == {"averaged"}
+    copies = source.state()
+    StateEntries(state).load(source, copies)
     assert {*copies["averaged"]} == {*module.state_dict(), "steps"} and copies["averaged"][
         "steps"
     ] == 7.0

@@ -1,0 +1,151 @@
+"""Tensors of a nested state that belong to parameters and buffers of a module, found by their keys.
+
+Keys spell a name, after any prefix (``module.``): with dots, with ``_`` or ``-`` in their places or
+with nothing, or as nested levels; or they spell the names inside of one sub-module. A list of as
+many tensors as the module has parameters, or has trainable ones, is in their order. Shapes must be
+those of the parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lightning.checkpoint.entries import Entry, Path
+from megatron_lightning.parallel.spec import Shape
+
+_SEPARATORS = re.compile(r"[._\-/]")
+Found = tuple[Entry, Tensor]
+
+
+class TensorNames:
+    """Names of a module's parameters and buffers, to be found in a state.
+
+    Args:
+        shapes: Name -> shape that a tensor of the state has.
+        owners: Name of a tied copy -> name of its owner.
+        orders: Names in lists of tensors.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        owners: Mapping[str, str],
+        orders: Sequence[Sequence[str]] = (),
+    ) -> None:
+        self._shapes = shapes
+        self._owners = owners
+        self._orders = [order for order in orders if order]
+        self._spelled: dict[str, list[str]] = {}
+        for name in shapes:
+            self._spelled.setdefault(_letters(name), []).append(name)
+
+    def find(self, state: Mapping[str, Any]) -> list[Found]:
+        """Return the tensors of a nested state that belong to the module, each with its place."""
+        return list(self._find(state, ()))
+
+    def _find(self, value: Any, path: Path) -> Iterator[Found]:
+        if isinstance(value, Mapping):
+            others = {}
+            for key, entry in value.items():
+                if not isinstance(entry, Tensor):
+                    yield from self._find(entry, (*path, key))
+                elif found := self._named((*path, key), entry):
+                    yield found, entry
+                else:
+                    others[key] = entry
+            yield from self._inside(others, path)
+        elif isinstance(value, list | tuple):
+            names = self._ordered(value)
+            stored = ".".join(map(str, path))
+            for name, entry in zip(names, value, strict=False):
+                yield Entry(f"{stored}.{self._owner(name)}", name, path, len(path), True), entry
+            if not names:
+                for index, entry in enumerate(value):
+                    yield from self._find(entry, (*path, index))
+
+    def spelled(self, path: Path) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield the module's names that the end of a path spells, longest first.
+
+        Yields:
+            Number of keys before the name, the prefix in the first key, and names.
+        """
+        pieces = [
+            (index, text, start)
+            for index, text in enumerate(map(str, path))
+            for start in (0, *(m.end() for m in _SEPARATORS.finditer(text)))
+        ]
+        texts = [str(key) for key in path]
+        for index, text, start in pieces:
+            names = self._spelled.get(_letters("".join((text[start:], *texts[index + 1 :]))))
+            if names:
+                yield index, text[:start].rstrip("._-/"), names
+
+    def _named(self, path: Path, tensor: Tensor) -> Entry | None:
+        shape = tuple(tensor.shape)
+        for base, prefix, names in self.spelled(path):
+            fitting = [name for name in names if self._shapes[name] == shape]
+            exact = [name for name in fitting if str(path[-1]).endswith(name)]
+            if len(fitting) == 1 or len(exact) == 1:
+                name = (exact or fitting)[0]
+                before = [*map(str, path[:base]), *([prefix] if prefix else [])]
+                return Entry(".".join((*before, self._owner(name))), name, path, base)
+        return None
+
+    def _inside(self, tensors: Mapping[Any, Tensor], path: Path) -> Iterator[Found]:
+        """Find the tensors of a dict that is named after one sub-module, after at most one
+        prefix.
+        """
+        named = {str(key): (key, tensor) for key, tensor in tensors.items() if tensor.dim()}
+        if not named:
+            return
+        for skipped in (0, 1):
+            matches = {
+                text: self._matches("".join(_SEPARATORS.split(text)[skipped:]), tensor)
+                for text, (_, tensor) in named.items()
+            }
+            paths = set.intersection(*(set(match) for match in matches.values()))
+            if len(paths) == 1:
+                module = paths.pop()
+                for text, (key, tensor) in named.items():
+                    name = matches[text][module]
+                    stored = ".".join((*map(str, path), self._owner(name)))
+                    yield Entry(stored, name, (*path, key), len(path)), tensor
+                return
+
+    def _matches(self, letters: str, tensor: Tensor) -> dict[str, str]:
+        """Return path of a sub-module -> name, of names inside of it that ``letters`` spell."""
+        shape = tuple(tensor.shape)
+        return {
+            module: name
+            for module, name in self._inner.get(letters, ())
+            if self._shapes[name] == shape
+        }
+
+    @cached_property
+    def _inner(self) -> dict[str, list[tuple[str, str]]]:
+        """Letters of a name inside of a sub-module -> (path of the sub-module, full name)."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for name in self._shapes:
+            for dot in (match.start() for match in re.finditer(r"\.", name)):
+                found.setdefault(_letters(name[dot + 1 :]), []).append((name[:dot], name))
+        return found
+
+    def _ordered(self, values: Sequence[Any]) -> Sequence[str]:
+        """Return the names of a list's tensors; (): the list is none of parameters."""
+        if all(isinstance(value, Tensor) for value in values):
+            for names in self._orders:
+                if [tuple(v.shape) for v in values] == [self._shapes[name] for name in names]:
+                    return names
+        return ()
+
+    def _owner(self, name: str) -> str:
+        return self._owners.get(name, name)
+
+
+def _letters(name: str) -> str:
+    return _SEPARATORS.sub("", name)
