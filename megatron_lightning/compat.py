@@ -449,6 +449,9 @@ class GradientHooks:
         self._hooks: Any = parameter._backward_hooks
         self._accumulated: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
 
+    def __bool__(self) -> bool:
+        return bool(self._hooks or self._accumulated)
+
     def move(self, leaf: Tensor, *others: Tensor) -> None:
         """Share the parameter's hooks with ``leaf``, and those that are registered on any of the
         tensors later.

@@ -51,7 +51,11 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.checks import check_optimizers, explained_empty_optimizers
+from megatron_lightning.optim.checks import (
+    check_optimizers,
+    check_stepped_tensors,
+    explained_empty_optimizers,
+)
 from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.parallel.context import GROUPS, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -514,6 +518,7 @@ class MegatronStrategy(ParallelStrategy):
         sharded = sharded or self.layout.model_parallel_size > 1
         size, world_size = self.options.micro_batch_size, self.context.world_size
         check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
+        check_stepped_tensors(self.optimizers, self.module)
 
     @override
     def model_to_device(self) -> None:

@@ -35,6 +35,7 @@ from megatron_lightning.models.hf_plans import transformers_models
 from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import copy_attributes
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
 from megatron_lightning.strategies.options import StrategyOptions
@@ -107,6 +108,7 @@ def place_module(
     """
     if part.units is not None:
         part.units.reshard()
+    attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
     if part.units is None or not is_sharded(module):
         check_unsharded(module)
         if precision.convert_module(module) is not module:
@@ -133,6 +135,9 @@ def place_module(
         )
         part = replace(part, units=units)
     module.to(device)
+    # FSDP2, and torch where it moves what FSDP2 has sharded, make new parameters.
+    for name, parameter in module.named_parameters():
+        copy_attributes(attributes.get(name, {}), parameter)
     return part
 
 

@@ -27,6 +27,7 @@ from megatron_lightning.parallel.sharding import (
     ShardingPlan,
     parallelize,
     record_ties,
+    untied,
 )
 from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.stage import StagePartition, has_unit
@@ -92,7 +93,7 @@ def assemble(
     if partition is not None:
         check_shared(partition, path or "", plans, context.tp.size)
     # After the partition: layers of other ranks need no parallel counterparts.
-    _parallelize(module, context, plans)
+    parallelize_models(module, context, plans)
     if allocates:
         # Last, so that a rank never holds more than its shards and one full parameter.
         materialize(module, context.device)
@@ -206,12 +207,19 @@ def _partition(
     return path, StagePartition(pipelined, stages, own, everywhere)
 
 
-def _parallelize(
+def parallelize_models(
     module: nn.Module, context: ParallelContext, plans: Mapping[str, ShardingPlan]
 ) -> None:
-    """Replace the layers that the plans name; over an axis of size 1 a style returns its module."""
-    for path, plan in plans.items():
-        parallelize(module.get_submodule(path), context, plan, is_full=False)
+    """Make the layers that the plans name parallel; over an axis of size 1 they stay as they are.
+
+    Args:
+        module: The module, of which models may share parameters.
+        context: Groups of this rank.
+        plans: Path of a model -> its plan.
+    """
+    with untied(module):
+        for path, plan in plans.items():
+            parallelize(module.get_submodule(path), context, plan, is_full=False)
 
 
 def _describe(

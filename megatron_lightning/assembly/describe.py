@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
 from megatron_lightning.assembly.checks import find_stages
 from megatron_lightning.assembly.plans import check_plans, find_plans
 from megatron_lightning.config import PipelineOptions
@@ -24,7 +24,6 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import (
     ShardingPlan,
     named_shard_specs,
-    parallelize,
     shared_names,
 )
 from megatron_lightning.parallel.spec import ShardSpec
@@ -64,8 +63,7 @@ def describe_layout(
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))
     shell = _on_meta(module)
-    for path, own_plan in plans.items():
-        parallelize(shell.get_submodule(path), context, own_plan, is_full=False)
+    parallelize_models(shell, context, plans)
     specs = named_shard_specs(shell)
     for owner, *copies in shared_names(shell):
         specs |= {name: replace(specs[owner], tied_to=owner) for name in copies}

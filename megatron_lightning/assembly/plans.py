@@ -81,7 +81,8 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
     plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
     if plan is None and layout.divides_experts and not sharding_plans(module):
         _check_has_experts(module, layout, plans)
-    _check_stacked_experts(module, layout, plans)
+    if layout.tp > 1 or layout.divides_experts:
+        _check_rows(module, layout, plans)
     if layout.tp == 1:
         return
     if not plans:
@@ -119,15 +120,16 @@ def _check_has_experts(
         )
 
 
-def _check_stacked_experts(
+def _check_rows(
     module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
 ) -> None:
+    """Check that every module can be divided as its row says."""
     for root, plan in plans.items():
         for path, child in module.get_submodule(root).named_modules():
-            style = plan.style_of(path)
-            if not isinstance(style, DispatchedExperts):
+            check = getattr(plan.style_of(path), "check", None)
+            if check is None:
                 continue
             try:
-                style.check(child, layout)
+                check(child, layout, plan)
             except ShardingError as error:
                 raise ShardingError(f"{'.'.join(filter(None, [root, path]))}: {error}") from error

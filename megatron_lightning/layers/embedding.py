@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.change_class import change_class
+from megatron_lightning.layers.replaceable import check_replaceable
 from megatron_lightning.parallel.collectives import reduce_from_axis, reduce_scatter, scatter
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import take_shards
@@ -33,7 +35,7 @@ def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple
     return local.masked_fill(outside, 0), outside
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Embedding):
     """Embedding whose rows are split over the ranks; if these do not divide the vocabulary, the
     last ones hold fewer rows.
 
@@ -51,7 +53,10 @@ class VocabParallelEmbedding(nn.Module):
         ShardingError: If there are ranks without a row.
     """
 
-    weight: nn.Parameter
+    group: AxisGroup
+    sequence_parallel: bool = False
+    sequence_dim: int = 0
+    start: int
     shard_specs: dict[str, ShardSpec]
 
     def __init__(
@@ -66,42 +71,36 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.group = group
-        self.padding_idx = padding_idx
-        self.sequence_parallel = sequence_parallel and group.size > 1
-        self.sequence_dim = sequence_dim
-        spec = ShardSpec.split_rows(
-            (num_embeddings, embedding_dim), size=group.size, rank=group.rank, axis=group.name
-        )
-        self.start = spec.boxes[0].offset[0]
-        source = nn.Embedding(
+        super().__init__(
             num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype
         )
-        take_shards(self, source, {"weight": spec})
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+        self._divide()
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, **options: Any) -> VocabParallelEmbedding:
-        """Return this rank's rows of ``embedding``; ``options`` are keywords of the constructor.
+        """Make ``embedding`` this rank's rows of itself, in place, and return it.
+
+        Its hooks, attributes and parameter object stay; ``options`` are keywords of the
+        constructor.
 
         Raises:
             ShardingError: If it uses an option that has no parallel form.
         """
-        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-            raise ShardingError(
-                "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the full "
-                "table on one rank. Build it without them, or leave it out of the plan."
-            )
-        options |= {
-            "padding_idx": embedding.padding_idx,
-            "device": "meta",
-            "dtype": embedding.weight.dtype,
-        }
-        module = cls(embedding.num_embeddings, embedding.embedding_dim, **options)
-        take_shards(module, embedding, module.shard_specs)
-        return module.train(embedding.training)
+        check_replaceable(embedding, (nn.Embedding,), cls.__name__)
+        _check_options(embedding)
+        layer = change_class(embedding, cls, **options)
+        layer._divide()
+        return layer
+
+    def _divide(self) -> None:
+        """Keep this rank's rows of the full table."""
+        self.sequence_parallel = self.sequence_parallel and self.group.size > 1
+        spec = _rows_spec(self, self.group)
+        self.start = spec.boxes[0].offset[0]
+        take_shards(self, self, {"weight": spec})
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [...] to vectors [..., h], or to this rank's sequence shard of them."""
@@ -115,6 +114,20 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_axis(partial, self.group)
 
 
+def _check_options(embedding: nn.Embedding) -> None:
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        raise ShardingError(
+            "this embedding uses max_norm, scale_grad_by_freq or sparse, which need the full "
+            "table on one rank. Build it without them, or leave it out of the plan."
+        )
+
+
+def _rows_spec(embedding: nn.Embedding, group: AxisGroup) -> ShardSpec:
+    """Return the spec of this rank's rows of an embedding."""
+    shape = (embedding.num_embeddings, embedding.embedding_dim)
+    return ShardSpec.split_rows(shape, size=group.size, rank=group.rank, axis=group.name)
+
+
 def shard_vocabulary(
     embedding: nn.Embedding, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
 ) -> nn.Embedding:
@@ -125,8 +138,7 @@ def shard_vocabulary(
     ranks is dropped, as in :class:`VocabParallelEmbedding`; the gradients of other parameters (of a
     norm) are partial sums.
     """
-    shape = (embedding.num_embeddings, embedding.embedding_dim)
-    spec = ShardSpec.split_rows(shape, size=group.size, rank=group.rank, axis=group.name)
+    spec = _rows_spec(embedding, group)
     partial = {
         name: ShardSpec.replicated(parameter.shape, partial_over=(group.name,))
         for name, parameter in embedding.named_parameters(recurse=False)
@@ -168,21 +180,31 @@ class _OwnRows:
         return reduce_from_axis(partial, self._group)
 
 
-class SequenceParallelEmbedding(nn.Module):
+class SequenceParallelEmbedding(nn.Embedding):
     """Embedding that every rank holds in full and looks up for its sequence shard only (learned
     positions).
     """
 
-    def __init__(self, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int) -> None:
-        super().__init__()
-        self.group = group
-        self.sequence_dim = sequence_dim
-        self.weight = embedding.weight
-        self.shard_specs = {
-            "weight": ShardSpec.replicated(self.weight.shape, partial_over=(group.name,))
-        }
+    group: AxisGroup
+    sequence_dim: int
+    shard_specs: dict[str, ShardSpec]
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int
+    ) -> SequenceParallelEmbedding:
+        """Change ``embedding`` in place, and return it.
+
+        Raises:
+            ShardingError: If it uses an option that has no parallel form.
+        """
+        _check_options(embedding)
+        spec = ShardSpec.replicated(embedding.weight.shape, partial_over=(group.name,))
+        return change_class(
+            embedding, cls, group=group, sequence_dim=sequence_dim, shard_specs={"weight": spec}
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [s, ...] to vectors [s / ranks, ..., h]; of one dim, that is the sequence's."""
         dim = min(self.sequence_dim, ids.dim() - 1)
-        return F.embedding(scatter(ids, self.group, dim), self.weight)
+        return F.embedding(scatter(ids, self.group, dim), self.weight, self.padding_idx)

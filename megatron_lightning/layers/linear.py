@@ -9,24 +9,29 @@ parallelism the input of the former and the output of the latter are sequence sh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, WeightOwner, autocast, rows
-from megatron_lightning.layers.linear_loss import Head, TakesLoss, linear_losses
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.change_class import change_class
+from megatron_lightning.layers.column_product import ColumnProduct
+from megatron_lightning.layers.gemm import Operand, SequenceAxis, autocast
+from megatron_lightning.layers.linear_loss import Head, OutputLinear, linear_losses
 from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.layers.split_backward import Splittable, hide, linear
+from megatron_lightning.layers.replaceable import (
+    Side,
+    check_hooks,
+    check_parameter_hooks,
+    check_replaceable,
+)
+from megatron_lightning.layers.splittable import Splittable, hide, linear
 from megatron_lightning.parallel.collectives import (
-    all_reduce_start,
-    finish,
     gather,
     gather_sequence,
-    keeps_shard,
     reduce_from_axis,
-    reduce_scatter_start,
     scatter,
 )
 from megatron_lightning.parallel.context import AxisGroup
@@ -36,77 +41,38 @@ from megatron_lightning.parallel.spec import ShardSpec
 Self = TypeVar("Self", bound="_ParallelLinear")
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or
-    reduce-scattered) backward.
-
-    The input is gathered as an operand. Where backward keeps the shard of it, it gathers that again
-    while the input's gradient is computed, whose reduction then overlaps with the weight's
-    gradient; a deferred weight gradient gathers when it is computed.
+class AdaptableLinear(Splittable, nn.Linear):
+    """An ``nn.Linear`` whose products, engine and backward can be replaced; a layer becomes one by
+    :func:`make_adaptable`.
     """
 
-    @staticmethod
-    def forward(  # noqa: PLR0917 (autograd passes by position)
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gemm: Gemm,
-        owner: WeightOwner | None,
-        group: AxisGroup,
-        axis: SequenceAxis | None,
-    ) -> Tensor:
-        source, left = gemm.gather_first(x, axis)
-        operand = gemm.operand(source, "input")
-        full = operand.gather(left)
-        y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
-        ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
-        needed = owner is not None or ctx.needs_input_grad[1]
-        if needed and ctx.gathers and not gemm.gathers_codes:
-            operand = Operand(x)  # quantized when it has been gathered again
-        elif needed and not gemm.two_sided:
-            operand = gemm.operand(source, "input", transposed=True)
-            full = operand if ctx.gathers else operand.gather(left)
-        kept = operand if ctx.gathers else full
-        ctx.save_for_backward(*(kept if needed else (None, None)), weight)
-        ctx.gemm = gemm
-        ctx.owner = owner
-        ctx.group = group
-        ctx.axis = axis
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
-        *kept, weight = ctx.saved_tensors
-        x, gemm, owner, group, axis = Operand(*kept), ctx.gemm, ctx.owner, ctx.group, ctx.axis
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = None
-        if ctx.gathers and need_weight:
-            started = x.gather_start(axis)
-        operand = gemm.operand(grad, "output_grad")
-        if need_x:
-            grad_x = gemm.input_grad(operand, gemm.operand(weight, "weight", transposed=True))
-            grad_x = (
-                all_reduce_start(grad_x, group)
-                if axis is None
-                else reduce_scatter_start(grad_x, *axis)
-            )
-        if not gemm.two_sided and (need_weight or owner is not None):
-            operand = gemm.operand(grad, "output_grad", transposed=True)
-        if need_weight:
-            grad_weight = gemm.weight_grad(operand, started.finish(axis) if ctx.gathers else x)
-        elif owner is not None:
-            owner.deliver(operand, x, None)
-        grad_bias = rows(grad).sum(0) if need_bias else None
-        if grad_x is not None:
-            grad_x = finish(grad_x, group, 0 if axis is None else axis.dim)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        if self.engine is not None and self.engine.takes(x):
+            return self.engine(x)
+        return linear(x, self, self.bias)
 
 
-class _ParallelLinear(Splittable, nn.Module, ABC):
+LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, AdaptableLinear, OutputLinear)
+"""Classes that compute x W^T + b, and nothing else."""
+
+
+def make_adaptable(layer: nn.Module) -> None:
+    """Give a plain ``nn.Linear`` what quantized layers and those with a split backward need, in
+    place; other modules stay as they are.
+    """
+    if type(layer) is nn.Linear:
+        change_class(layer, AdaptableLinear)
+
+
+def make_plain(layer: nn.Module) -> None:
+    """Undo :func:`make_adaptable`, unless something is still replaced."""
+    replaced = ("gemm", "engine", "hidden_weight")
+    if type(layer) is AdaptableLinear and not any(name in vars(layer) for name in replaced):
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+class _ParallelLinear(Splittable, nn.Linear, ABC):
     """Base of the parallel linear layers, with global sizes and shards of a plain linear layer's
     weight.
 
@@ -114,37 +80,58 @@ class _ParallelLinear(Splittable, nn.Module, ABC):
     ranks.
     """
 
-    bias: nn.Parameter | None
+    split: ClassVar[tuple[str, ...]]
+    """Names of the parameters that are split."""
+    group: AxisGroup
+    sequence_parallel: bool = False
+    sequence_dim: int = 0
     shard_specs: dict[str, ShardSpec]
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        group: AxisGroup,
-        sequence_parallel: bool,
-        sequence_dim: int,
-    ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.group = group
-        self.sequence_parallel = sequence_parallel and group.size > 1
-        self.sequence_dim = sequence_dim
+    @classmethod
+    def check(cls, linear: nn.Module, **options: Any) -> None:
+        """Check that ``linear`` can become such a layer, and loses nothing by it; ``options`` are
+        keywords of the constructor.
+
+        Raises:
+            ShardingError: If it is another module, has a forward of its own or a weight that is
+                computed, or a hook would see a shard.
+        """
+        check_replaceable(linear, LINEAR, cls.__name__)
+        check_hooks(linear, cls.__name__, list(cls._shards(**options)))
+        check_parameter_hooks(linear, *cls.split)
+
+    @classmethod
+    @abstractmethod
+    def _shards(cls, **options: Any) -> Iterator[Side]:
+        """Yield the sides at which a rank sees a shard."""
 
     @classmethod
     def from_linear(cls: type[Self], linear: nn.Linear, **options: Any) -> Self:
-        """Return this rank's shard of ``linear``; ``options`` are keywords of the constructor.
+        """Make ``linear`` this rank's shard of itself, in place, and return it.
+
+        Its hooks, attributes and parameter objects stay; ``options`` are keywords of the
+        constructor.
 
         Raises:
-            ShardingError: If the weight cannot be split evenly.
+            ShardingError: If the weight cannot be split evenly, or :meth:`check` finds something;
+                the layer is unchanged then.
         """
-        bias = linear.bias is not None
-        options |= {"bias": bias, "device": "meta", "dtype": linear.weight.dtype}
-        module = cls(linear.in_features, linear.out_features, **options)
-        take_shards(module, linear, module._specs(bias))
-        return module.train(linear.training)
+        cls.check(linear, **options)
+        own, before = type(linear), dict(vars(linear))
+        layer = change_class(linear, cls, **options)
+        try:
+            layer._divide()
+        except ShardingError:
+            layer.__class__ = own  # type: ignore[assignment]
+            vars(layer).clear()
+            vars(layer).update(before)
+            raise
+        return layer
+
+    def _divide(self) -> None:
+        """Keep this rank's shards of the full parameters."""
+        self.sequence_parallel = self.sequence_parallel and self.group.size > 1
+        take_shards(self, self, self._specs(self.bias is not None))
 
     @property
     def sequence_axis(self) -> SequenceAxis | None:
@@ -186,6 +173,11 @@ class ColumnParallelLinear(_ParallelLinear):
         ShardingError: If the output cannot be split evenly.
     """
 
+    split = ("weight", "bias")
+    gather_output: bool = False
+    copy_input: bool = True
+    num_blocks: int = 1
+
     def __init__(
         self,
         in_features: int,
@@ -201,27 +193,34 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-        )
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
         self.gather_output = gather_output
         self.copy_input = copy_input
         self.num_blocks = num_blocks
-        take_shards(
-            self,
-            nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype),
-            self._specs(bias),
-        )
+        self._divide()
 
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         return {
             name: self._split(shape) for name, shape in shapes.items() if bias or name == "weight"
         }
+
+    @classmethod
+    def _shards(
+        cls,
+        *,
+        copy_input: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        **_: Any,
+    ) -> Iterator[Side]:
+        if sequence_parallel or not copy_input:
+            yield "input"
+        if not gather_output:
+            yield "output"
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:
         group = self.group
@@ -239,7 +238,7 @@ class ColumnParallelLinear(_ParallelLinear):
             weight, owner = hide(x, self)
             x, weight = autocast(x, weight, self.gemm, owner)
             axis = self.sequence_axis
-            y = _ColumnLinear.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
+            y = ColumnProduct.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
         if not self.gather_output or self.group.size == 1:
             return y
         # Contiguous and no view, as from a plain layer: models write into it.
@@ -296,7 +295,7 @@ class SharedGroupsLinear(ColumnParallelLinear):
         return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
 
 
-class VocabParallelLinear(TakesLoss, ColumnParallelLinear):
+class VocabParallelLinear(ColumnParallelLinear, OutputLinear):
     """Column-parallel output layer for any vocabulary; if the ranks do not divide it, the last ones
     hold fewer rows.
     """
@@ -342,6 +341,9 @@ class RowParallelLinear(_ParallelLinear):
         ShardingError: If the input cannot be split evenly.
     """
 
+    split = ("weight",)
+    input_is_parallel: bool = True
+
     def __init__(
         self,
         in_features: int,
@@ -355,19 +357,12 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-        )
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
         self.input_is_parallel = input_is_parallel
-        take_shards(
-            self,
-            nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype),
-            self._specs(bias),
-        )
+        self._divide()
 
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
         group, shape = self.group, (self.out_features, self.in_features)
@@ -380,6 +375,15 @@ class RowParallelLinear(_ParallelLinear):
             partial_over = (group.name,) if self.sequence_parallel else ()
             specs["bias"] = ShardSpec.replicated((self.out_features,), partial_over=partial_over)
         return specs
+
+    @classmethod
+    def _shards(
+        cls, *, input_is_parallel: bool = True, sequence_parallel: bool = False, **_: Any
+    ) -> Iterator[Side]:
+        if input_is_parallel:
+            yield "input"
+        if sequence_parallel:
+            yield "output"
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in / ranks] to [..., out]."""

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, autocast, rows
 from megatron_lightning.layers.loss import CrossEntropy, Targets, Vocabulary
-from megatron_lightning.layers.split_backward import Splittable, linear
+from megatron_lightning.layers.splittable import Splittable, linear
 from megatron_lightning.parallel.collectives import (
     all_reduce_start,
     finish,

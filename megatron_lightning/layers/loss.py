@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.layers.change_class import change_class
 from megatron_lightning.layers.embedding import local_ids
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
@@ -90,6 +91,13 @@ class VocabParallelCrossEntropy(CrossEntropy):
         super().__init__(ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
         self.group = group
         self.vocab_size = vocab_size
+
+    @classmethod
+    def from_loss(
+        cls, loss: CrossEntropy, group: AxisGroup, vocab_size: int
+    ) -> VocabParallelCrossEntropy:
+        """Change the loss of full logits in place, and return it."""
+        return change_class(loss, cls, group=group, vocab_size=vocab_size)
 
     def vocabulary(self, size: int) -> Vocabulary:
         """Return how losses of this rank's logits are computed; ``size`` is the full extent."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.change_class import change_class
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -95,22 +96,20 @@ class MixedLayerNorm(nn.LayerNorm):
         )
 
 
-class HeadsRMSNorm(nn.Module):
+class HeadsRMSNorm(RMSNorm):
     """RMSNorm over all heads of a token, of which a rank has some; ranks may share them, each
     equally often (:class:`SharedGroupsLinear`).
 
     Every rank has the full weight and uses the part of its heads; the gradient is a partial sum.
-
-    Args:
-        norm: The norm over all heads.
-        group: Ranks over which the heads are split.
     """
 
-    def __init__(self, norm: nn.RMSNorm, group: AxisGroup) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = norm.eps or 0.0
-        self.group = group
+    group: AxisGroup
+    """Ranks over which the heads are split."""
+
+    @classmethod
+    def from_norm(cls, norm: nn.RMSNorm, group: AxisGroup) -> HeadsRMSNorm:
+        """Change the norm over all heads in place, and return it."""
+        return change_class(norm, cls, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the heads [..., width] of this rank."""
@@ -122,7 +121,7 @@ class HeadsRMSNorm(nn.Module):
         num_parts = self.weight.numel() // width
         first = group.rank * num_parts // group.size * width
         weight = self.weight.narrow(0, first, width)
-        return (wide * (mean + self.eps).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
+        return (wide * (mean + (self.eps or 0.0)).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
 
 
 def build_norm(config: TransformerConfig, size: int) -> nn.Module:

@@ -6,13 +6,18 @@ that checkpoints keep its names and shapes.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor, nn
 
+from megatron_lightning.layers.change_class import change_class
 from megatron_lightning.layers.gemm import Gemm, product
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import take_shards
 from megatron_lightning.parallel.spec import ShardSpec
+
+Self = TypeVar("Self", bound="_TransposedLinear")
 
 
 class _TransposedLinear(nn.Module):
@@ -22,18 +27,21 @@ class _TransposedLinear(nn.Module):
     bias: nn.Parameter | None
     gemm: Gemm = Gemm()
     """Products of the layer, whose weight is the transposed parameter."""
+    group: AxisGroup
     shard_specs: dict[str, ShardSpec]
 
-    def __init__(
-        self, source: nn.Module, weight: ShardSpec, bias: ShardSpec, *, group: AxisGroup
-    ) -> None:
-        super().__init__()
-        self.group = group
+    @classmethod
+    def _change(
+        cls: type[Self], source: nn.Module, weight: ShardSpec, bias: ShardSpec, group: AxisGroup
+    ) -> Self:
+        """Make ``source`` this rank's shard of itself, in place, and return it."""
+        layer = change_class(source, cls, group=group)
         specs = {"weight": weight, "bias": bias}
-        own = [name for name in specs if source._parameters.get(name) is not None]
-        self.register_parameter("bias", None)
-        take_shards(self, source, {name: specs[name] for name in own})
-        self.train(source.training)
+        if "bias" not in layer._parameters:
+            layer.register_parameter("bias", None)
+        own = {name: spec for name, spec in specs.items() if layer._parameters[name] is not None}
+        take_shards(layer, layer, own)
+        return layer
 
     def _product(self, x: Tensor) -> Tensor:
         """Map [..., in] to x W [..., out]."""
@@ -50,17 +58,22 @@ class _TransposedLinear(nn.Module):
 class TransposedColumnParallelLinear(_TransposedLinear):
     """Layer whose output features are split over the ranks: x [..., in] -> this rank's shard of
     [..., out].
-
-    Args:
-        source: The full layer.
-        group: The tensor-parallel ranks.
-        num_blocks: Equal blocks stacked in the output that are each split.
-
-    Raises:
-        ShardingError: If the output cannot be split evenly.
     """
 
-    def __init__(self, source: nn.Module, *, group: AxisGroup, num_blocks: int = 1) -> None:
+    @classmethod
+    def from_layer(
+        cls, source: nn.Module, *, group: AxisGroup, num_blocks: int = 1
+    ) -> TransposedColumnParallelLinear:
+        """Change the full layer ``source`` in place, and return it.
+
+        Args:
+            source: The full layer.
+            group: The tensor-parallel ranks.
+            num_blocks: Equal blocks stacked in the output that are each split.
+
+        Raises:
+            ShardingError: If the output cannot be split evenly.
+        """
         shape = tuple(source.weight.shape)  # type: ignore[arg-type]
         weight, bias = (
             ShardSpec.split(
@@ -68,7 +81,7 @@ class TransposedColumnParallelLinear(_TransposedLinear):
             )
             for of, dim in ((shape, 1), (shape[1:], 0))
         )
-        super().__init__(source, weight, bias, group=group)
+        return cls._change(source, weight, bias, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks]."""
@@ -79,19 +92,18 @@ class TransposedColumnParallelLinear(_TransposedLinear):
 class TransposedRowParallelLinear(_TransposedLinear):
     """Layer whose input features are split over the ranks: this rank's shard of x [..., in] ->
     [..., out].
-
-    Args:
-        source: The full layer.
-        group: The tensor-parallel ranks.
-
-    Raises:
-        ShardingError: If the input cannot be split evenly.
     """
 
-    def __init__(self, source: nn.Module, *, group: AxisGroup) -> None:
+    @classmethod
+    def from_layer(cls, source: nn.Module, *, group: AxisGroup) -> TransposedRowParallelLinear:
+        """Change the full layer ``source`` in place, and return it.
+
+        Raises:
+            ShardingError: If the input cannot be split evenly.
+        """
         shape = tuple(source.weight.shape)  # type: ignore[arg-type]
         weight = ShardSpec.split(shape, dim=0, size=group.size, rank=group.rank, axis=group.name)
-        super().__init__(source, weight, ShardSpec.replicated(shape[1:]), group=group)
+        return cls._change(source, weight, ShardSpec.replicated(shape[1:]), group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in / ranks] to [..., out]."""

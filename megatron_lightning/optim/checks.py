@@ -98,6 +98,37 @@ def check_optimizers(
         )
 
 
+def check_stepped_tensors(optimizers: Sequence[object], module: nn.Module) -> None:
+    """Check that the optimizers step parameters of the module, and nothing else.
+
+    Args:
+        optimizers: All that ``configure_optimizers`` returned.
+        module: The LightningModule, divided.
+
+    Raises:
+        ConfigError: If one steps another tensor that requires a gradient.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", ())
+        foreign = [
+            f"param_groups[{index}]['params'][{position}] {list(tensor.shape)}"
+            for index, group in enumerate(groups)
+            for position, tensor in enumerate(group["params"])
+            if tensor.requires_grad and id(tensor) not in own
+        ]
+        if foreign:
+            listed = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps {len(foreign)} tensor(s) that are no parameters "
+                f"of {type(module).__name__}: {listed}. Their gradients are not reduced over ranks "
+                "and micro-batches, and checkpoints do not hold them. If they are a list that was "
+                "made in __init__, build it in configure_optimizers from self.named_parameters(): "
+                "pipeline ranks and fsdp keep other tensors than the model was built with. If they "
+                "are tensors of their own, register them on the module as nn.Parameter."
+            )
+
+
 class _Holder(NamedTuple):
     """How one pipeline rank steps its copy of a tied parameter."""
 

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
+from megatron_lightning.parallel.sharding import (
+    copy_attributes,
+    named_shard_specs,
+    tied_names,
+)
 from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 
@@ -44,6 +48,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             if isinstance(tensor, nn.Parameter):
                 shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
                 GradientHooks(tensor).move(shard)
+                copy_attributes(vars(tensor), shard)
             filled[id(tensor)] = shard
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, filled[id(tensor)])

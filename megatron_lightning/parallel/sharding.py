@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from megatron_lightning.compat import avoid_fused_inference
+from megatron_lightning.compat import GradientHooks, avoid_fused_inference
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
@@ -31,23 +33,68 @@ _LISTED = 6  # patterns in a message
 
 
 def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
-    """Register in ``module`` its shards of the parameters of ``source`` that ``specs`` names, and
-    None for the others.
+    """Register in ``module`` its shards of the parameters of ``source`` that ``specs`` names.
 
-    The shards are new tensors on the source's device, ``meta`` included; the specs become
-    ``module.shard_specs``.
+    Where ``source`` is the module itself, its parameters stay the same objects for whoever keeps a
+    list of them, and get other data; those without a spec stay full. Otherwise they are new ones,
+    with the attributes of the old, and None for those without a spec. The shards are new tensors
+    on the source's device, ``meta`` included; the specs become ``module.shard_specs``.
+
+    Raises:
+        ShardingError: If a hook of a parameter would be called with the gradient of a shard.
     """
+    for name, spec in specs.items():
+        if spec.local_shape != spec.global_shape:
+            check_gradient_hooks(name, source._parameters.get(name))
     for name, parameter in source._parameters.items():
-        if parameter is None or name not in specs:
+        shard = None
+        if parameter is not None and name in specs:
+            shard = specs[name].shard(parameter.detach())
+        if module is source:
+            if parameter is not None and shard is not None:
+                rebind(parameter, shard)
+        elif parameter is None or shard is None:
             module.register_parameter(name, None)
         else:
-            shard = specs[name].shard(parameter.detach())
-            module.register_parameter(
-                name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            )
+            new = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            copy_attributes(vars(parameter), new)
+            module.register_parameter(name, new)
     module.shard_specs = dict(specs)  # type: ignore[assignment]
-    if hasattr(source, "fused_rows"):
+    if module is not source and hasattr(source, "fused_rows"):
         module.fused_rows = source.fused_rows
+
+
+def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:
+    """Set the attributes that a user has given a parameter on the one that replaces it."""
+    for name, value in attributes.items():
+        if name not in vars(parameter):
+            setattr(parameter, name, value)
+
+
+def check_gradient_hooks(name: str, parameter: nn.Parameter | None) -> None:
+    """Check that no hook of the user's waits for the gradient of a parameter to be sharded.
+
+    Raises:
+        ShardingError: Naming the parameter.
+    """
+    if parameter is not None and GradientHooks(parameter):
+        raise ShardingError(
+            f"{name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), "
+            "which would be called with the gradient of a rank's shard instead of the full "
+            "parameter's. Leave this module out of the sharding plan (it then stays full on every "
+            "rank), or change the gradient in on_before_optimizer_step, where "
+            "strategy.gradients() has each shard."
+        )
+
+
+def rebind(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give ``parameter`` other data, of any shape, and no gradient."""
+    parameter.grad = None
+    # A graph that is still alive keeps torch's record of the parameter's shape; another dtype
+    # makes torch forget it.
+    other = torch.float16 if data.dtype != torch.float16 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def record_ties(model: nn.Module) -> None:
@@ -317,23 +364,23 @@ def parallelize(
     """
     if is_full:
         check_plan(model, plan)
-    tied, swaps = shared_names(model), False
-    for path, module in list(present_modules(model)):
-        style = plan.style_of(path)
-        if style is None:
-            continue
-        try:
-            swapped = style.apply(module, context, plan)
-        except ShardingError as error:
-            raise ShardingError(f"{path}: {error}") from error
-        if swapped is not module:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, swapped)
-            swaps = True
+    swaps = False
+    with untied(model):
+        for path, module in list(present_modules(model)):
+            style = plan.style_of(path)
+            if style is None:
+                continue
+            kind = type(module)
+            try:
+                swapped = style.apply(module, context, plan)
+            except ShardingError as error:
+                raise ShardingError(f"{path}: {error}") from error
+            if swapped is not module:
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, swapped)
+            swaps |= type(swapped) is not kind
     if swaps:
         avoid_fused_inference(model)
-    for owner, *copies in tied:
-        _tie(model, owner, copies)
     rewrites = [(compile_pattern(pattern), rewrite) for pattern, rewrite in plan.attributes.items()]
     for path, module in present_modules(model):
         prefix = f"{path}." if path else ""
@@ -352,15 +399,32 @@ def shared_names(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _tie(model: nn.Module, owner: str, copies: Sequence[str]) -> None:
-    """Make the modules that replaced a tied parameter by shards of it share one shard."""
-    parameter = model.get_parameter(owner)
-    for copy in copies:
-        if model.get_parameter(copy).shape != parameter.shape:
-            raise ShardingError(
-                f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
-                f"{tuple(model.get_parameter(copy).shape)} and {tuple(parameter.shape)}. Give both "
-                "modules the same style."
-            )
-        parent, _, name = copy.rpartition(".")
-        setattr(model.get_submodule(parent), name, parameter)
+@contextmanager
+def untied(model: nn.Module) -> Iterator[None]:
+    """Inside the block, every name of a shared parameter has a parameter of its own, of the same
+    data, so that each module takes its shards of it; afterwards all share the first one.
+
+    Raises:
+        ShardingError: If the shards differ.
+    """
+    tied = shared_names(model)
+    for owner, *copies in tied:
+        parameter = model.get_parameter(owner)
+        for copy in copies:
+            _set(model, copy, nn.Parameter(parameter.detach(), parameter.requires_grad))
+    yield
+    for owner, *copies in tied:
+        parameter = model.get_parameter(owner)
+        for copy in copies:
+            if model.get_parameter(copy).shape != parameter.shape:
+                raise ShardingError(
+                    f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
+                    f"{tuple(model.get_parameter(copy).shape)} and {tuple(parameter.shape)}. Give "
+                    "both modules the same style."
+                )
+            _set(model, copy, parameter)
+
+
+def _set(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, parameter)

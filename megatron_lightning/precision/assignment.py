@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.embedding import VocabParallelEmbedding
 from megatron_lightning.layers.gemm import Gemm
-from megatron_lightning.layers.linear import VocabParallelLinear
+from megatron_lightning.layers.linear import VocabParallelLinear, make_adaptable, make_plain
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.split_backward import SplitLinear, Splittable
+from megatron_lightning.layers.splittable import Splittable
 from megatron_lightning.layers.transposed import (
     TransposedColumnParallelLinear,
     TransposedRowParallelLinear,
@@ -41,12 +40,6 @@ _IN_BF16 = (
 )  # fmt: skip
 """Paths of output layers and routers, as models name them."""
 _GEMMS: Mapping[Chosen, type[EmulatedGemm]] = {"emulation": EmulatedGemm, "native": NativeGemm}
-
-
-class QuantizedLinear(SplitLinear):
-    """An ``nn.Linear`` that multiplies by its ``gemm``; a layer becomes one, and plain again, by a
-    change of class.
-    """
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[st
         path
         for path, child in modules.items()
         if path not in found
-        and not isinstance(child, (nn.Embedding, VocabParallelEmbedding))
+        and not isinstance(child, nn.Embedding)
         and not hasattr(child, "gemm")
         and any(p.ndim > 1 for p in child.parameters(recurse=False))
     ]
@@ -165,8 +158,7 @@ def remove_recipe(module: nn.Module) -> None:
             del child.gemm
             if gemm.one_by_one:
                 child.gemm = Gemm(one_by_one=True)  # type: ignore[assignment]
-        if type(child) is QuantizedLinear:
-            child.__class__ = nn.Linear  # type: ignore[assignment]
+        make_plain(child)
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -251,8 +243,7 @@ def _quantize(
     dtype: torch.dtype,
     kind: type[EmulatedGemm],
 ) -> EmulatedGemm:
-    if type(layer) is nn.Linear:
-        layer.__class__ = QuantizedLinear
+    make_adaptable(layer)
     group = _sharing(layer, context)
     streams = None if context is None else context.rng
     one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False

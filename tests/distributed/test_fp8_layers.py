@@ -3,6 +3,7 @@ or blocks do not straddle shards."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -49,7 +50,7 @@ def _compared(
     plain = nn.Linear(WIDTH, WIDTH, bias=False)
     options: dict[str, Any] = {"group": context.tp, "sequence_parallel": sequence}
     cls = ColumnParallelLinear if kind == "column" else RowParallelLinear
-    layer = cls.from_linear(plain, **options)
+    layer = cls.from_linear(deepcopy(plain), **options)
     x, grad = torch.randn(TOKENS, SAMPLES, WIDTH), torch.randn(TOKENS, SAMPLES, WIDTH) * 1e-3
     x[5] *= 30.0  # on one rank's tokens, and of its features
     x[..., 7] *= 10.0

@@ -4,6 +4,8 @@ equal those of the whole layer and ``F.cross_entropy``.
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +41,7 @@ def body(
     (want.view(SEQUENCE, BATCH) * weights).sum().backward()
 
     options = {"sequence_parallel": sequence_parallel, "sequence_dim": 0}
-    layer = VocabParallelLinear.from_linear(whole, group=group, **options)
+    layer = VocabParallelLinear.from_linear(deepcopy(whole), group=group, **options)
     loss = VocabParallelCrossEntropy(group, vocab_size, label_smoothing=smoothing, z_loss=smoothing)
     shard = x.detach().chunk(group.size)[group.rank] if sequence_parallel else x.detach()
     shard = shard.clone().requires_grad_()

@@ -281,7 +281,7 @@ def _after() -> Any:
     left = [name for name, m in module.named_modules() if "gemm" in vars(m)]
     kinds = {type(m).__name__ for m in module.modules()}
     fit.validate(module, _data(BATCH), verbose=False)
-    return seen, left, "QuantizedLinear" in kinds
+    return seen, left, "AdaptableLinear" in kinds
 
 
 def test_evaluation_leaves_histories_and_a_run_leaves_the_module() -> None:

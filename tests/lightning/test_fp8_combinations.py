@@ -25,7 +25,7 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.split_backward import Splittable
+from megatron_lightning.layers.splittable import Splittable
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.precision import FP8Recipe

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.linear import AdaptableLinear
 from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.split_backward import split_backwards
@@ -23,7 +24,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.precision import FP8Recipe, dequantize, quantize
-from megatron_lightning.precision.assignment import QuantizedLinear, apply_recipe, remove_recipe
+from megatron_lightning.precision.assignment import apply_recipe, remove_recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.hadamard import rotate, rotation
 from megatron_lightning.precision.history import advance
@@ -131,13 +132,13 @@ def test_a_recipe_leaves_nothing_behind() -> None:
     keys = list(model.state_dict())
     apply_recipe(model, FP8Recipe())
     layer = model.get_submodule("decoder.layers.0.mlp.linear_fc1")
-    assert type(layer) is QuantizedLinear and isinstance(layer.gemm, EmulatedGemm)
+    assert type(layer) is AdaptableLinear and isinstance(layer.gemm, EmulatedGemm)
     assert list(model.state_dict()) == keys
     copy = deepcopy(model)
     remove_recipe(model)
     assert {name: type(child) for name, child in model.named_modules()} == before
     assert not any("gemm" in vars(child) for child in model.modules())
-    assert type(copy.get_submodule("decoder.layers.0.mlp.linear_fc1")) is QuantizedLinear
+    assert type(copy.get_submodule("decoder.layers.0.mlp.linear_fc1")) is AdaptableLinear
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "nvfp4"])

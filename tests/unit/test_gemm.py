@@ -3,6 +3,7 @@ a quantizing gemm through every layer."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -16,13 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_lightning.compat import takes_grouped_mm
 from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, gemm
 from megatron_lightning.layers.gemm import Gemm, Operand, Role, product
+from megatron_lightning.layers.linear import AdaptableLinear
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.split_backward import (
-    SplitLinear,
-    Splittable,
-    linear,
-    split_backwards,
-)
+from megatron_lightning.layers.split_backward import split_backwards
+from megatron_lightning.layers.splittable import Splittable, linear
 from megatron_lightning.layers.transposed import TransposedColumnParallelLinear
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -240,7 +238,9 @@ def test_transposed_layers_multiply_as_before(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     source = nn.Module()
     source.weight = nn.Parameter(torch.randn(6, 5, dtype=dtype))
-    layer = TransposedColumnParallelLinear(source, group=ParallelContext(ParallelLayout()).tp)
+    layer = TransposedColumnParallelLinear.from_layer(
+        source, group=ParallelContext(ParallelLayout()).tp
+    )
     x = torch.randn(4, 3, 6, dtype=dtype, requires_grad=True)
     grad = torch.randn(4, 3, 5, dtype=dtype)
     actual = _gradients(layer(x), grad, x, layer.weight)
@@ -273,7 +273,7 @@ def test_the_input_of_a_frozen_weight_is_not_kept(two_sided: bool) -> None:
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_codes_and_scales_can_be_deferred(backend: str | None, two_sided: bool) -> None:
     torch.manual_seed(0)
-    layer, store = SplitLinear(6, 5), WeightGradients()
+    layer, store = AdaptableLinear(6, 5), WeightGradients()
     layer.weight.data = _integers(5, 6)
     layer.gemm = _Coded(two_sided)
     x, grad = _integers(4, 3, 6).requires_grad_(), _integers(4, 3, 5)
@@ -305,8 +305,8 @@ def _quantized_layers(two_sided: bool, deferred: bool, gathers_again: bool) -> N
     context = ParallelContext(layout)
     options: dict[str, Any] = {"group": context.tp, "sequence_parallel": True}
     layers = nn.Sequential(
-        ColumnParallelLinear.from_linear(plain[0], **options),
-        RowParallelLinear.from_linear(plain[1], **options),
+        ColumnParallelLinear.from_linear(deepcopy(plain[0]), **options),
+        RowParallelLinear.from_linear(deepcopy(plain[1]), **options),
     )
     for layer in layers:
         layer.gemm = _Coded(two_sided)
@@ -320,7 +320,7 @@ def _quantized_layers(two_sided: bool, deferred: bool, gathers_again: bool) -> N
     start, sent = gemm.all_gather_start, list[Tensor]()
     with (
         patch.object(gemm, "all_gather_start", lambda t, *a: sent.append(t) or start(t, *a)),
-        patch("megatron_lightning.layers.linear.keeps_shard", return_value=gathers_again),
+        patch("megatron_lightning.layers.column_product.keeps_shard", return_value=gathers_again),
     ):
         y = layers(shard)
         with store.collect((0, 0)):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lightning.layers.split_backward import SplitLinear, join_backwards, split_backwards
+from megatron_lightning.layers.linear import AdaptableLinear
+from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from tests.helpers.ranks import run_ranks
 
@@ -212,7 +213,7 @@ def test_what_is_split_is_told_and_undone() -> None:
     # Weight norm makes a class of its own, and computes its weight from others.
     assert split == ["first", "second"]
     assert whole == ["attention", "attention.out_proj", "normed.parametrizations.weight"]
-    assert type(block.first) is SplitLinear and block.first.hidden_weight.store is store
+    assert type(block.first) is AdaptableLinear and block.first.hidden_weight.store is store
     join_backwards(block)
     assert type(block.first) is nn.Linear and not hasattr(block.first, "hidden_weight")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.activation import build_activation
 from megatron_lightning.layers.gemm import Gemm
-from megatron_lightning.layers.split_backward import Splittable, linear
+from megatron_lightning.layers.splittable import Splittable, linear
 
 
 class GroupedLinear(Splittable, nn.Module):

@@ -19,7 +19,6 @@ from megatron_lightning.layers.styles.regions import (
 from megatron_lightning.layers.styles.stacked_experts import DispatchedExperts
 from megatron_lightning.layers.styles.tensor import (
     ColumnParallel,
-    GatherLogits,
     HeadParallel,
     HeadsNorm,
     KeyOrValue,
@@ -27,13 +26,16 @@ from megatron_lightning.layers.styles.tensor import (
     RowParallel,
     SequenceParallel,
     StreamDropout,
-    VocabParallel,
-    VocabParallelLoss,
     local_heads_per_group,
 )
 from megatron_lightning.layers.styles.transposed import (
     TransposedColumnParallel,
     TransposedRowParallel,
+)
+from megatron_lightning.layers.styles.vocabulary import (
+    GatherLogits,
+    VocabParallel,
+    VocabParallelLoss,
 )
 
 __all__ = [

@@ -35,7 +35,7 @@ class DispatchedExperts:
     weighted sums of the tokens.
     """
 
-    def check(self, module: nn.Module, layout: ParallelLayout) -> None:
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the layout divides the experts of a full module.
 
         Raises:
@@ -60,7 +60,7 @@ class DispatchedExperts:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Take this rank's experts, and exchange tokens around the forward."""
-        self.check(module, context.layout)
+        self.check(module, context.layout, plan)
         num_experts, ep = int(module.num_experts), context.ep  # type: ignore[arg-type]
         specs = {
             name: ShardSpec.split(tuple(p.shape), dim=0, size=ep.size, rank=ep.rank, axis="ep")

@@ -1,4 +1,4 @@
-"""Styles of linear layers, embeddings, norms and losses under tensor and sequence parallelism.
+"""Styles of linear layers, norms and dropout under tensor and sequence parallelism.
 
 Over one rank a module of any class stays as it is; only its specs record the axis.
 
@@ -11,67 +11,30 @@ input alone (``copy_input=False``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.dropout import Dropout
-from megatron_lightning.layers.embedding import (
-    SequenceParallelEmbedding,
-    VocabParallelEmbedding,
-    shard_vocabulary,
-)
+from megatron_lightning.layers.embedding import SequenceParallelEmbedding
 from megatron_lightning.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedGroupsLinear,
-    VocabParallelLinear,
 )
-from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
-from megatron_lightning.layers.norm import HeadsRMSNorm
-from megatron_lightning.parallel.collectives import gather
+from megatron_lightning.layers.norm import HeadsRMSNorm, MixedRMSNorm, RMSNorm
+from megatron_lightning.layers.replaceable import check_hooks, check_replaceable
+from megatron_lightning.layers.styles.common import (
+    EMBEDDING,
+    expect,
+    is_sharded,
+    keep,
+    layer_options,
+)
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import ShardSpec
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-def _keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
-    """Return ``module`` for a group of one rank; its parameters ``split`` are recorded as
-    sharded.
-    """
-    own = module.named_parameters(recurse=False)
-    specs = {
-        n: ShardSpec.split(p.shape, dim=0, size=1, rank=0, axis=group.name)
-        for n, p in own
-        if n in split
-    }
-    module.shard_specs = specs  # type: ignore[assignment]
-    return module
-
-
-def _expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
-    if not isinstance(module, kind):
-        raise ShardingError(
-            f"style {style} takes a {kind.__name__}, and the plan points it at a "
-            f"{type(module).__name__}. Correct the pattern, or give this module another style."
-        )
-    return module
-
-
-def _options(
-    context: ParallelContext, plan: ShardingPlan, *, shards: bool = True
-) -> dict[str, Any]:
-    """Return the constructor keywords of all parallel layers; ``shards``: they gather or return
-    sequence shards.
-    """
-    return {
-        "group": context.tp,
-        "sequence_parallel": plan.is_sequence_parallel(context) and shards,
-        "sequence_dim": plan.sequence_dim,
-    }
 
 
 @dataclass(frozen=True)
@@ -88,22 +51,36 @@ class ColumnParallel:
     gather_output: bool = False
     """Return the full output on every rank."""
 
-    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the column-parallel layer."""
-        if context.tp.size == 1:
-            return _keep(module, context.tp, "weight", "bias")
-        if self.num_heads is not None and self.num_heads % context.tp.size:
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the layer can be divided .
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        ColumnParallelLinear.check(
+            module,
+            copy_input=self.copy_input,
+            gather_output=self.gather_output,
+            sequence_parallel=is_sharded(layout, plan) and self.copy_input,
+        )
+        if self.num_heads is not None and self.num_heads % layout.tp:
             raise ShardingError(
-                f"{self.num_heads} heads (or query groups) cannot be split over {context.tp.size} "
+                f"{self.num_heads} heads (or query groups) cannot be split over {layout.tp} "
                 "tensor-parallel ranks. Set tensor_model_parallel_size to a divisor of "
                 f"{self.num_heads}."
             )
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the column-parallel layer."""
+        if context.tp.size == 1:
+            return keep(module, context.tp, "weight", "bias")
+        self.check(module, context.layout, plan)
         return ColumnParallelLinear.from_linear(
-            _expect(module, nn.Linear, "ColumnParallel"),
+            expect(module, nn.Linear, "ColumnParallel"),
             gather_output=self.gather_output,
             copy_input=self.copy_input,
             num_blocks=self.num_blocks,
-            **_options(context, plan, shards=self.copy_input),
+            **layer_options(context, plan, shards=self.copy_input),
         )
 
 
@@ -122,17 +99,32 @@ class QueryKeyValue:
     heads_per_group: int
     """Query heads that share one of them."""
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the layer can be divided.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        self._column(layout).check(module, layout, plan)
+
+    def _column(self, layout: ParallelLayout) -> ColumnParallel:
+        """Return the style of the layer, but for groups that ranks share."""
+        groups, size = self.num_query_groups, layout.tp
+        shares = _shares_groups(groups, size) and self.heads_per_group % (size // groups) == 0
+        return ColumnParallel(num_heads=None if shares else groups)
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the column-parallel layer."""
-        groups, size = self.num_query_groups, context.tp.size
-        if not _shares_groups(groups, size) or self.heads_per_group % (size // groups):
-            return ColumnParallel(num_heads=groups).apply(module, context, plan)
+        groups, column = self.num_query_groups, self._column(context.layout)
+        if column.num_heads is not None:
+            return column.apply(module, context, plan)
+        column.check(module, context.layout, plan)
         return SharedGroupsLinear.from_linear(
-            _expect(module, nn.Linear, "QueryKeyValue"),
+            expect(module, nn.Linear, "QueryKeyValue"),
             num_groups=groups,
             heads_per_group=self.heads_per_group,
             shared_per_group=2,
-            **_options(context, plan),
+            **layer_options(context, plan),
         )
 
 
@@ -149,20 +141,33 @@ class KeyOrValue:
     copy_input: bool = True
     """False inside a :class:`ParallelInput` region."""
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the layer can be divided.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        self._column(layout).check(module, layout, plan)
+
+    def _column(self, layout: ParallelLayout) -> ColumnParallel:
+        """Return the style of the layer, but for heads that ranks share."""
+        groups = self.num_query_groups
+        heads = None if _shares_groups(groups, layout.tp) else groups
+        return ColumnParallel(num_heads=heads, copy_input=self.copy_input)
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the column-parallel layer."""
-        groups = self.num_query_groups
-        if not _shares_groups(groups, context.tp.size):
-            return ColumnParallel(num_heads=groups, copy_input=self.copy_input).apply(
-                module, context, plan
-            )
+        groups, column = self.num_query_groups, self._column(context.layout)
+        if column.num_heads is not None:
+            return column.apply(module, context, plan)
+        column.check(module, context.layout, plan)
         return SharedGroupsLinear.from_linear(
-            _expect(module, nn.Linear, "KeyOrValue"),
+            expect(module, nn.Linear, "KeyOrValue"),
             copy_input=self.copy_input,
             num_groups=groups,
             heads_per_group=0,
             shared_per_group=1,
-            **_options(context, plan, shards=self.copy_input),
+            **layer_options(context, plan, shards=self.copy_input),
         )
 
 
@@ -184,41 +189,27 @@ class RowParallel:
     split_input: bool = False
     """The input is replicated, and each rank takes its features of it."""
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the layer can be divided.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        RowParallelLinear.check(
+            module,
+            input_is_parallel=not self.split_input,
+            sequence_parallel=is_sharded(layout, plan),
+        )
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the row-parallel layer."""
         if context.tp.size == 1:
-            return _keep(module, context.tp, "weight")
+            return keep(module, context.tp, "weight")
+        self.check(module, context.layout, plan)
         return RowParallelLinear.from_linear(
-            _expect(module, nn.Linear, "RowParallel"),
+            expect(module, nn.Linear, "RowParallel"),
             input_is_parallel=not self.split_input,
-            **_options(context, plan),
-        )
-
-
-@dataclass(frozen=True)
-class VocabParallel:
-    """``nn.Embedding`` -> :class:`VocabParallelEmbedding`, or an output ``nn.Linear`` ->
-    :class:`VocabParallelLinear`.
-    """
-
-    shard_sequence: bool = True
-    """Under sequence parallelism the embedding returns a sequence shard; False: the model scatters
-    it later."""
-    gather_output: bool = False
-    """The output layer returns the logits of the full vocabulary on every rank."""
-
-    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the vocabulary-parallel module."""
-        if context.tp.size == 1:
-            return _keep(module, context.tp, "weight", "bias")
-        if isinstance(module, nn.Embedding):
-            options = _options(context, plan, shards=self.shard_sequence)
-            if type(module).forward is not nn.Embedding.forward:
-                return shard_vocabulary(module, **options)
-            return VocabParallelEmbedding.from_embedding(module, **options)
-        linear = _expect(module, nn.Linear, "VocabParallel")
-        return VocabParallelLinear.from_linear(
-            linear, gather_output=self.gather_output, **_options(context, plan)
+            **layer_options(context, plan),
         )
 
 
@@ -230,14 +221,25 @@ class SequenceParallel:
 
     shards_sequence = True
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that an embedding can be looked up for a shard of the sequence.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        if layout.sp and isinstance(module, nn.Embedding):
+            check_replaceable(module, EMBEDDING, "SequenceParallel")
+            check_hooks(module, "SequenceParallel", ("output",))
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Declare the gradients partial; learned positions are looked up for the rank's sequence
         shard only.
         """
         if not plan.is_sequence_parallel(context):
             return module
+        self.check(module, context.layout, plan)
         if isinstance(module, nn.Embedding):
-            return SequenceParallelEmbedding(
+            return SequenceParallelEmbedding.from_embedding(
                 module, group=context.tp, sequence_dim=plan.sequence_dim
             )
         return _partial_over(module, context.tp)
@@ -261,11 +263,21 @@ class HeadsNorm:
     Weight: full; its gradient is a partial sum, of this rank's heads.
     """
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the norm can be replaced.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        check_replaceable(module, (nn.RMSNorm, RMSNorm, MixedRMSNorm), "HeadsNorm")
+        check_hooks(module, "HeadsNorm", ("input", "output"))
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the norm whose mean is over the heads of all ranks."""
         if context.tp.size == 1:
             return module
-        norm = HeadsRMSNorm(_expect(module, nn.RMSNorm, "HeadsNorm"), context.tp)
+        self.check(module, context.layout, plan)
+        norm = HeadsRMSNorm.from_norm(expect(module, nn.RMSNorm, "HeadsNorm"), context.tp)
         return _partial_over(norm, context.tp)
 
 
@@ -290,52 +302,7 @@ class StreamDropout:
         """Set the streams."""
         sharded = plan.is_sequence_parallel(context) or (self.always and context.tp.size > 1)
         if sharded or context.cp.size > 1:
-            dropout = _expect(module, Dropout, "StreamDropout")
+            dropout = expect(module, Dropout, "StreamDropout")
             dropout.streams = context.rng
             dropout.stream_name = "model-parallel-rng" if sharded else "data-parallel-rng"
         return module
-
-
-class _GatherLogits(nn.Module):
-    def __init__(self, group: AxisGroup, vocab_size: int) -> None:
-        super().__init__()
-        self.group = group
-        self.vocab_size = vocab_size
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return gather(logits, self.group, -1, self.vocab_size)
-
-
-@dataclass(frozen=True)
-class GatherLogits:
-    """The identity -> an all-gather of the logits' shards, and a scatter of the gradient."""
-
-    vocab_size: int
-    """Size of the full vocabulary."""
-
-    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the gathering module."""
-        return module if context.tp.size == 1 else _GatherLogits(context.tp, self.vocab_size)
-
-
-@dataclass(frozen=True)
-class VocabParallelLoss:
-    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits'
-    shards.
-    """
-
-    vocab_size: int
-    """Size of the full vocabulary."""
-
-    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the vocabulary-parallel loss."""
-        if context.tp.size == 1:
-            return module
-        plain = _expect(module, CrossEntropy, "VocabParallelLoss")
-        return VocabParallelCrossEntropy(
-            context.tp,
-            self.vocab_size,
-            plain.ignore_index,
-            label_smoothing=plain.label_smoothing,
-            z_loss=plain.z_loss,
-        )

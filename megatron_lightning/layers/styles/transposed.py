@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.replaceable import (
+    check_forward,
+    check_hooks,
+    check_parameter_hooks,
+)
 from megatron_lightning.layers.styles.parameters import Split, shard_parameters
 from megatron_lightning.layers.transposed import (
     TransposedColumnParallelLinear,
     TransposedRowParallelLinear,
 )
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 
 
@@ -28,12 +34,24 @@ class TransposedColumnParallel:
     """Equal blocks stacked in the output that are each split (3 for a fused query, key and
     value)."""
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the layer can be divided.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        _check(module, "TransposedColumnParallel")
+        check_hooks(module, "TransposedColumnParallel", ("output",))
+        check_parameter_hooks(module, "weight", "bias")
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the column-parallel layer."""
-        _check(module, "TransposedColumnParallel")
         if context.tp.size == 1:
             return _keep(module, context.tp, weight=1, bias=0)
-        return TransposedColumnParallelLinear(module, group=context.tp, num_blocks=self.num_blocks)
+        self.check(module, context.layout, plan)
+        return TransposedColumnParallelLinear.from_layer(
+            module, group=context.tp, num_blocks=self.num_blocks
+        )
 
 
 @dataclass(frozen=True)
@@ -44,12 +62,22 @@ class TransposedRowParallel:
     passes unchanged. Bias: full, added after the reduction.
     """
 
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the layer can be divided.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        _check(module, "TransposedRowParallel")
+        check_hooks(module, "TransposedRowParallel", ("input",))
+        check_parameter_hooks(module, "weight")
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Return the row-parallel layer."""
-        _check(module, "TransposedRowParallel")
         if context.tp.size == 1:
             return _keep(module, context.tp, weight=0)
-        return TransposedRowParallelLinear(module, group=context.tp)
+        self.check(module, context.layout, plan)
+        return TransposedRowParallelLinear.from_layer(module, group=context.tp)
 
 
 def _keep(module: nn.Module, group: AxisGroup, **dims: int) -> nn.Module:
@@ -69,3 +97,8 @@ def _check(module: nn.Module, style: str) -> None:
             f"Conv1D, and the plan points it at a {type(module).__name__}. Correct the pattern, or "
             "give this module another style."
         )
+    # Its class says what it computes: one of its own, not one derived from another layer.
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    if owner.__bases__ != (nn.Module,):
+        check_forward(module, (owner.__bases__[0],), style)
+    check_forward(module, (type(module),), style)

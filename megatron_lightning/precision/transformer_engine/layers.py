@@ -1,4 +1,4 @@
-"""torch's own layers with a place for an engine; they become these, and plain again, by a change of
+"""torch's own norms with a place for an engine; they become these, and plain again, by a change of
 class.
 """
 
@@ -9,19 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from megatron_lightning.layers.engine import Engine
+from megatron_lightning.layers.linear import make_adaptable, make_plain
 from megatron_lightning.layers.norm import RMSNorm
-
-
-class EngineLinear(nn.Linear):
-    """An ``nn.Linear`` that an engine computes."""
-
-    engine: Engine | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
-        if self.engine is not None and self.engine.takes(input):
-            return self.engine(input)
-        return super().forward(input)
 
 
 class EngineRMSNorm(nn.RMSNorm):
@@ -53,7 +42,6 @@ class EngineLayerNorm(nn.LayerNorm):
 
 
 _WITH_ENGINE: Mapping[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: EngineLinear,
     nn.RMSNorm: EngineRMSNorm,
     RMSNorm: EngineModelRMSNorm,
     nn.LayerNorm: EngineLayerNorm,
@@ -65,6 +53,7 @@ _PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {
 
 def put_engine(layer: nn.Module, engine: Engine) -> None:
     """Replace the computation of ``layer`` by ``engine``."""
+    make_adaptable(layer)
     layer.__class__ = _WITH_ENGINE.get(type(layer), type(layer))
     layer.engine = engine  # type: ignore[assignment]
 
@@ -73,4 +62,5 @@ def remove_engines(module: nn.Module) -> None:
     """Restore the own computation of all layers of ``module``."""
     for child in module.modules():
         vars(child).pop("engine", None)
+        make_plain(child)
         child.__class__ = _PLAIN.get(type(child), type(child))

@@ -1,0 +1,65 @@
+"""Change the class of a user's module in place: the object, its hooks and attributes stay.
+
+A class that knows more than ``nn.Linear`` (a marker, say) is kept as a second base, so that
+``isinstance`` answers as before.
+"""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from megatron_lightning.errors import ShardingError
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def change_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> ModuleT:
+    """Make ``module`` compute as a ``kind``, in place, and set ``attributes``; return it.
+
+    It stays an instance of its own class.
+
+    Raises:
+        ShardingError: If the module has one of the attributes already, which is the user's.
+    """
+    taken = [name for name in attributes if name in vars(module)]
+    if taken:
+        raise ShardingError(
+            f"a {type(module).__name__} has an attribute {', '.join(taken)} of its own, and "
+            f"{kind.__name__}, which takes its place, needs the name. Rename the attribute."
+        )
+    own: Any = type(module)
+    target: Any = kind
+    module.__class__ = kind if issubclass(kind, own) else _joined(target, own)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return cast(ModuleT, module)
+
+
+# One class for each pair: compiled graphs are kept by class.
+@cache
+def _joined(kind: Any, own: Any) -> Any:
+    """Return a class that computes as ``kind`` and is an ``own``, too."""
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # found by no name
+        _, _, *state = super(joined, self).__reduce_ex__(protocol)
+        return _new, (kind, own), *state
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace |= {
+            "__reduce_ex__": reduce,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        }
+
+    joined: Any = types.new_class(kind.__name__, (kind, own), exec_body=fill)
+    return joined
+
+
+def _new(kind: Any, own: Any) -> Any:
+    """Return an empty module, for copies and pickles."""
+    joined = _joined(kind, own)
+    return joined.__new__(joined)

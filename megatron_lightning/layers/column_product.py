@@ -1,0 +1,90 @@
+"""The product of a column-parallel layer, with its collectives overlapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, WeightOwner, rows
+from megatron_lightning.parallel.collectives import (
+    all_reduce_start,
+    finish,
+    keeps_shard,
+    reduce_scatter_start,
+)
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class ColumnProduct(torch.autograd.Function):
+    """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or
+    reduce-scattered) backward.
+
+    The input is gathered as an operand. Where backward keeps the shard of it, it gathers that again
+    while the input's gradient is computed, whose reduction then overlaps with the weight's
+    gradient; a deferred weight gradient gathers when it is computed.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gemm: Gemm,
+        owner: WeightOwner | None,
+        group: AxisGroup,
+        axis: SequenceAxis | None,
+    ) -> Tensor:
+        """Return the product with the full input."""
+        source, left = gemm.gather_first(x, axis)
+        operand = gemm.operand(source, "input")
+        full = operand.gather(left)
+        y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
+        ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
+        needed = owner is not None or ctx.needs_input_grad[1]
+        if needed and ctx.gathers and not gemm.gathers_codes:
+            operand = Operand(x)  # quantized when it has been gathered again
+        elif needed and not gemm.two_sided:
+            operand = gemm.operand(source, "input", transposed=True)
+            full = operand if ctx.gathers else operand.gather(left)
+        kept = operand if ctx.gathers else full
+        ctx.save_for_backward(*(kept if needed else (None, None)), weight)
+        ctx.gemm = gemm
+        ctx.owner = owner
+        ctx.group = group
+        ctx.axis = axis
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        """Return the gradients of input, weight and bias."""
+        *kept, weight = ctx.saved_tensors
+        x, gemm, owner, group, axis = Operand(*kept), ctx.gemm, ctx.owner, ctx.group, ctx.axis
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = None
+        if ctx.gathers and need_weight:
+            started = x.gather_start(axis)
+        operand = gemm.operand(grad, "output_grad")
+        if need_x:
+            grad_x = gemm.input_grad(operand, gemm.operand(weight, "weight", transposed=True))
+            grad_x = (
+                all_reduce_start(grad_x, group)
+                if axis is None
+                else reduce_scatter_start(grad_x, *axis)
+            )
+        if not gemm.two_sided and (need_weight or owner is not None):
+            operand = gemm.operand(grad, "output_grad", transposed=True)
+        if need_weight:
+            grad_weight = gemm.weight_grad(operand, started.finish(axis) if ctx.gathers else x)
+        elif owner is not None:
+            owner.deliver(operand, x, None)
+        grad_bias = rows(grad).sum(0) if need_bias else None
+        if grad_x is not None:
+            grad_x = finish(grad_x, group, 0 if axis is None else axis.dim)
+        return grad_x, grad_weight, grad_bias, None, None, None, None

@@ -1,0 +1,115 @@
+"""Check that a parallel layer may take the place of a module's own computation.
+
+What a user attaches to a module stays: it is the same object afterwards, of another class. What
+would be dropped, or would hand a rank's shard to a hook that expects the full tensor, is refused.
+In the messages ``target`` is the parallel class, or the style, that the module cannot become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.sharding import check_gradient_hooks
+
+_WAY_OUT = (
+    "Leave it out of the sharding plan: it then stays full on every rank, as "
+    'sharding_plan="auto" leaves it.'
+)
+
+Side = Literal["input", "output"]
+
+
+def check_replaceable(module: nn.Module, plain: Collection[type[nn.Module]], target: str) -> None:
+    """Check that ``module`` computes as one of the classes ``plain`` does, from its own weight.
+
+    Raises:
+        ShardingError: If it is of another class, has a forward of its own, or a weight that is
+            computed from other parameters.
+    """
+    kind = type(module)
+    if not isinstance(module, tuple(plain)):
+        first = next(iter(plain))
+        name = kind.__name__
+        if name == first.__name__:  # of another library
+            name = f"{kind.__module__}.{name}"
+        raise ShardingError(
+            f"{target} takes the place of a {first.__name__}, and the plan points it at a {name}. "
+            "Correct the pattern, or give this module another style."
+        )
+    if has_computed_weight(module):
+        raise ShardingError(
+            f"{target} splits a weight, and that of this {kind.__name__} is computed from other "
+            "parameters (weight_norm, spectral_norm, pruning or another parametrization), "
+            f"which would have to be split, too. {_WAY_OUT}"
+        )
+    check_forward(module, plain, target)
+
+
+def check_forward(module: nn.Module, plain: Collection[type[nn.Module]], target: str) -> None:
+    """Check that ``module`` has the forward of one of the classes ``plain``.
+
+    Raises:
+        ShardingError: If it has one of its own.
+    """
+    if has_own_forward(module, plain):
+        where = "this module" if "forward" in vars(module) else f"class {type(module).__qualname__}"
+        raise ShardingError(
+            f"{target} computes a {next(iter(plain)).__name__} on shards, and {where} has a "
+            "forward of its own, which would not be called. {_WAY_OUT} Or move what the forward "
+            "adds into a module around it."
+        )
+
+
+def has_own_forward(module: nn.Module, plain: Collection[type[nn.Module]]) -> bool:
+    """Return whether ``module`` computes otherwise than the classes ``plain`` do."""
+    known = [kind.forward for kind in plain]
+    return "forward" in vars(module) or type(module).forward not in known
+
+
+def has_computed_weight(module: nn.Module) -> bool:
+    """Return whether the weight of ``module`` is no parameter: parametrized (weight and spectral
+    norm, old and new), or pruned.
+    """
+    return is_parametrized(module) or module._parameters.get("weight") is None
+
+
+def check_hooks(module: nn.Module, target: str, shards: Collection[str]) -> None:
+    """Check that no hook of the user's would see a shard of the input or the output.
+
+    Args:
+        module: The module with the hooks.
+        target: What the module is to become, for the message.
+        shards: What a rank has a shard of, or a gradient of that is a partial sum.
+
+    Raises:
+        ShardingError: If one would.
+    """
+    seen = {
+        "register_forward_pre_hook": ("input",) if module._forward_pre_hooks else (),
+        "register_forward_hook": ("input", "output") if module._forward_hooks else (),
+        "register_full_backward_hook": ("input", "output") if module._backward_hooks else (),
+        "register_full_backward_pre_hook": ("output",) if module._backward_pre_hooks else (),
+    }
+    for name, sides in seen.items():
+        found = [side for side in sides if side in shards]
+        if found:
+            raise ShardingError(
+                f"this {type(module).__name__} has a hook ({name}), and as a {target} its "
+                f"{' and its '.join(found)} would be a shard of the rank, where the hook expects "
+                f"the full tensor. {_WAY_OUT} Or register the hook on a module around it."
+            )
+
+
+def check_parameter_hooks(module: nn.Module, *names: str) -> None:
+    """Check that no hook would be called with a shard of a parameter's gradient.
+
+    Raises:
+        ShardingError: If one would.
+    """
+    for name in names:
+        check_gradient_hooks(name, module._parameters.get(name))

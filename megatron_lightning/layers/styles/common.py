@@ -1,0 +1,61 @@
+"""Helpers of the styles of linear layers and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from megatron_lightning.layers.replaceable import check_replaceable
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.spec import ShardSpec
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
+    """Return ``module`` for a group of one rank; its parameters ``split`` are recorded as
+    sharded.
+    """
+    own = module.named_parameters(recurse=False)
+    specs = {
+        n: ShardSpec.split(p.shape, dim=0, size=1, rank=0, axis=group.name)
+        for n, p in own
+        if n in split
+    }
+    module.shard_specs = specs  # type: ignore[assignment]
+    return module
+
+
+EMBEDDING: tuple[type[nn.Module], ...] = (nn.Embedding,)
+
+
+def expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
+    """Return ``module`` as a ``kind``.
+
+    Raises:
+        ShardingError: If it is none.
+    """
+    if not isinstance(module, kind):
+        check_replaceable(module, (kind,), style)
+    return cast(ModuleT, module)
+
+
+def layer_options(
+    context: ParallelContext, plan: ShardingPlan, *, shards: bool = True
+) -> dict[str, Any]:
+    """Return the constructor keywords of all parallel layers; ``shards``: they gather or return
+    sequence shards.
+    """
+    return {
+        "group": context.tp,
+        "sequence_parallel": is_sharded(context.layout, plan) and shards,
+        "sequence_dim": plan.sequence_dim,
+    }
+
+
+def is_sharded(layout: ParallelLayout, plan: ShardingPlan) -> bool:
+    """Return whether activations are sequence shards."""
+    return layout.sp and plan.shards_sequence

@@ -1,0 +1,122 @@
+"""Styles of what has a vocabulary in a dim: embeddings, output layers, logits and their loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron_lightning.layers.change_class import change_class
+from megatron_lightning.layers.embedding import VocabParallelEmbedding, shard_vocabulary
+from megatron_lightning.layers.linear import VocabParallelLinear
+from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
+from megatron_lightning.layers.replaceable import (
+    check_hooks,
+    check_parameter_hooks,
+    check_replaceable,
+    has_computed_weight,
+    has_own_forward,
+)
+from megatron_lightning.layers.styles.common import (
+    EMBEDDING,
+    expect,
+    is_sharded,
+    keep,
+    layer_options,
+)
+from megatron_lightning.parallel.collectives import gather
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+
+@dataclass(frozen=True)
+class VocabParallel:
+    """``nn.Embedding`` -> :class:`VocabParallelEmbedding`, or an output ``nn.Linear`` ->
+    :class:`VocabParallelLinear`.
+    """
+
+    shard_sequence: bool = True
+    """Under sequence parallelism the embedding returns a sequence shard; False: the model scatters
+    it later."""
+    gather_output: bool = False
+    """The output layer returns the logits of the full vocabulary on every rank."""
+
+    def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that the module can be divided. A forward of an embedding's own is called with the
+        rank's ids.
+
+        Raises:
+            ShardingError: If it cannot.
+        """
+        sharded = is_sharded(layout, plan)
+        if not isinstance(module, nn.Embedding):
+            VocabParallelLinear.check(
+                module, gather_output=self.gather_output, sequence_parallel=sharded
+            )
+            return
+        if has_computed_weight(module) or "forward" in vars(module):
+            check_replaceable(module, EMBEDDING, "VocabParallel")
+        # What a forward of its own makes of other ranks' ids is dropped after it.
+        own_forward = has_own_forward(module, EMBEDDING)
+        shards = ["input"] if own_forward else []
+        shards += ["output"] if own_forward or (sharded and self.shard_sequence) else []
+        check_hooks(module, "VocabParallel", shards)
+        check_parameter_hooks(module, "weight")
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the vocabulary-parallel module."""
+        if context.tp.size == 1:
+            return keep(module, context.tp, "weight", "bias")
+        self.check(module, context.layout, plan)
+        if isinstance(module, nn.Embedding):
+            options = layer_options(context, plan, shards=self.shard_sequence)
+            if has_own_forward(module, EMBEDDING):
+                return shard_vocabulary(module, **options)
+            return VocabParallelEmbedding.from_embedding(module, **options)
+        linear = expect(module, nn.Linear, "VocabParallel")
+        return VocabParallelLinear.from_linear(
+            linear, gather_output=self.gather_output, **layer_options(context, plan)
+        )
+
+
+class _GatherLogits(nn.Identity):
+    group: AxisGroup
+    vocab_size: int
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return gather(logits, self.group, -1, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class GatherLogits:
+    """The identity -> an all-gather of the logits' shards, and a scatter of the gradient."""
+
+    vocab_size: int
+    """Size of the full vocabulary."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the gathering module."""
+        if context.tp.size == 1:
+            return module
+        expect(module, nn.Identity, "GatherLogits")
+        check_hooks(module, "GatherLogits", ("input",))
+        return change_class(module, _GatherLogits, group=context.tp, vocab_size=self.vocab_size)
+
+
+@dataclass(frozen=True)
+class VocabParallelLoss:
+    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits'
+    shards.
+    """
+
+    vocab_size: int
+    """Size of the full vocabulary."""
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Return the vocabulary-parallel loss."""
+        if context.tp.size == 1:
+            return module
+        plain = expect(module, CrossEntropy, "VocabParallelLoss")
+        check_hooks(plain, "VocabParallelLoss", ("input",))
+        return VocabParallelCrossEntropy.from_loss(plain, context.tp, self.vocab_size)
