@@ -18,7 +18,7 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.checks import check_tied_copies
+from megatron_lightning.optim.changes import SteppedParameters, refuse_regrouping
+from megatron_lightning.optim.checks import check_stepped_tensors, check_tied_copies
 from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.optim.distributed import DistributedOptimizer
@@ -80,19 +81,17 @@ class GradientAccumulation:
         self._stage_of = stage_of
         self._units = units
         self._coders = coders
-        self._attach()
+        self._names = dict(module.named_parameters())
+        self._attach(self._trainable())
         self._is_last_run = True
         self._started = False
+        self._has_scaled = False  # the gradients of the last step
         self._was_started = False  # before the current run
         self._num_items: Tensor | None = None
         self._earlier: dict[str, Tensor] | None = None  # to which this step's gradients are added
 
-    def _attach(self) -> None:
-        """Build the reduction of the trainable parameters, and make the optimizers step its
-        results.
-        """
-        self._names = dict(self._module.named_parameters())
-        trainable = self._trainable()
+    def _attach(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        """Build the reduction of these parameters, and make the optimizers step its results."""
         specs, context, options = self._specs, self._context, self._options
         optimizers = [
             optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)
@@ -125,6 +124,10 @@ class GradientAccumulation:
             self.reducer, self._module if options.overlap_param_gather else None
         )
         """Gathers the parameters after a step; wait for it before reading weights between steps."""
+        self._view()
+
+    def _view(self) -> None:
+        """Make the optimizers step the results of the reduction."""
         self._views = [
             DistributedOptimizer(optimizer, self.reducer, self._names, self.gather)
             if isinstance(optimizer, Optimizer)
@@ -132,9 +135,12 @@ class GradientAccumulation:
             for optimizer in self._optimizers
         ]
         self.tried_optimizers = require_divisible(
-            [(view.optimizer, view.entries) for view in self.views], context
+            [(view.optimizer, view.entries) for view in self.views], self._context
         )
         """Classes that passed a trial, without being known as element-wise."""
+        reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
+        frozen = [p for p in self._names.values() if id(p) not in reduced]
+        self._stepped = SteppedParameters(self._optimizers, frozen)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {
@@ -143,29 +149,109 @@ class GradientAccumulation:
             if parameter.requires_grad
         }
 
-    def _follow_unfreezing(self) -> None:
-        """Add parameters that a callback has made trainable."""
-        trainable, known = self._trainable(), self.reducer.parameters
-        # Pruning gives other names, fsdp other objects.
-        same = {id(parameter) for parameter in known.values()}
-        new = [
-            name
-            for name, parameter in trainable.items()
-            if name not in known and id(parameter) not in same
-        ]
-        if self._context.world_size == 1 or not new:
-            return
-        if self._sharded or self._context.pp.size > 1 or any(view.exchanged for view in self.views):
+    def follow(self, optimizers: Sequence[object]) -> bool:
+        """Take over parameters that have become trainable, and parameter groups and optimizers that
+        have changed, since training began or the last call; call it before a backward pass.
+
+        Args:
+            optimizers: The user's optimizers now.
+
+        Returns:
+            Whether something has changed.
+
+        Raises:
+            ConfigError: If optimizers step other tensors than the parameters, or stages have agreed
+                on what they step.
+        """
+        if not self._stepped.have_changed(optimizers):
+            return False
+        new = self._new()
+        if new and (self._is_exchanged or self._context.pp.size > 1):
             raise ConfigError(
-                f"{len(trainable)} parameters are trainable, and {len(known)} were when training "
-                f"began; new is {new[0]}. "
-                'Layers are frozen or unfrozen during fit only with data_parallel="ddp", '
-                "pipeline_model_parallel_size=1 and an "
+                f"{_listed(new)} became trainable during fit. Layers are frozen or unfrozen during "
+                'fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
                 "optimizer that steps the parameters themselves (fp32, no Muon, default "
                 "data_parallel_options). Set these, or choose what is trained before fit."
             )
+        self._refuse_regrouping(optimizers)
+        check_stepped_tensors(optimizers, self._module)
+        self._optimizers = list(optimizers)
+        if new:
+            self._reduce_also(new)
+        else:
+            self._view()
+        return True
+
+    def check_step(self, optimizers: Sequence[object]) -> None:
+        """Check that nothing is stepped that came after the backward pass without its reduced
+        gradient.
+
+        Raises:
+            ConfigError: If groups have changed that :meth:`follow` cannot follow; if a tensor that
+                has come into a group has a gradient of this rank.
+        """
+        if not self._stepped.have_changed(optimizers):
+            return
+        self._refuse_regrouping(optimizers)
+        reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
+        if (self.managed or self._has_scaled) and any(
+            tensor.grad is not None and id(tensor) not in reduced
+            for tensor in self._stepped.added(optimizers)
+        ):
+            raise ConfigError(
+                f"{self._stepped.describe(optimizers, self._module_names())}, between a backward "
+                "pass and the step, with a gradient that is neither reduced over ranks nor scaled. "
+                "Add parameters before the backward pass, in on_train_batch_start or before."
+            )
+
+    @property
+    def _is_exchanged(self) -> bool:
+        """Whether optimizers step other tensors than the parameters."""
+        return self._sharded or any(view.exchanged for view in self.views)
+
+    def _new(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters whose gradients are not reduced."""
+        known = self.reducer.parameters
+        reduced = {id(parameter) for parameter in known.values()}
+        return {  # fsdp gives other objects while it has gathered them, pruning other names
+            name: parameter
+            for name, parameter in self._trainable().items()
+            if id(parameter) not in reduced and (self._units is None or name not in known)
+        }
+
+    def _module_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
+
+    def _refuse_regrouping(self, optimizers: Sequence[object]) -> None:
+        stages = self._context.pp.size
+        if (self._is_exchanged or stages > 1) and self._stepped.are_regrouped(optimizers):
+            what = self._stepped.describe(optimizers, self._module_names())
+            raise refuse_regrouping(what, stages, is_exchanged=self._is_exchanged)
+
+    def _reduce_also(self, new: Mapping[str, nn.Parameter]) -> None:
+        """Reduce the gradients of further parameters, beside those of a step that has begun.
+
+        Raises:
+            ConfigError: If several ranks made the parameters during fit.
+        """
+        created = {name: p for name, p in new.items() if self._names.get(name) is not p}
+        if created and self._context.world_size > 1:
+            raise ConfigError(
+                f"{_listed(created)} was added to the module during fit, when the "
+                f"{self._context.world_size} ranks had shared the initial values. Create it in "
+                "__init__ or configure_model."
+            )
+        specs = {name: ShardSpec.replicated(p.shape) for name, p in created.items()}
+        self._specs = {**self._specs, **specs}
+        known = {id(parameter): name for name, parameter in self.reducer.parameters.items()}
+        module = self._module.named_parameters()
+        self._names = {known.get(id(p), name): p for name, p in module}
+        reduced = {name: p for name, p in self._names.items() if id(p) in known or name in new}
+        gradients = {name: parameter.grad for name, parameter in reduced.items()}
         self.detach()
-        self._attach()
+        with _requiring_gradients(reduced.values()):  # frozen meanwhile, or toggled off
+            self._attach(reduced)
+        self.reducer.adopt(gradients, accumulated=self._started)
 
     def detach(self) -> None:
         """Remove our hooks from the parameters and modules."""
@@ -217,7 +303,6 @@ class GradientAccumulation:
             keep_earlier: Whether the gradients of a new step are added to those of earlier ones, as
                 with manual optimization.
         """
-        self._follow_unfreezing()
         self._was_started, self._started = self._started, True
         if not self._was_started:
             self._num_items = None
@@ -269,7 +354,8 @@ class GradientAccumulation:
             return
         self.reducer.launch()
         scale = self._scale()
-        if self.managed or isinstance(scale, Tensor) or scale != 1.0:
+        self._has_scaled = isinstance(scale, Tensor) or scale != 1.0
+        if self.managed or self._has_scaled:
             self.reducer.finish(scale)
         self._started = False
         self._add_earlier()
@@ -292,3 +378,19 @@ class GradientAccumulation:
         if group.process_group is not None:
             dist.all_reduce(total, group=group.process_group)
         return 1.0 / torch.where(total > 0, total, 1.0)  # weights may sum to less than one
+
+
+def _listed(parameters: Iterable[str]) -> str:
+    names = list(parameters)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def _requiring_gradients(parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
+    """Let all parameters require gradients in the block, as hooks on them need."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad = True
+    yield
+    for parameter in frozen:
+        parameter.requires_grad = False

@@ -47,18 +47,21 @@ class FiniteWatch:
         self._policy = policy
         self._place = (0, 0)  # stage and micro-batch that are computed now
         self._seen: list[tuple[_Finding, Tensor]] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}  # by id of the parameter
 
     def attach(self, parameters: Mapping[str, Tensor], when: Callable[[], bool]) -> None:
-        """Record every gradient that these parameters receive while ``when()`` holds."""
+        """Record every gradient that these parameters receive while ``when()`` holds; those that
+        are watched already stay so.
+        """
         for name, parameter in parameters.items():
-            if parameter.requires_grad and parameter.numel():
+            is_new = id(parameter) not in self._hooks
+            if is_new and parameter.requires_grad and parameter.numel():
                 hook = parameter.register_hook(partial(self._gradient, name, when))  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
+                self._hooks[id(parameter)] = hook
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 

@@ -151,6 +151,21 @@ class GradientReducer:
         for name in self.bucket_of:
             self.parameters[name].grad = None
 
+    def adopt(self, gradients: Mapping[str, Tensor | None], *, accumulated: bool) -> None:
+        """Take over the gradients of a reducer before this one.
+
+        Args:
+            gradients: Name -> ``p.grad`` of its parameters.
+            accumulated: Whether a step has begun, to whose gradients these belong.
+        """
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+            bucket = self.bucket_of.get(name)
+            if accumulated and bucket is not None and gradient is not None:
+                index = bucket.names.index(name)
+                bucket.touched[index] = True
+                self.parameters[name].grad = bucket.views[index].copy_(gradient)
+
     def begin_step(self) -> None:
         """Begin the accumulation of one optimizer step: there is no gradient yet."""
         for reduction in self._reductions:  # of an abandoned step

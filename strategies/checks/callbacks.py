@@ -73,6 +73,7 @@ def check_callbacks(
     *,
     overlapped: bool = False,
     coded: bool = False,
+    copied: bool = False,
 ) -> None:
     """Check what callbacks do to the optimizer and the weights.
 
@@ -83,6 +84,7 @@ def check_callbacks(
         num_replicas: Data-parallel ranks.
         overlapped: Whether parameters are gathered beside the next forward.
         coded: Whether weights are kept as codes.
+        copied: Whether optimizers step copies of the parameters.
 
     Raises:
         ConfigError: If one needs full parameters where there are shards, or reads weights while
@@ -104,6 +106,13 @@ def check_callbacks(
         )
     if sharded or layout.pp > 1:
         _check_finetuning(callbacks, layout, data_parallel, num_replicas, sharded=sharded)
+    elif copied and (finetuning := _first(callbacks, BaseFinetuning)) is not None:
+        raise ConfigError(
+            f"{type(finetuning).__name__} adds parameters to the optimizer during fit, which steps "
+            "fp32 main params or copies of them with half-precision weights and with "
+            'data_parallel_options for the optimizer. Set precision="bf16-mixed" and default '
+            "data_parallel_options."
+        )
     if sharded or layout.model_parallel_size > 1:
         _check_pruning(callbacks, layout, data_parallel)
     averaging = _first(callbacks, WeightAveraging, StochasticWeightAveraging)

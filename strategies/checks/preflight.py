@@ -215,6 +215,9 @@ def _check_trained_by(
         replicas,
         overlapped=overlapped,
         coded=keeps_codes(trainer.precision_plugin),
+        copied=options.data.optimizer_cpu_offload
+        or options.data.moments_dtype == "bf16"
+        or trainer.precision in ("bf16-true", "16-true"),
     )
     if options.data_parallel == "fsdp" and replicas > 1:
         if not is_built_later(module):

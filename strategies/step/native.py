@@ -62,9 +62,7 @@ class NativeSteps(Steps):
         training.plan_watch.loss(loss)
         if training.watch is not None:
             training.watch.loss(loss)
-        accumulation.begin_run(
-            clear=False, keep_earlier=not self._scope.module.automatic_optimization
-        )
+        training.begin_run(clear=False, keep_earlier=not self._scope.module.automatic_optimization)
         with accumulation.completing():
             if self._items is not None:
                 accumulation.add_items(self._items)

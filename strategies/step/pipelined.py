@@ -174,7 +174,7 @@ class PipelinedSteps(Steps):
         if self._state is not None:
             self._state.begin()
         if trains:
-            self.training.accumulation.begin_run()
+            self.training.begin_run()
         watched = nullcontext() if self._sequence is None else self._sequence.watched(hook)
         with self._in_step(crossing, trains), watched, self.reports.recording(hook):
             self._executor.run(schedule, program, backward=trains)

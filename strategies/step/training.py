@@ -124,14 +124,17 @@ class Training:
         policy = self._scope.options.non_finite
         if policy == "ignore":
             return None
-        scale = None if self.loss_scaling is None else self.loss_scaling.loss_scale
         watch = FiniteWatch(
             self._scope.context, self._scope.options.layout.num_stages, policy=policy
         )
-        parameters: dict[str, Tensor] = dict(self._scope.module.named_parameters())
-        watch.attach(parameters, lambda: scale is None or scale.is_lowest)
+        self._watch_gradients(watch)
         self._scope.undo.callback(watch.detach)
         return watch
+
+    def _watch_gradients(self, watch: FiniteWatch) -> None:
+        scale = None if self.loss_scaling is None else self.loss_scaling.loss_scale
+        parameters: dict[str, Tensor] = dict(self._scope.module.named_parameters())
+        watch.attach(parameters, lambda: scale is None or scale.is_lowest)
 
     def _clip_globally(self) -> None:
         """Replace the precision plugin's clipping by clipping over all ranks, whatever the plugin's
@@ -160,6 +163,7 @@ class Training:
         """Around the hooks before an optimizer step, clipping among them."""
         with self.guard.around("on_before_optimizer_step", "configure_gradient_clipping"):
             yield
+        self.accumulation.check_step(self._optimizers)
         if not self._has_clipped and users_hooks(self._scope.module, "configure_gradient_clipping"):
             self._has_clipped = True  # warn once
             rank_zero_warn(
@@ -186,6 +190,20 @@ class Training:
         """Advance the schedulers that count samples."""
         for scheduler in self._scheduled:
             scheduler.count_samples(num_samples)
+
+    def begin_run(self, *, clear: bool = True, keep_earlier: bool = False) -> None:
+        """Prepare for the backward passes of a batch: follow what the user has unfrozen or
+        regrouped; see :meth:`GradientAccumulation.begin_run`.
+        """
+        changed = self.accumulation.follow(self._optimizers)
+        if changed and self.watch is not None:
+            self._watch_gradients(self.watch)
+        self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
+
+    @property
+    def _optimizers(self) -> Sequence[Optimizer]:
+        """The user's optimizers now."""
+        return self._scope.module.trainer.optimizers
 
     def end_backwards(self) -> None:
         """Launch the reductions that are left and look at what the backward passes gave; all ranks
