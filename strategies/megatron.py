@@ -814,6 +814,15 @@ class MegatronStrategy(ParallelStrategy):
         )
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of the full tensors that ``checkpoint["state_dict"]`` names."""
+        if self.run is None or self._saves_plain_files:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        self.run.assemble()
+        self.run.checkpoints.load_model(checkpoint, self.part, strict=strict)
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the optimizer states."""
         if not self._saves_plain_files:

@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
+from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
+from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
@@ -146,6 +148,18 @@ class Run:
         self._part = assemble_module(
             self.module, before, self._ranks.context, self._options, self._layer_sync
         )
+        self._attach_part()
+
+    def _attach_part(self) -> None:
+        """Make the module take the state dicts of one device, and say what it is a part of."""
+        if (
+            self._ranks.context.layout.model_parallel_size > 1
+            or self._options.data_parallel == "fsdp"
+        ):
+            FullStateLoading.attach(self.module, self._own_state)
+
+    def _own_state(self) -> ModuleState:
+        return ModuleState(self.module, self.part, self._ranks.context)
 
     def forget_part(self) -> None:
         """Describe the module again: its layers hold groups of an earlier run."""

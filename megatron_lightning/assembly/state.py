@@ -7,6 +7,7 @@ as well.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,10 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.memory_source import MemorySource
+from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.stored_tensor import StoredTensor
+from megatron_lightning.errors import CheckpointError
 from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.layers.styles import VocabParallel
 from megatron_lightning.optim.parameter_shard import MainShard
@@ -120,6 +125,47 @@ class ModuleState:
         ]
 
     # ----------------------------------------------------------------------------------------- load
+
+    def stored_tensors(self, source: CheckpointSource) -> dict[str, StoredTensor]:
+        """Return the full module's tensors in a checkpoint, in the module's order, to be read when
+        something computes with them.
+        """
+        stored = [n.removeprefix(_MODULE) for n in source.tensors() if n.startswith(_MODULE)]
+        tied = {**(source.state().get(OWN) or {}).get("tied", {}), **self.part.tied}
+        saved_as = {copy: owner for copy, owner in tied.items() if owner in stored}
+        saved_as |= {name: name for name in stored}
+        place = {name: position for position, name in enumerate(self.part.names)}
+        ordered = sorted(saved_as, key=lambda name: place.get(name, len(place)))
+        return {name: StoredTensor.of(source, _MODULE + saved_as[name]) for name in ordered}
+
+    def edited(
+        self, source: CheckpointSource | None, state_dict: Mapping[str, Any]
+    ) -> CheckpointSource:
+        """Return a checkpoint with the module's tensors of a state dict in place of its own; all
+        ranks call this.
+
+        Args:
+            source: The checkpoint, if there is one.
+            state_dict: Full tensors, or such as :meth:`stored_tensors` returns, by name.
+
+        Raises:
+            CheckpointError: On every rank, if the ranks' names differ.
+        """
+        tensors = {
+            _MODULE + name: value
+            for name, value in sorted(state_dict.items())
+            if isinstance(value, Tensor)
+        }
+        marks = self.context.axis("world").all_gather_object(
+            zlib.crc32(repr(list(tensors)).encode())
+        )
+        if len({*marks}) > 1:
+            raise CheckpointError(
+                "checkpoint['state_dict'] has other names on some ranks. on_load_checkpoint runs "
+                "on every rank, and sees the names of the full model there: change it alike on "
+                "all of them."
+            )
+        return MemorySource(source, tensors, replaced=_MODULE)
 
     def load_module(
         self, source: CheckpointSource, *, prefix: str = _MODULE, strict: bool = True

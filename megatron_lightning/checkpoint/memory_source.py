@@ -1,4 +1,4 @@
-"""A checkpoint with further tensors, which are in memory."""
+"""A checkpoint with tensors in memory in place of its own, or beside them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,59 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.checkpoint.stored_tensor import StoredTensor
 from megatron_lightning.parallel.spec import Shard
 
 
 class MemorySource:
-    """Wrap a source to have full tensors from memory beside its own.
+    """Wrap a source to have other full tensors.
 
     Args:
-        source: The checkpoint.
-        tensors: Global name -> full tensor, in place of one of the checkpoint.
+        source: The checkpoint; None: there is none.
+        tensors: Global name -> full tensor. One that stands for a tensor of a checkpoint is read
+            there, under its name there.
+        replaced: Prefix of the checkpoint's tensors that are gone; None: none are.
     """
 
-    def __init__(self, source: CheckpointSource, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        source: CheckpointSource | None,
+        tensors: Mapping[str, Tensor],
+        *,
+        replaced: str | None = None,
+    ) -> None:
         self._source = source
         self._tensors = tensors
+        self._replaced = replaced
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
-        more = {n: TensorInfo(tuple(t.shape), t.dtype) for n, t in self._tensors.items()}
-        return {**self._source.tensors(), **more}
+        stored = {} if self._source is None else self._source.tensors()
+        kept = {
+            name: info
+            for name, info in stored.items()
+            if self._replaced is None or not name.startswith(self._replaced)
+        }
+        return {
+            **kept,
+            **{n: TensorInfo(tuple(t.shape), t.dtype) for n, t in self._tensors.items()},
+        }
 
     def state(self) -> dict[str, Any]:
         """See :class:`CheckpointSource`."""
-        return self._source.state()
+        return {} if self._source is None else self._source.state()
 
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
         """See :class:`CheckpointSource`."""
-        stored = []
+        stored: dict[int, tuple[CheckpointSource | None, list[tuple[str, Shard]]]] = {}
         for name, shard in shards:
-            if name in self._tensors:
-                shard.data.copy_(self._tensors[name].detach()[shard.box.slices])
-            else:
-                stored.append((name, shard))
-        if stored:
-            self._source.read(stored)
+            source, value, place = self._source, self._tensors.get(name), name
+            if isinstance(value, StoredTensor) and value.value is None:
+                source, place = value.source, value.stored
+            elif value is not None:
+                shard.data.copy_(value.detach()[shard.box.slices])
+                continue
+            stored.setdefault(id(source), (source, []))[1].append((place, shard))
+        for source, wanted in stored.values():
+            if source is not None:
+                source.read(wanted)

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.entries import StateEntries
@@ -267,13 +268,14 @@ class Checkpoints:
     # ----------------------------------------------------------------------------------------- load
 
     def load(self, path: str, part: Part) -> dict[str, Any]:
-        """Return Lightning's checkpoint with this rank's part of the module; all ranks call this.
+        """Return Lightning's checkpoint; all ranks call this.
 
-        Optimizer states are read later, by :meth:`load_optimizers`, into the optimizers' own
-        tensors.
+        ``state_dict`` has the names and shapes of one device, of tensors that are read later
+        (:meth:`load_model`), and so are optimizer states (:meth:`load_optimizers`), into the
+        tensors of module and optimizers. Other tensors are this rank's part.
 
         Raises:
-            CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
+            CheckpointError: On every rank: for what is misshaped or damaged.
         """
         self.saver.finish()
         module, state, world = self._module, self._module_state(part), self._context.axis("world")
@@ -289,17 +291,30 @@ class Checkpoints:
         self._is_plain = isinstance(source, PlainSource)
         self._source = self._fitted(source, part)
         checkpoint = self._source.state()
-        local = module.state_dict()
-        others = {
-            name: value for name, value in checkpoint.get("state_dict", {}).items() if name in local
-        }
-        checkpoint["state_dict"] = {
-            **others,
-            **state.load_module(self._source, strict=module.strict_loading),
-        }
         StateEntries(state).load(self._source, checkpoint)
+        checkpoint["state_dict"] = {
+            **checkpoint.get("state_dict", {}),
+            **state.stored_tensors(self._source),
+        }
         self.state.read_from(checkpoint, module)
         return checkpoint
+
+    def load_model(self, checkpoint: Mapping[str, Any], part: Part, *, strict: bool) -> None:
+        """Load the module from ``checkpoint["state_dict"]``, as hooks have left it; all ranks call
+        this.
+
+        Raises:
+            CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
+        """
+        given: Mapping[str, Any] = checkpoint["state_dict"]
+        source = self._module_state(part).edited(self._source, given)
+        local = self._module_state(part).load_module(source, strict=strict)
+        others = {
+            name: value
+            for name, value in given.items()
+            if not isinstance(value, Tensor) and name in self._module.state_dict()
+        }
+        self._module.load_state_dict({**others, **local}, strict=strict)
 
     def _fitted(self, source: CheckpointSource, part: Part) -> CheckpointSource:
         """Wrap the source to resize vocabulary tensors, if that is wanted."""

@@ -1,0 +1,82 @@
+"""Full tensors loaded into a rank's part of a module.
+
+``load_state_dict`` of the part takes the state of one device: each rank copies, or reads, its
+boxes, and entries of other pipeline stages are left out. Copies of the module that callbacks make
+(weight averaging) do, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.checkpoint.memory_source import MemorySource
+from megatron_lightning.checkpoint.stored_tensor import StoredTensor
+from megatron_lightning.layers.gemm import is_code
+
+_MARK = "_megatron_full_state_loading"
+
+
+class FullStateLoading:
+    """Hook of a part of a module, and of its copies, before ``load_state_dict``.
+
+    Args:
+        state: Returns the module's state on this rank; None: the module is full.
+    """
+
+    def __init__(self, state: Callable[[], ModuleState | None]) -> None:
+        self._state = state
+
+    @classmethod
+    def attach(cls, module: nn.Module, state: Callable[[], ModuleState | None]) -> None:
+        """Load so from now on, with the state of the latest run."""
+        attached = vars(module).get(_MARK)
+        if attached is not None:
+            attached._state = state
+            return
+        vars(module)[_MARK] = cls(state)
+        module.register_load_state_dict_pre_hook(vars(module)[_MARK])  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace full tensors by this rank's parts, which are in the module then."""
+        state = self._state()
+        if state is None:
+            return
+        local: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        local |= dict(module.named_buffers(remove_duplicate=False))
+        elsewhere = {*state.part.names}.difference(local)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name, value = key.removeprefix(prefix), state_dict[key]
+            if name in elsewhere and isinstance(value, Tensor):
+                del state_dict[key]
+            elif name in local and isinstance(value, Tensor):
+                state_dict[key] = _own_part(state, name, local[name], value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullStateLoading:
+        return self
+
+    def __reduce__(self) -> Any:
+        # In another process the module is no part of this run.
+        return FullStateLoading, (_nothing,)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _own_part(state: ModuleState, name: str, own: Tensor, value: Tensor) -> Tensor:
+    """Return the module's own tensor, filled from a full one, or ``value`` if it is none."""
+    is_full = (
+        isinstance(value, StoredTensor)
+        or value.shape != own.shape
+        or (isinstance(own, DTensor) and not isinstance(value, DTensor))
+    )
+    if not is_full or is_code(own.dtype) or value.shape != state.spec(name, own).global_shape:
+        return value
+    shards = state.copy_shards(name, name, own)
+    MemorySource(None, {name: value}).read([(name, shard) for shard in shards.shards])
+    return own
