@@ -118,6 +118,11 @@ def num_collectives(group: dist.ProcessGroup) -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
+def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Return whether collectives of a group take tensors on the CPU."""
+    return torch.device("cpu") in group._device_types
+
+
 def takes_grouped_mm(x: Tensor) -> bool:
     """Return whether ``F.grouped_mm`` takes ``x`` [..., m, n] as an operand: by device, dtype and
     alignment (torch 2.11 to 2.13).

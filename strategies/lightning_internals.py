@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
 
 # Creates the default process group and has it destroyed at exit, as Lightning's own strategies do.
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
@@ -155,6 +155,18 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     """
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def evaluation_batches(trainer: pl.Trainer) -> list[int | float]:
+    """Return the batches that the validation, test or prediction which begins will run: of each
+    loader in turn, or of loaders that are read side by side, together.
+    """
+    loop: Any = trainer._active_loop
+    combined = loop._combined_loader
+    if combined._mode == "sequential":
+        return list(loop.max_batches)
+    together = sized_len(combined)
+    return [float("inf") if together is None else together]
 
 
 def restart_fetching(trainer: pl.Trainer) -> None:

@@ -324,7 +324,12 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        self._refuse_uneven("a reduction, as by self.log(on_step=True, sync_dist=True),")
         return self.ranks.reduce(tensor, group, reduce_op)
+
+    def _refuse_uneven(self, what: str) -> None:
+        if self.run is not None:
+            self.run.refuse_uneven(what)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -337,6 +342,7 @@ class MegatronStrategy(ParallelStrategy):
         """
         if is_default(group):
             self._refuse_in_step("self.all_gather", _GATHER_LATER)
+            self._refuse_uneven("self.all_gather")
         return self.ranks.all_gather(tensor, group, sync_grads)
 
     # --------------------------------------------------------------------------------------- launch
@@ -569,8 +575,8 @@ class MegatronStrategy(ParallelStrategy):
         if self.part.units is not None and torch.is_inference_mode_enabled():
             # Parameters gathered in inference mode could not be trained.
             with torch.inference_mode(False), torch.no_grad():
-                return self._running.steps.evaluate(hook, batch, *indices)
-        return self._running.steps.evaluate(hook, batch, *indices)
+                return self._running.steps.run_evaluation(hook, batch, *indices)
+        return self._running.steps.run_evaluation(hook, batch, *indices)
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run a part of a step on every micro-batch; see
@@ -614,6 +620,7 @@ class MegatronStrategy(ParallelStrategy):
         had.
         """
         self._running.checkpoints.state.restore_position(self.module.trainer)
+        self._running.steps.begin_training()
         self._running.training.keep_codes()
 
     @override
@@ -623,16 +630,16 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._running.share_buffers()
-        self._running.begin_evaluation()
+        self._running.begin_evaluation("validation_step")
         self._running.check_replicas()
 
     @override
     def on_test_start(self) -> None:
-        self._running.begin_evaluation()
+        self._running.begin_evaluation("test_step")
 
     @override
     def on_predict_start(self) -> None:
-        self._running.begin_evaluation()
+        self._running.begin_evaluation("predict_step")
 
     @override
     def on_train_end(self) -> None:

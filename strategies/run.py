@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -42,6 +43,8 @@ from megatron_lightning.strategies.module import (
 )
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
+from megatron_lightning.strategies.step.agreed_loader import Agreement, agreed_loader
+from megatron_lightning.strategies.step.batch_counts import check_loader, forwards_together
 from megatron_lightning.strategies.step.dataloaders import prepared_loader
 from megatron_lightning.strategies.step.native import NativeSteps
 from megatron_lightning.strategies.step.pipelined import PipelinedSteps
@@ -296,15 +299,29 @@ class Run:
 
     def process_dataloader(self, loader: object) -> object:
         """Give each data-parallel rank its share of the data; training continues where
-        ``consumed_samples`` says.
+        ``consumed_samples`` says. A collective.
+
+        Raises:
+            ConfigError: If ranks cannot read their loaders together.
         """
-        return prepared_loader(
+        context, trainer = self._ranks.context, self.module.trainer
+        loader = prepared_loader(
             loader,
-            self.module.trainer,
-            self._ranks.context.dp,
+            trainer,
+            context.dp,
             injects_samplers=self._injects_samplers,
             consumed=self._progress.consumed_samples,
             micro_batch_size=self._options.micro_batch_size,
+        )
+        stage = trainer.state.stage
+        if context.dp.size == 1 or stage is None:
+            return loader
+        together = trainer.training or forwards_together(self._options, context)
+        check_loader(loader, stage, context.axis("world"), together=together)
+        if not together or sized_len(loader) is not None:
+            return loader
+        return agreed_loader(
+            loader, Agreement(stage.dataloader_prefix or "", context.dp, context.device)
         )
 
     # ---------------------------------------------------------------------------------------- steps
@@ -347,9 +364,13 @@ class Run:
         """Whether there are optimizers and gradients."""
         return self._training is not None
 
-    def begin_evaluation(self) -> None:
-        """Begin a validation, test or prediction, before its first batch."""
-        self.steps.begin_evaluation()
+    def begin_evaluation(self, hook: str) -> None:
+        """Begin a validation, test or prediction, before its first batch; a collective.
+
+        Raises:
+            ConfigError: If the numbers of batches of the ranks do not fit together.
+        """
+        self.steps.begin_evaluation(hook)
 
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a
@@ -379,6 +400,16 @@ class Run:
             self._steps.refuse_in_step(what, advice)
 
     # ---------------------------------------------------------------------------------- checkpoints
+
+    def refuse_uneven(self, what: str) -> None:
+        """Refuse a collective of the data-parallel ranks in an evaluation step, if they run
+        different numbers of steps.
+
+        Raises:
+            ConfigError: If they do.
+        """
+        if self._steps is not None:
+            self._steps.refuse_uneven(what)
 
     def _main_shards(self) -> dict[str, MainShard]:
         training = self._training

@@ -8,7 +8,8 @@ default of torchmetrics, which is replaced during the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -114,6 +115,19 @@ class MetricSync:
             states = [s.to(state.device) for s in context.pp.broadcast_object(gathered)]
         return states
 
+    @contextmanager
+    def restored(self) -> Generator[None, None, None]:
+        """Inside the block metrics are updated, and have their states of before after it."""
+        kept = [
+            (vars(metric), dict(vars(metric)), _states(metric)) for metric in self._metrics.values()
+        ]
+        try:
+            yield
+        finally:
+            for attributes, before, states in kept:
+                attributes.update(before)
+                attributes.update(states)
+
     def begin_step(self) -> None:
         """Record which metrics were updated before a step."""
         self._before = {path: metric._update_count for path, metric in self._metrics.items()}
@@ -214,6 +228,15 @@ def _is_users(value: object) -> bool:
     """Whether an object with attributes is of a class that is no library's."""
     kind = type(value)
     return hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    """Return copies of a metric's states, by their names."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {
+        name: list(state) if isinstance(state, list) else state.clone()
+        for name, state in states.items()
+    }
 
 
 def _lists(metric: Metric) -> dict[str, list[Tensor]]:

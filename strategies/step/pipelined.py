@@ -37,7 +37,6 @@ from megatron_lightning.pipeline.module_state import Change, ModuleState
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.stubs import hooks_inside
 from megatron_lightning.pipeline.visit import CallFacts
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.context_outputs import join_outputs
@@ -282,15 +281,6 @@ class PipelinedSteps(Steps):
         """Around a forward that runs again, as a check."""
         with self.reports.paused(), self._without_notes():
             yield
-
-    def _without_notes(self) -> AbstractContextManager[None]:
-        """Return the context of forwards that are no part of the step: the values of quantized
-        layers do not enter their histories.
-        """
-        precision = self._scope.precision
-        if isinstance(precision, MegatronFP8Precision):
-            return precision.without_notes()
-        return nullcontext()
 
     @contextmanager
     def _around(self, hook: str) -> Iterator[None]:

@@ -7,11 +7,13 @@ where Lightning's own step does the work, and
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from megatron_lightning.assembly.buffers import BufferSync
@@ -22,11 +24,17 @@ from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.metrics import MetricSync
 from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.step.batch_counts import (
+    EvaluationCounts,
+    check_training,
+    forwards_together,
+)
 from megatron_lightning.strategies.step.dataloaders import training_samplers
 from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.training import Training
+from megatron_lightning.strategies.step.unseen import unseen
 from megatron_lightning.strategies.step.world_guard import WorldGuard
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
@@ -50,6 +58,11 @@ class Steps(ABC):
         self._loaders_checked: set[tuple[Any, ...]] = set()
         self._is_first = False  # batch of its loader
         self._begins_loop = False  # hooks may have made metrics since
+        self._counts = EvaluationCounts(
+            scope.context.axis("world"),
+            together=forwards_together(scope.options, scope.context),
+        )
+        self._evaluates = False
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
@@ -120,16 +133,74 @@ class Steps(ABC):
                 f"forever. {advice or _ASK_BEFORE}"
             )
 
-    def begin_evaluation(self) -> None:
-        """Begin a validation, test or prediction."""
+    def begin_training(self) -> None:
+        """Begin the training of a fit, before its first batch; a collective.
+
+        Raises:
+            ConfigError: If the ranks have different numbers of batches.
+        """
+        if self._scope.context.world_size > 1:
+            count = self._scope.module.trainer.num_training_batches
+            check_training(count, self._scope.context.axis("world"))
+
+    def begin_evaluation(self, hook: str) -> None:
+        """Begin a validation, test or prediction, before its first batch; a collective.
+
+        Raises:
+            ConfigError: If the numbers of batches of the ranks do not fit together.
+        """
         self._begins_loop = True
+        if self._scope.context.dp.size > 1:
+            step = getattr(self._scope.module, hook)
+            reads_on = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+            self._counts.begin(self._scope.module.trainer, repeats=not reads_on)
+
+    def refuse_uneven(self, what: str) -> None:
+        """Refuse a collective of the data-parallel ranks in an evaluation step, if they run
+        different numbers of steps.
+
+        Raises:
+            ConfigError: If they do.
+        """
+        if self._evaluates:
+            self._counts.refuse(what)
+
+    def run_evaluation(self, hook: str, batch: Any, *indices: Any) -> Any:
+        """Run a batch of validation, test or prediction; return the step's output.
+
+        Where this rank's data end before those of others, with which it runs forwards together, the
+        step runs again on its last batch, and nothing comes of it.
+        """
+        num_repeats = self._counts.next()
+        kept = copy.deepcopy(batch) if num_repeats else None  # steps may write into their batch
+        self._evaluates = True
+        try:
+            output = self.evaluate(hook, batch, *indices)
+            for _ in range(num_repeats):
+                with unseen(self._scope, self._metrics), self._without_notes():
+                    self.evaluate(hook, copy.deepcopy(kept), *indices)
+        finally:
+            self._evaluates = False
+        return output
+
+    def _without_notes(self) -> AbstractContextManager[None]:
+        """Return the context of forwards that are no part of the step: the values of quantized
+        layers do not enter their histories.
+        """
+        precision = self._scope.precision
+        if isinstance(precision, MegatronFP8Precision):
+            return precision.without_notes()
+        return nullcontext()
 
     def _begin_training(self, batch: Any, num_samples: int) -> None:
         """Begin a training batch of ``num_samples`` samples on this rank."""
         self.training.accumulation.gather.begin_step()
         if isinstance(self._scope.precision, MegatronFP8Precision):
             self._scope.precision.forget_weights()
-        self._begins_loop |= self._batches_of_epoch() == 1
+        if self._batches_of_epoch() == 1:
+            self._begins_loop = True
+            if getattr(self._scope.module.trainer, "reload_dataloaders_every_n_epochs", 0):
+                self.begin_training()
         self._check_first_batch(batch, "training_step")
         trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
         if self._scope.progress.count(

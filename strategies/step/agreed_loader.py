@@ -1,0 +1,108 @@
+"""DataLoaders without a length, whose end the data-parallel ranks agree on.
+
+Each rank learns only by reading on that its data have ended. It would leave the epoch while others
+begin another step, and the collectives of both would mix. So the ranks tell each other after every
+batch that they have read whether there was one: one all-reduce of a number, also with prefetching.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from megatron_lightning import compat
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class Agreement:
+    """Agreement of the data-parallel ranks on the end of their data.
+
+    Args:
+        what: Names the data in a message, such as ``train``.
+        ranks: The data-parallel ranks.
+        device: This rank's device.
+    """
+
+    def __init__(self, what: str, ranks: AxisGroup, device: torch.device) -> None:
+        self._what = what
+        self._ranks = ranks
+        group = ranks.process_group
+        # Numbers on the CPU make no device wait.
+        on_cpu = group is None or compat.takes_cpu_tensors(group)
+        self._device = torch.device("cpu") if on_cpu else device
+
+    def __deepcopy__(self, memo: object) -> Agreement:
+        return self
+
+    def batches(self, own: Iterator[Any]) -> Iterator[Any]:
+        """Yield this rank's batches until all ranks' data end.
+
+        Raises:
+            ConfigError: On all ranks, if some have ended and others have not.
+        """
+        missing = object()
+        number = 0
+        while True:
+            batch = next(own, missing)
+            votes = torch.tensor(int(batch is not missing), device=self._device)
+            dist.all_reduce(votes, group=self._ranks.process_group)
+            if votes == self._ranks.size:
+                number += 1
+                yield batch
+                continue
+            if votes > 0:
+                self._refuse(number, has_ended=batch is missing)
+            return
+
+    def _refuse(self, number: int, *, has_ended: bool) -> None:
+        ended = self._ranks.all_gather_object(has_ended)
+        found = [f"{number} batches" if end else "more" for end in ended]
+        named = dict(zip(self._ranks.ranks, found, strict=True))
+        found = [f"rank {rank}: {text}" for rank, text in list(named.items())[:8]]
+        raise ConfigError(
+            f"the {self._what} data ended on some ranks only ({', '.join(found)}), and all of them "
+            "run every step together. Let each rank's dataset yield as many batches (cut to the "
+            f"shortest, or repeat), or set Trainer(limit_{self._what}_batches={number or 1})."
+        )
+
+
+class _AgreedIterable:
+    """Iterable of a class that has no subclasses."""
+
+    def __init__(self, loader: Iterable[Any], agreement: Agreement) -> None:
+        self._loader = loader
+        self._agreement = agreement
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._agreement.batches(iter(self._loader))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def agreed_loader(loader: Any, agreement: Agreement) -> Any:
+    """Return a loader like ``loader``, of the same class where it is a DataLoader, whose end all
+    ranks agree on.
+    """
+    if isinstance(loader, _AgreedIterable) or "agreement" in getattr(loader, "__dict__", {}):
+        return loader
+    if not isinstance(loader, DataLoader):
+        return _AgreedIterable(loader, agreement)
+    kind = type(loader)
+
+    def agreed_batches(self: Any) -> Iterator[Any]:
+        return agreement.batches(kind.__iter__(self))
+
+    agreed = copy.copy(loader)
+    vars(agreed)["agreement"] = agreement
+    namespace = {"__iter__": agreed_batches, "__module__": kind.__module__}
+    agreed.__class__ = type(kind.__name__, (kind,), namespace)
+    return agreed

@@ -1,0 +1,151 @@
+"""Numbers of batches on the ranks of a job, which steps with collectives need to be equal.
+
+Loaders with a length are compared when a loop begins, at no cost in a step. Loaders without one are
+compared batch by batch (``agreed_loader.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.trainer.states import RunningStage
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.strategies.lightning_internals import evaluation_batches
+from megatron_lightning.strategies.options import StrategyOptions
+
+Count = int | float
+"""Batches of a loader; infinite where it has no length."""
+
+_SHOWN = 8  # ranks in a message
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """Return values of the ranks for a message, those of the first ranks in a large job."""
+    shown = [f"rank {rank}: {value}" for rank, value in enumerate(values[:_SHOWN])]
+    return ", ".join(shown) + (", …" if len(values) > _SHOWN else "")
+
+
+def check_loader(loader: object, stage: RunningStage, world: AxisGroup, *, together: bool) -> None:
+    """Compare a loader with those of the other ranks, before its loop begins; a collective.
+
+    Args:
+        loader: Read by this rank.
+        stage: What for.
+        world: All ranks.
+        together: Whether the batches are run by all ranks together.
+
+    Raises:
+        ConfigError: If only some ranks have a length or, where batches are run together, a batch.
+    """
+    lengths = world.all_gather_object(sized_len(loader))
+    is_known = [length is not None for length in lengths]
+    if any(is_known) and not all(is_known):
+        found = by_rank(["no length" if length is None else length for length in lengths])
+        raise ConfigError(
+            f"the {stage.value} DataLoader has a length on some ranks only ({found}), and they "
+            "cannot agree on the end of an epoch. Give it __len__ on all of them, or on none."
+        )
+    if together and 0 in lengths and any(lengths):
+        raise ConfigError(
+            f"the {stage.value} DataLoader has no batch on some ranks ({by_rank(lengths)}), and "
+            "all ranks have to run its batches together. Use a smaller batch_size or fewer "
+            "data-parallel ranks, or give every rank a batch."
+        )
+
+
+def check_training(count: Count, world: AxisGroup) -> None:
+    """Compare the number of training batches of an epoch; a collective.
+
+    Raises:
+        ConfigError: If it differs.
+    """
+    counts = world.all_gather_object(count)
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"the ranks have different numbers of training batches ({by_rank(counts)}), and every "
+            "step reduces gradients over them, so that some would wait for the others forever. "
+            f"Set Trainer(limit_train_batches={min(counts)}), or let each rank read as many: by a "
+            "DistributedSampler(drop_last=True) of your own, or by the strategy "
+            "(use_distributed_sampler=True, and a dataset with __len__)."
+        )
+
+
+def forwards_together(options: StrategyOptions, context: ParallelContext) -> bool:
+    """Return whether forwards are collectives of data-parallel ranks: they gather units, or send
+    tokens to experts.
+    """
+    return context.dp.size > 1 and (options.data_parallel == "fsdp" or context.ep.size > 1)
+
+
+class EvaluationCounts:
+    """Numbers of batches of one validation, test or prediction.
+
+    Where a forward is a collective of the data-parallel ranks (``fsdp``, experts), a rank with
+    fewer batches than others repeats its last batch. Otherwise ranks may have different numbers.
+    """
+
+    def __init__(self, world: AxisGroup, *, together: bool) -> None:
+        self._world = world
+        self._together = together
+        self._ends: list[tuple[int, int]] = []
+        self._num_run = 0
+        self.difference = ""
+        """Describes the numbers, if they differ."""
+
+    def begin(self, trainer: pl.Trainer, *, repeats: bool = True) -> None:
+        """Compare the numbers before the first batch; a collective.
+
+        Args:
+            trainer: Whose loop begins.
+            repeats: Whether a batch can be repeated.
+
+        Raises:
+            ConfigError: If they differ, and ranks cannot repeat their last batch.
+        """
+        own = evaluation_batches(trainer)
+        ranks = self._world.all_gather_object(own)
+        self._ends, self._num_run, self.difference = [], 0, ""
+        if all(counts == own for counts in ranks):
+            return
+        self.difference = by_rank([", ".join(map(str, counts)) for counts in ranks])
+        if not self._together:
+            return
+        most = [max(counts) for counts in zip(*ranks, strict=True)]
+        cannot = any(not all(counts) for counts in ranks) or float("inf") in most
+        if cannot or not repeats:
+            prefix = "val" if trainer.validating or trainer.sanity_checking else "test"
+            prefix = "predict" if trainer.predicting else prefix
+            raise ConfigError(
+                f"the ranks have different numbers of batches ({self.difference}), all ranks have "
+                "to run them together, and a rank that has fewer cannot repeat its last one. Set "
+                f"Trainer(limit_{prefix}_batches={min(map(min, ranks))}), or give each rank as "
+                "many."
+            )
+        ends = accumulate(int(count) for count in own)
+        missing = [int(needed - count) for needed, count in zip(most, own, strict=True)]
+        self._ends = list(zip(ends, missing, strict=True))
+
+    def next(self) -> int:
+        """Count the batch that is run now; return how often it is repeated for other ranks."""
+        self._num_run += 1
+        return sum(missing for end, missing in self._ends if end == self._num_run)
+
+    def refuse(self, what: str) -> None:
+        """Refuse a collective of the data-parallel ranks in a step, if their numbers of steps
+        differ.
+
+        Raises:
+            ConfigError: If they do.
+        """
+        if self.difference:
+            raise ConfigError(
+                f"{what} in a step is a collective of the data-parallel ranks, which have "
+                f"different numbers of batches ({self.difference}), so that some would wait for "
+                "the others forever, or reduce values of other batches. Log with on_epoch=True and "
+                "on_step=False, gather at the end of the epoch, or give each rank as many batches."
+            )

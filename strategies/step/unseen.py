@@ -1,0 +1,34 @@
+"""A step that is run for its collectives alone, and leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+
+from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.pipeline.metrics import MetricSync
+from megatron_lightning.pipeline.module_state import ModuleState
+from megatron_lightning.pipeline.parallel_call import replaced_attribute
+from megatron_lightning.strategies.step.scope import Scope
+
+
+@contextmanager
+def unseen(scope: Scope, metrics: MetricSync) -> Generator[None, None, None]:
+    """Restore after the block what a step changes: metrics, values on the module, random states;
+    nothing is logged.
+    """
+    module, context = scope.module, scope.context
+    stages = [0] if scope.part.partition is None else scope.part.partition.own
+    values = ModuleState(module, pl.LightningModule, (), stages, context.device)
+    rng = ReplicaRng(context.device)
+    drawn, streams = rng.everything(), context.rng.state_dict()
+    values.begin(undone=True)
+    try:
+        with metrics.restored(), replaced_attribute(module, "log", lambda *_, **__: None):
+            yield
+    finally:
+        values.undo()
+        rng.restore(drawn)
+        context.rng.load_state_dict(streams)
