@@ -3,21 +3,32 @@ others.
 
 Every data-parallel replica updates its buffers from its own samples, and outside of the pipelined
 module only the last stage updates what comes after the call. As in DistributedDataParallel, all
-ranks get the first rank's buffers before the next step. Most buffers never diverge (masks, position
-tables), so only those that did are sent.
+ranks get the first rank's buffers before the next step. Most buffers never change (masks, position
+tables), so only two kinds are sent:
+
+written    by a step on any rank: found without reading values (``buffer_watch``) and agreed once an
+           optimizer step, in the all-reduce in which the ranks agree on unused parameters
+diverged   by value, which also finds writes through ``.data``: compared in every epoch between its
+           steps 1 and 2, before steps 4, 8, 16, …, and before a checkpoint or an evaluation uses
+           them
+
+Stages of a pipeline learn of written buffers with the outputs of the last stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lightning.assembly.buffer_watch import BufferPlaces
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import diverged, drift_error, fingerprint
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.assembly.replicas import drift_error, fingerprint
+from megatron_lightning.assembly.shared_buffers import SharedBuffers
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -25,85 +36,125 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class BufferSync:
     """Broadcast of the buffers of the first replica, and of the last stage, to the other ranks that
     hold them.
+
+    Args:
+        module: The module.
+        part: The rank's part of the module.
+        context: Groups of this rank.
     """
 
     def __init__(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
         self._module = module
         self._part = part
-        self._context = context
-        self._diverged: dict[str, list[str]] = {}
-        self._shared: dict[str, Tensor] = {}  # marks of what all stages hold, when it was shared
+        self._device = context.device
+        self._is_last_stage = context.pp.rank == 0
+        equal = {
+            f"{path}.{key}".lstrip(".")
+            for path, owner in module.named_modules()
+            for key in getattr(owner, "equal_buffers", ())
+        }
+        self.replicas = SharedBuffers(context.dp_cp, context.device, equal)
+        """Buffers that the data-parallel ranks share; agrees on the written ones."""
+        self._stages = SharedBuffers(context.pp, context.device, equal, self._refuse_averages)
+        self._marks: dict[str, Tensor] = {}  # of what all stages hold, when values were compared
+        self._find()
         self._remember()
 
-    def synchronize(self, *, compare: bool) -> None:
-        """Make the buffers equal that are known to diverge; a collective.
+    def _find(self) -> None:
+        """Find the buffers, which hooks may add."""
+        # The last stage has the first replica's buffers when it gives them to the other stages.
+        self.replicas.places = BufferPlaces(
+            self._module, lambda name: self._is_last_stage or self._part.in_unit(name)
+        )
+        self._stages.places = BufferPlaces(self._module, lambda name: not self._part.in_unit(name))
+
+    def synchronize(self, *, compare: bool = False) -> None:
+        """Make the buffers equal that are known to differ; a collective.
 
         Args:
-            compare: Whether to look first for those that have diverged, which reads every buffer:
-                after the first step, and before a checkpoint or evaluation uses them.
+            compare: Whether to look first for buffers that have diverged, which reads every buffer.
         """
-        for axis, group, buffers in self._replicated():
-            if compare:
-                marks = torch.stack(
-                    [fingerprint(buffer).to(self._context.device) for buffer in buffers.values()]
-                )
-                names = list(buffers)
-                found = {names[index] for index in diverged(marks, group)} | set(
-                    self._diverged.get(axis, [])
-                )
-                self._diverged[axis] = [name for name in names if name in found]
-                if axis == "pp" and found:
-                    self._refuse_averages(dict(zip(names, marks, strict=True)), found, group)
-            self._broadcast(buffers, axis, group)
+        shared = (self.replicas, self._stages)
+        if compare:
+            for buffers in shared:
+                buffers.read_pending()
+            self._find()
+        for buffers in shared:
+            buffers.synchronize(compare=compare)
         if compare:
             self._remember()
 
     def _remember(self) -> None:
         """Mark the buffers that all stages hold as they are now."""
-        self._shared = {
-            name: fingerprint(buffer).to(self._context.device)
-            for axis, _, buffers in self._replicated()
-            for name, buffer in buffers.items()
-            if axis == "pp" and not name.endswith(_STATISTICS)
-        }
+        if self._stages.group.process_group is not None:
+            self._marks = {
+                name: fingerprint(buffer).to(self._device)
+                for name, buffer in self._stages.places.current().items()
+                if buffer is not None and not name.endswith(_STATISTICS)
+            }
 
-    def _refuse_averages(
-        self, marks: dict[str, Tensor], found: Collection[str], group: AxisGroup
-    ) -> None:
+    def _refuse_averages(self, found: Mapping[str, Tensor]) -> None:
         """Refuse buffers that stages other than the last have written, with other values than it.
 
         A step does not reach the code behind the units there, so that only hooks can have written.
+
+        Args:
+            found: Fingerprints of the buffers whose values differ between the stages, by name.
         """
-        names = [name for name in marks if name in found and name in self._shared]
+        names, group = [name for name in found if name in self._marks], self._stages.group
         if not names:
             return
-        written = torch.stack([marks[name] != self._shared[name] for name in names])
-        written = (written & (group.rank > 0)).int()  # the last stage is on the first rank
+        written = torch.stack([found[name] != self._marks[name] for name in names])
+        written = (written & (not self._is_last_stage)).int()
         dist.all_reduce(written, dist.ReduceOp.MAX, group=group.process_group)
         differing = [n for n, bad in zip(names, written.tolist(), strict=True) if bad]
         if differing:
             raise drift_error(differing, group)
 
-    def _replicated(self) -> Iterator[tuple[str, AxisGroup, dict[str, Tensor]]]:
-        """Yield (axis, ranks, buffers) of the buffers that several ranks hold."""
-        buffers = dict(self._module.named_buffers())
-        outside = {name: buffer for name, buffer in buffers.items() if not self._part.in_unit(name)}
-        for axis, group, held in (
-            ("pp", self._context.pp, outside),
-            ("dp-cp", self._context.dp_cp, buffers),
-        ):
-            if group.process_group is not None and held:
-                yield axis, group, held
+    def forget_writes(self) -> None:
+        """Do not count writes since the last look."""
+        for shared in (self.replicas, self._stages):
+            shared.forget_writes()
 
-    def _broadcast(self, buffers: dict[str, Tensor], axis: str, group: AxisGroup) -> None:
-        diverged = [
-            buffers[name].detach() for name in self._diverged.get(axis, []) if name in buffers
-        ]
-        for dtype in sorted({buffer.dtype for buffer in diverged}, key=str):
-            alike = [buffer for buffer in diverged if buffer.dtype == dtype]
-            flat = torch.cat([buffer.reshape(-1).to(self._context.device) for buffer in alike])
-            dist.broadcast(flat, src=group.ranks[0], group=group.process_group)
-            for buffer, values in zip(
-                alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True
-            ):
-                buffer.copy_(values.view_as(buffer))
+    def begin_batch(self, batch: int, *, only_new: bool = False) -> None:
+        """Make the buffers equal before a training batch; a collective.
+
+        Args:
+            batch: Number of the batch in its epoch, from 1.
+            only_new: Whether the batch before has sent known buffers at its end, and the first of
+                the epoch has compared them.
+        """
+        if batch > (2 if only_new else 1) and batch & (batch - 1) == 0:
+            self.synchronize(compare=True)
+            return
+        for shared in (self.replicas, self._stages):
+            if shared.begin_batch() or not only_new:
+                shared.synchronize()
+
+    def begun(self) -> tuple[str, ...]:
+        """Return the buffers outside of pipeline units that the last stage has begun to write.
+
+        Raises:
+            ConfigError: If one is saved, and belongs to a module that runs between the units: there
+                all stages but one have no values.
+        """
+        begun = self._stages.begun() if self._is_last_stage else ()
+        between = [name for name in begun if self._is_between_units(name)]
+        if between:
+            raise ConfigError(
+                f"the buffer {between[0]} is written by a module that is no unit of the pipeline, "
+                "so that every stage runs it and only one has its input. Name the units with this "
+                "module among them, in the order of the calls: PipelineOptions(units=[...]), or "
+                "set pipeline_model_parallel_size to 1."
+            )
+        return begun
+
+    def _is_between_units(self, name: str) -> bool:
+        path, (owner, _, key) = self._part.path, name.rpartition(".")
+        if path is None or owner == path or not f"{owner}.".startswith(f"{path}." if path else ""):
+            return False
+        return key not in self._module.get_submodule(owner)._non_persistent_buffers_set
+
+    def follow(self, begun: Iterable[str]) -> None:
+        """Send what :meth:`begun` returned on the last stage."""
+        self._stages.add(begun, compare=True)

@@ -39,6 +39,7 @@ from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.matrices import names_of_matrices
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.optim.usage import Beside
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -89,6 +90,8 @@ class GradientAccumulation:
         self._was_started = False  # before the current run
         self._num_items: Tensor | None = None
         self._earlier: dict[str, Tensor] | None = None  # to which this step's gradients are added
+        self.beside: Beside | None = None
+        """What data-parallel ranks agree on beside the unused parameters of a step."""
 
     def _attach(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """Build the reduction of these parameters, and make the optimizers step its results."""
@@ -356,7 +359,7 @@ class GradientAccumulation:
         scale = self._scale()
         self._has_scaled = isinstance(scale, Tensor) or scale != 1.0
         if self.managed or self._has_scaled:
-            self.reducer.finish(scale)
+            self.reducer.finish(scale, self.beside)
         self._started = False
         self._add_earlier()
 

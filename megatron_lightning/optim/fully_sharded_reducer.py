@@ -33,7 +33,7 @@ from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.reduction import Reduction
 from megatron_lightning.optim.sharded_unit import Unit, local_part
-from megatron_lightning.optim.usage import Usage
+from megatron_lightning.optim.usage import Beside, Usage
 from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -259,12 +259,12 @@ class FullyShardedReducer(GradientReducer):
             gradients.wait()
         self._started.clear()
 
-    def finish(self, scale: float | Tensor = 1.0) -> None:
+    def finish(self, scale: float | Tensor = 1.0, beside: Beside | None = None) -> None:
         """Complete the reduction: the shards are summed over the other axes, scaled, and handed to
         the optimizers.
         """
         self._wait_for_units()
-        super().finish(scale)
+        super().finish(scale, beside)
         sums: dict[str, Tensor] = {}
         for gradients in self._gradients:
             sums.update(

@@ -32,7 +32,7 @@ from megatron_lightning.optim.codes import Coder, encode
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.parameter_shard import MainShard, ParameterShard
 from megatron_lightning.optim.reduction import Reduction
-from megatron_lightning.optim.usage import Usage, UsageAgreement
+from megatron_lightning.optim.usage import Beside, Usage, UsageAgreement
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -231,8 +231,9 @@ class GradientReducer:
         """
         self._launch_in_order(everything=True)
 
-    def finish(self, scale: float | Tensor = 1.0) -> None:
-        """Complete the reduction and multiply the gradients by ``scale``.
+    def finish(self, scale: float | Tensor = 1.0, beside: Beside | None = None) -> None:
+        """Complete the reduction and multiply the gradients by ``scale``; ``beside`` travels with
+        the agreement on unused parameters.
 
         Afterwards ``p.grad`` is the full reduced gradient, or None where it is sharded; the
         optimizer's parameters have theirs. A parameter that no rank used has None, so that
@@ -250,7 +251,7 @@ class GradientReducer:
                 for group in bucket.sum_groups:
                     self._all_reduce(bucket.gradient, group)
                 self._reduce(bucket)
-        self._unused = self._agreement.unused(self._usage())
+        self._unused = self._agreement.unused(self._usage(), beside)
         for reduction in self._reductions:
             reduction.finish()
         self._reductions.clear()

@@ -25,7 +25,7 @@ class NativeSteps(Steps):
         self._begin_training(batch, batch_size_of(batch) or 1)
         # The buffers of the step before are shared now: a graph that awaits its backward may hold
         # them.
-        self.buffers.synchronize(compare=self._batches_of_epoch() == 2)
+        self.buffers.begin_batch(self._batches_of_epoch())
         with self._recorded("training_step"):
             output = self._scope.module.training_step(batch, *indices)
         self._items = self._num_items(batch, output)
@@ -77,7 +77,7 @@ class NativeSteps(Steps):
         module = self._scope.module
         with self._recorded(hook):
             output = getattr(module, hook)(batch, *indices)
-        if self.reports.exist:
+        if self.reports.exist and hook != "predict_step":  # which may have no labels to count
             self._log_reports(hook, batch, num_items_of(module, batch, output))
         return output
 

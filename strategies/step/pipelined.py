@@ -73,6 +73,7 @@ class PipelinedSteps(Steps):
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class; gradients are computed here."""
+        self.buffers.begin_batch(self._batches_of_epoch(), only_new=True)
         if self._scope.options.pipeline.explicit_steps:
             self._begin_training(batch, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
@@ -255,6 +256,7 @@ class PipelinedSteps(Steps):
             self._analyze(
                 crossing, make_program(microbatches=[copied], crossing=crossing, training=None)
             )
+            self.buffers.forget_writes()  # it restores what it writes
             _warn_of_hooks(partition)
         return crossing
 
@@ -365,6 +367,7 @@ class PipelinedSteps(Steps):
                 self._metrics.counts(),
                 weights if self.reports.exist else [],
                 self._changes(hook),
+                self.buffers.begun(),
             )
         if self._state is not None:
             shared = (
@@ -372,7 +375,8 @@ class PipelinedSteps(Steps):
                 if predicting
                 else self._broadcast(shared, without=None if self._are_read(hook) else 0)
             )
-        output, num_items, entries, counts, weights, changes = shared
+        output, num_items, entries, counts, weights, changes, begun = shared
+        self.buffers.follow(begun)
         self._metrics.follow(counts)
         if self._state is not None and self._scope.context.pp.rank > 0:
             self._state.apply(changes)

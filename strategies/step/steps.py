@@ -66,6 +66,8 @@ class Steps(ABC):
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
+        if training is not None:
+            training.accumulation.beside = self.buffers.replicas
         self.reports = StepReports(scope)
         """Takes what layers report to the step."""
         self._metrics = MetricSync(

@@ -292,6 +292,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=init_method_std)
         bias = torch.zeros(moe.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias if moe.router_enable_expert_bias else None)
+        self.equal_buffers = ("expert_bias",)  # over ranks: it follows the counts of all
         self.streams: RngStreams | None = None
         self.stream_name = "model-parallel-rng"
         self.sum_counts: Callable[[Tensor], Tensor] = _same

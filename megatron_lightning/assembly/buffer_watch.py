@@ -1,0 +1,80 @@
+"""Find buffers that were written since the last look, without reading their values.
+
+A write in place raises a tensor's version counter, and an assignment makes another tensor. Two
+writes do neither: writes through ``.data``, and the running statistics of BatchNorm, whose kernel
+updates ``running_mean`` and ``running_var`` beside a counter ``num_batches_tracked`` that is
+written in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_COUNTER = "num_batches_tracked"
+
+
+class BufferPlaces:
+    """Where the buffers of a module are, found once: a walk over a large model costs milliseconds.
+
+    Args:
+        module: The module.
+        accept: Whether a buffer's name belongs to these.
+    """
+
+    def __init__(self, module: nn.Module, accept: Callable[[str], bool]) -> None:
+        self._places = {
+            name: (owner, key)
+            for path, owner in module.named_modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and accept(name := f"{path}.{key}".lstrip("."))
+        }
+
+    def current(self) -> dict[str, Tensor | None]:
+        """Return the buffers by name; None: not set any more."""
+        return {name: owner._buffers.get(key) for name, (owner, key) in self._places.items()}
+
+
+class _Seen(NamedTuple):
+    """A buffer at the last look."""
+
+    buffer: weakref.ref[Tensor]
+    version: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class BufferWatch:
+    """Buffers written between two calls of :meth:`written`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def written(self, buffers: Mapping[str, Tensor | None]) -> dict[str, bool]:
+        """Return the names of the buffers that were written since the last call, and whether each
+        has another shape or dtype. The first call only looks.
+        """
+        found: dict[str, bool] = {}
+        for name, buffer in buffers.items():
+            if buffer is None:
+                continue
+            before, now = self._seen.get(name), _look(buffer)
+            if before is not None and (
+                before.buffer() is not buffer or before.version != now.version
+            ):
+                found[name] = before[2:] != now[2:]
+            self._seen[name] = now
+        for counter in [name for name in found if name.rpartition(".")[2] == _COUNTER]:
+            norm = counter.rpartition(".")[0]
+            beside = [name for name in buffers if name.rpartition(".")[0] == norm]
+            found = {**dict.fromkeys(beside, False), **found}
+        return found
+
+
+def _look(buffer: Tensor) -> _Seen:
+    version = 0 if buffer.is_inference() else buffer._version
+    return _Seen(weakref.ref(buffer), version, buffer.shape, buffer.dtype)

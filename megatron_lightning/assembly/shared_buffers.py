@@ -1,0 +1,237 @@
+"""Buffers that several ranks hold: which ones are sent to all, and their broadcast.
+
+The ranks agree on written buffers by one byte for each, whose largest value they receive. A rank to
+which something in it is new reads the bytes at once; then the host waits for the device. If all
+ranks do so, they send the buffer before the next step. Otherwise they send it one step later, when
+the other ranks read a copy on the host without waiting.
+
+Buffers whose shape or dtype changes are caches of one rank's batch: they are left out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.assembly.buffer_watch import BufferPlaces, BufferWatch
+from megatron_lightning.assembly.replicas import diverged, fingerprint
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import AxisGroup
+
+_WRITTEN, _RESHAPED = 1, 2  # 0: neither, or known already
+
+
+class SharedBuffers:
+    """Buffers that all ranks of a group hold.
+
+    Args:
+        group: The ranks; the first one's values are everyone's.
+        device: Device of the communication.
+        equal: Names of buffers that collectives of others keep equal.
+        check: Called with the fingerprints of buffers that differ, by name; a collective.
+    """
+
+    places: BufferPlaces
+    """The buffers, equal on all ranks; set it before use."""
+
+    def __init__(
+        self,
+        group: AxisGroup,
+        device: torch.device,
+        equal: Collection[str],
+        check: Callable[[Mapping[str, Tensor]], None] = lambda _: None,
+    ) -> None:
+        self.group = group
+        self._check = check
+        self._unchecked: set[str] = set()  # sent from now on, and not compared yet
+        self._device = device
+        self._equal = frozenset(equal)
+        self._watch: BufferWatch | None = None  # from the first step on
+        self._sent: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._left_out: set[str] = set()
+        self._num_recent = 0  # batches that begin while an added buffer is new
+        self._is_news = False  # this rank has begun to write a buffer
+        self._pending: Sequence[int] | _HostCopy | None = None  # agreed, to be sent a step later
+
+    def begin_batch(self) -> bool:
+        """Return whether buffers were added in the last two batches: other ranks may have agreed on
+        their values since they were sent. The first call only looks at the buffers.
+        """
+        if self._watch is None and self.group.process_group is not None:
+            self._watch = BufferWatch()
+            self._watch.written(self.places.current())
+        self._num_recent = max(0, self._num_recent - 1)
+        return self._num_recent > 0
+
+    def forget_writes(self) -> None:
+        """Do not count writes since the last look."""
+        if self._watch is not None:
+            self._watch.written(self.places.current())
+
+    def synchronize(self, *, compare: bool = False) -> None:
+        """Send the buffers that are sent; a collective.
+
+        Args:
+            compare: Whether to look first for buffers that differ by value.
+        """
+        if self.group.process_group is None:
+            return
+        buffers = self.places.current()
+        if compare and buffers:
+            self._compare(buffers)
+        elif self._unchecked:
+            self._compare({name: buffers[name] for name in buffers if name in self._unchecked})
+        self._unchecked.clear()
+        self._broadcast(buffers)
+
+    def add(self, names: Iterable[str], *, compare: bool = False) -> None:
+        """Send these buffers from now on; all ranks add the same ones.
+
+        Args:
+            names: Their names.
+            compare: Whether to compare and check new ones before they are sent.
+        """
+        added, current = {*self._sent, *names} - self._left_out, self.places.current()
+        if not added <= self._sent.keys():
+            self._num_recent = 3
+        if compare:
+            self._unchecked |= added - self._sent.keys()
+        self._sent = {
+            name: self._sent.get(name, (buffer.shape, buffer.dtype))
+            for name, buffer in current.items()
+            if name in added and buffer is not None
+        }
+
+    def begun(self) -> tuple[str, ...]:
+        """Return the buffers that this rank has written since the last call, and that are not sent
+        yet.
+        """
+        if self._watch is None:
+            return ()
+        return tuple(name for name, mark in self._marks(self._watch).items() if mark == _WRITTEN)
+
+    def _marks(self, watch: BufferWatch) -> dict[str, int]:
+        current = self.places.current()
+        written = watch.written(current)
+        known = self._sent.keys() | self._left_out | self._equal
+        kinds = {False: _WRITTEN, True: _RESHAPED}
+        return {
+            name: kinds[written[name]] if name in written and name not in known else 0
+            for name in current
+        }
+
+    # ------------------------------------------------------------ agreement, once an optimizer step
+
+    def send(self) -> list[int]:
+        """Return bytes, whose largest values over the ranks :meth:`receive` is given: one for each
+        buffer, and one for whether nothing is new on this rank; none if there are no buffers.
+        """
+        if self._watch is None:
+            return []
+        marks = list(self._marks(self._watch).values())
+        if not marks:
+            return []
+        self._is_news = any(marks)
+        return [*marks, not self._is_news]
+
+    def receive(self, largest: Tensor) -> None:
+        """Take over what the ranks have agreed on."""
+        self.read_pending()
+        if not self._is_news:
+            self._pending = _HostCopy(largest)
+            return
+        marks = largest.tolist()  # the host waits for the device
+        if marks[-1]:
+            self._pending = marks
+        else:
+            self._adopt(marks)
+
+    def read_pending(self) -> None:
+        """Take over what is agreed and not read yet, before the places change."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._adopt(pending.read() if isinstance(pending, _HostCopy) else pending)
+
+    def _adopt(self, marks: Sequence[int]) -> None:
+        if not any(marks[:-1]):
+            return
+        marked = dict(zip(self.places.current(), marks[:-1], strict=True))
+        self._left_out.update(name for name, mark in marked.items() if mark == _RESHAPED)
+        self.add(name for name, mark in marked.items() if mark == _WRITTEN)
+
+    # ----------------------------------------------------------------------------------- values
+
+    def _compare(self, buffers: dict[str, Tensor | None]) -> None:
+        """Find buffers that differ by value, and caches, which differ by shape."""
+        names = list(buffers)
+        values = torch.stack([self._number(buffer) for buffer in buffers.values()])
+        forms = [
+            0 if b is None else zlib.crc32(repr((tuple(b.shape), b.dtype)).encode())
+            for b in buffers.values()
+        ]
+        found = diverged(torch.cat([values, torch.tensor(forms, device=self._device)]), self.group)
+        self._left_out.update(names[i - len(names)] for i in found if i >= len(names))
+        differing = {names[i]: values[i] for i in found if i < len(names)}
+        checked = self._sent.keys() - self._unchecked
+        self._check({name: value for name, value in differing.items() if name not in checked})
+        self.add(differing)
+
+    def _number(self, buffer: Tensor | None) -> Tensor:
+        if buffer is None:
+            return torch.zeros((), dtype=torch.int64, device=self._device)
+        return fingerprint(buffer).to(self._device)
+
+    def _broadcast(self, buffers: dict[str, Tensor | None]) -> None:
+        found = [self._as_agreed(name, buffers[name]) for name in self._sent]
+        # Large elements first: the bytes of a buffer begin at a multiple of its element.
+        sent = sorted(found, key=lambda buffer: -buffer.element_size())
+        if not sent:
+            return
+        flat = torch.cat([_as_bytes(buffer).to(self._device) for buffer in sent])
+        dist.broadcast(flat, src=self.group.ranks[0], group=self.group.process_group)
+        for buffer, values in zip(
+            sent, torch.split(flat, [buffer.nbytes for buffer in sent]), strict=True
+        ):
+            buffer.copy_(values.view(buffer.dtype).view_as(buffer))
+
+    def _as_agreed(self, name: str, buffer: Tensor | None) -> Tensor:
+        """Return a buffer that is sent, in the form that the other ranks expect.
+
+        Raises:
+            ConfigError: If it has another one.
+        """
+        shape, dtype = self._sent[name]
+        if buffer is not None and (buffer.shape, buffer.dtype) == (shape, dtype):
+            return buffer.detach()
+        found = "None" if buffer is None else f"{list(buffer.shape)} in {buffer.dtype}"
+        raise ConfigError(
+            f"the buffer {name} was {list(shape)} in {dtype} and is {found} now, and the ranks "
+            f"{list(self.group.ranks)} give each other its values before every step. Keep its "
+            "shape and dtype, or keep what belongs to one batch in a plain attribute."
+        )
+
+
+class _HostCopy:
+    """A small tensor on its way to the host, which does not wait for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.device.type == "cuda"
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """Return the numbers; a step later there is nothing to wait for."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return list(map(int, self._host.numpy()))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
