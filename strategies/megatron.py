@@ -571,6 +571,8 @@ class MegatronStrategy(ParallelStrategy):
         return self._evaluate("predict_step", *args, *kwargs.values())
 
     def _evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
+        if self._running.has_trained:
+            self._running.training.accumulation.written.before_evaluation()
         self.wait_for_parameters()
         if self.part.units is not None and torch.is_inference_mode_enabled():
             # Parameters gathered in inference mode could not be trained.
@@ -629,20 +631,28 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._running.share_written()
         self._running.share_buffers()
         self._running.begin_evaluation("validation_step")
         self._running.check_replicas()
 
     @override
     def on_test_start(self) -> None:
+        self._running.share_written()
         self._running.begin_evaluation("test_step")
 
     @override
     def on_predict_start(self) -> None:
+        self._running.share_written()
         self._running.begin_evaluation("predict_step")
 
     @override
+    def on_validation_end(self) -> None:
+        self._running.expect_writes()
+
+    @override
     def on_train_end(self) -> None:
+        self._running.share_written()
         self._running.training.accumulation.gather.drop_codes()
         self._running.share_buffers()
         self._running.check_replicas()
@@ -770,12 +780,14 @@ class MegatronStrategy(ParallelStrategy):
         """Write a sharded checkpoint directory; a checkpoint plugin of the user's own gets
         Lightning's dict instead.
         """
+        if self.run is not None:
+            self._refuse_in_step("a checkpoint")
+            self.run.share_written()
         if self._saves_plain_files:
             if self.run is not None:
                 checkpoint = self.run.checkpoints.state.write_to(checkpoint, self.module, self.part)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self._refuse_in_step("a checkpoint")
         check_storage_options(storage_options)
         background = self.saves_in_background
         self._running.checkpoints.save(checkpoint, str(filepath), self.part, background=background)
@@ -794,6 +806,7 @@ class MegatronStrategy(ParallelStrategy):
                 and ``on_save_error`` is "raise"; older copies are intact.
         """
         self._refuse_in_step("a checkpoint")
+        self._running.share_written()
         self._running.checkpoints.save_local(filepath, folder, self.part)
 
     @override

@@ -372,6 +372,19 @@ class Run:
         """
         self.steps.begin_evaluation(hook)
 
+    def share_written(self) -> None:
+        """Give weights that an optimizer wrote outside of a step to all ranks, now and before the
+        next batch; a collective.
+        """
+        if self._training is not None:
+            self._training.accumulation.written.share()
+            self.expect_writes()
+
+    def expect_writes(self) -> None:
+        """Look for written weights before the next batch: hooks run now that may write some."""
+        if self._training is not None:
+            self._training.accumulation.written.expect()
+
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a
         collective.
@@ -430,6 +443,7 @@ class Run:
         context = self._ranks.context
         if context.layout.model_parallel_size == 1 and self.part.units is None:
             return None
+        self.share_written()
         return self.checkpoints.full_module_state(
             self.module_state(), folder, self.part, reads=reads
         )

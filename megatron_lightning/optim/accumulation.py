@@ -40,6 +40,7 @@ from megatron_lightning.optim.matrices import names_of_matrices
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.optim.reducer import GradientReducer
 from megatron_lightning.optim.usage import Beside
+from megatron_lightning.optim.written import WrittenWeights
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -144,6 +145,8 @@ class GradientAccumulation:
         reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
         frozen = [p for p in self._names.values() if id(p) not in reduced]
         self._stepped = SteppedParameters(self._optimizers, frozen)
+        self.written = WrittenWeights(list(self.views), self.gather, self._context)
+        """Gives weights that were written outside of a step to all ranks."""
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {

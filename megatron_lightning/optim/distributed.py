@@ -256,8 +256,13 @@ class DistributedOptimizer(OptimizerState):
         if closure is None:
             self._prepare_step()
             return args, kwargs
+        called = False
 
         def prepared() -> Any:
+            nonlocal called
+            if called:  # again, for the gradients at weights that the optimizer has moved
+                self.synchronize()
+            called = True
             result = closure()
             self._prepare_step()
             return result
@@ -297,6 +302,27 @@ class DistributedOptimizer(OptimizerState):
                 check_rebound(self._name_of[id(parameter)], parameter.data, shard.value)
                 shard.value = parameter.detach()
 
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that hold its parameters, where ranks step shards of them."""
+        return self._buckets
+
+    def main_was_written(self) -> bool:
+        """Return whether the optimizer's main params were written outside of a step. Waits for the
+        device.
+        """
+        return self._main.were_written()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take over what was written into the parameters, also in memory that has replaced theirs.
+        A collective where the optimizer steps full matrices of several ranks.
+        """
+        self.bind()
+        self._main.take_over()
+        for exchange in self._exchanges:
+            exchange.take_over()
+
     @torch.no_grad()
     def _finish_step(self) -> None:
         if self._options.moments_dtype == "bf16":
@@ -317,6 +343,12 @@ class DistributedOptimizer(OptimizerState):
             exchange.scatter_results()
         self._reducer.encode_units()
         self._gather.start(self._buckets)
+
+    @torch.no_grad()
+    def synchronize_written(self) -> None:
+        """Update the parameters from targets that were written outside of a step. A collective."""
+        self._main.take_over()
+        self.synchronize()
 
     @torch.no_grad()
     def finish_restore(self) -> None:

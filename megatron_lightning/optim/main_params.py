@@ -13,15 +13,14 @@ through ``p.data``, and report a swap that restored every value.)
 
 An optimizer may write the other side as well, outside of a step (schedule-free optimizers swap an
 average in for validation). Column sums of the values at the end of every step tell the two apart:
-where the values are as the step left them, and the main params round to something else, the main
-params were written.
+values that are as the step left them were not written, and leave the main params as they are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,18 @@ _ALIGNMENT = 64
 _COLUMNS = 4096
 
 
-def take_over(main: Tensor, value: Tensor) -> None:
+def take_over(main: Tensor, value: Tensor, changed: Tensor | None = None) -> None:
     """Replace the elements of ``main`` that do not round to ``value``, in place.
 
     Args:
         main: Main params.
         value: What the parameters hold, same shape and device.
+        changed: Whether anything was written, a bool [] on the same device; None: it may have been.
     """
-    torch.where(value == main.to(value.dtype), main, value.to(main.dtype), out=main)
+    keep = value == main.to(value.dtype)
+    if changed is not None:
+        keep |= ~changed
+    torch.where(keep, main, value.to(main.dtype), out=main)
 
 
 def column_sums(flat: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class _Chunk:
     shards: Sequence[ParameterShard]
     places: Sequence[slice]
     """Range of each in the buffer."""
-    seen: Tensor | None = None
+    seen: Tensor = field(init=False)
     """Column sums of the values at the end of the last step."""
 
     def values(self) -> Tensor:
@@ -78,6 +81,14 @@ class _Chunk:
             [shard.value.reshape(-1) for shard in self.shards],
         )
         return values
+
+    def main_was_written(self) -> bool:
+        """Return whether the values are as a step left them, and the main params are not."""
+        values = self.values()
+        if not torch.equal(column_sums(values), self.seen):
+            return False
+        rounded = self.main.to(values.dtype)
+        return not torch.equal(_bits(values.to(rounded.device)), _bits(rounded))
 
 
 class MainParams:
@@ -106,32 +117,17 @@ class MainParams:
         """Take over what was written into the parameters since :meth:`record`."""
         for chunk in self._chunks:
             values = chunk.values()
-            if values.device != chunk.main.device:
-                # Steps in host memory wait for gradients anyway.
-                if _equal(column_sums(values), chunk.seen):
-                    continue
-                values = values.to(chunk.main.device)
-            take_over(chunk.main, values)
+            changed = (column_sums(values) != chunk.seen).any()
+            if values.device == chunk.main.device:
+                take_over(chunk.main, values, changed)
+            elif bool(changed):  # steps in host memory wait for the device anyway
+                take_over(chunk.main, values.to(chunk.main.device))
 
     def were_written(self) -> bool:
-        """Return whether main params were written outside of a step; take over what was written
-        into the parameters. Waits for the device.
+        """Return whether main params, and not their parameters, were written since :meth:`record`.
+        Waits for the device.
         """
-        written = False
-        for chunk in self._chunks:
-            values = chunk.values()
-            unchanged = _equal(column_sums(values), chunk.seen)
-            rounded = chunk.main.to(values.dtype)
-            values = values.to(chunk.main.device)
-            if not unchanged:
-                take_over(chunk.main, values)
-            elif not torch.equal(_bits(values), _bits(rounded)):
-                written = True
-        return written
-
-
-def _equal(sums: Tensor, seen: Tensor | None) -> bool:
-    return seen is not None and torch.equal(sums, seen)
+        return any(chunk.main_was_written() for chunk in self._chunks)
 
 
 def _divided(

@@ -239,3 +239,129 @@ def _assigns_other_dtype(layout: Layout, folder: str) -> str:
 def test_assigned_data_of_another_dtype_is_refused(layout: Layout, tmp_path: Path) -> None:
     for text in run(layout, _assigns_other_dtype, tmp_path):
         assert text == "peer" or ("ConfigError" in text and "torch.float64" in text)
+
+
+class _Averaging(torch.optim.Optimizer):
+    """SGD that swaps an average of the weights in and out, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def _own(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for p in self._own():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+                self.state[p].setdefault("average", p.clone()).lerp_(p, 0.1)
+        return loss
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for p in self._own():
+            if "average" in self.state[p]:
+                kept = p.clone()
+                p.data.copy_(self.state[p]["average"])
+                self.state[p]["average"].copy_(kept)
+
+
+class _Swapping(ToyModule):
+    """Validates and saves with the averages."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__(lr=0.5)
+        self.clamps = clamps
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return _Averaging(self.parameters(), self.hparams.lr)
+
+    def _optimizer(self) -> _Averaging:
+        return self.optimizers().optimizer
+
+    def on_validation_epoch_start(self) -> None:  # after Lightning's on_validation_start
+        self._optimizer().swap()
+
+    def on_validation_end(self) -> None:
+        self._optimizer().swap()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().validation_step(batch, batch_idx)
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach())))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(self.trainer.strategy.reduce(outputs["loss"].detach())))
+        if self.clamps:
+            for p in self._optimizer().param_groups[0]["params"]:
+                p.data.clamp_(-0.2, 0.2)
+
+
+def _swap(layout: Layout, folder: str, clamps: bool, precision: str = "32-true") -> Any:
+    module = _Swapping(clamps)
+    trainer = layout.trainer(folder, max_epochs=2, val_check_interval=2, precision=precision)
+    trainer.fit(module, layout.data_module())
+    module._optimizer().swap()
+    trainer.save_checkpoint(f"{folder}/swapped.ckpt")
+    return module.losses, _sums(module)
+
+
+@pytest.mark.parametrize("clamps", [False, True], ids=["swaps", "clamps-groups"])
+@layouts(DP2, slow=[ONE, DDP2, FSDP2, OFFLOAD2])
+def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_device(
+    layout: Layout, clamps: bool, tmp_path: Path
+) -> None:
+    # Sums of several ranks round differently; 16 steps of a large rate amplify it.
+    assert_close(run(layout, _swap, tmp_path, clamps), [single(_swap, clamps)] * layout.ranks, 5e-5)
+
+
+@layouts(ONE, DP2, slow=[FSDP2])
+def test_main_params_that_an_optimizer_swaps_are_validated(layout: Layout, tmp_path: Path) -> None:
+    # Main params keep what bf16 rounds away.
+    assert_close(
+        run(layout, _swap, tmp_path, False, "bf16-true")[0][0],
+        single(_swap, False, "bf16-true")[0],
+        0.02,
+    )
+
+
+class _Twice(torch.optim.SGD):
+    """Steps by the gradients at weights that it has moved."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            return super().step()
+        with torch.enable_grad():
+            closure()
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        kept = [p.clone() for p in moved]
+        for p in moved:
+            p.add_(p.grad, alpha=0.5)
+        with torch.enable_grad():
+            loss = closure()
+        for p, value in zip(moved, kept, strict=True):
+            p.copy_(value)
+            p.sub_(p.grad, alpha=0.1)
+        return loss
+
+
+def _step_twice(layout: Layout, folder: str) -> dict[str, float]:
+    class Twice(ToyModule):
+        def configure_optimizers(self) -> Any:
+            return _Twice(self.parameters(), lr=0.1)
+
+    module = Twice()
+    layout.trainer(folder, max_epochs=1).fit(module, layout.data_module())
+    return _sums(module)
+
+
+@layouts(OFFLOAD, slow=[DDP2])
+def test_a_closure_that_is_called_twice_sees_the_moved_weights(
+    layout: Layout, tmp_path: Path
+) -> None:
+    assert_close(run(layout, _step_twice, tmp_path), [single(_step_twice)] * layout.ranks)
