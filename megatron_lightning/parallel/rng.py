@@ -20,11 +20,13 @@ equal.
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -65,6 +67,28 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in outside:
             generator.set_state(state)
+
+
+@contextmanager
+def seeded_host(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's default generators inside the block, as :func:`seeded` does
+    torch's.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def host_state() -> tuple[object, ...]:
+    """Return the states of Python's and NumPy's default generators, to compare them."""
+    of_numpy: Any = np.random.get_state(legacy=False)
+    own = of_numpy["state"]
+    return random.getstate(), own["pos"], own["key"].tobytes()
 
 
 class _Replay(AbstractContextManager[None]):

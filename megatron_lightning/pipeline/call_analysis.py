@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.rng import host_state
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.taint import TAIL, Taint, Uses
 from megatron_lightning.pipeline.unit_values import UnitValues
@@ -35,6 +36,7 @@ class CallAnalysis:
         self._uses: list[Uses] = []
         self.values = UnitValues()
         """What units leave on themselves."""
+        self.draws_on_host = False
 
     def follow(self) -> Taint:
         """Return the mode under which a stage runs its forward."""
@@ -43,6 +45,13 @@ class CallAnalysis:
     def learn(self, taint: Taint) -> None:
         """Keep what the forward of a stage has shown."""
         self._uses.append(taint.uses())
+
+    @contextmanager
+    def watching_draws(self) -> Iterator[None]:
+        """Context of a forward, which may draw from Python's or NumPy's generators."""
+        before = host_state()
+        yield
+        self.draws_on_host |= host_state() != before
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
@@ -61,9 +70,10 @@ class CallAnalysis:
         """
         partition = self._partition
         facts.notes.clear()  # dtypes may be others than with values: autocast, fused paths
-        ranks = context.pp.all_gather_object((self._uses, self.values.left))
-        shown = [uses for of_rank, _ in ranks for uses in of_rank]
-        facts.left = {value for _, of_rank in ranks for value in of_rank}
+        ranks = context.pp.all_gather_object((self._uses, self.values.left, self.draws_on_host))
+        shown = [uses for of_rank, *_ in ranks for uses in of_rank]
+        facts.left = {value for _, of_rank, _ in ranks for value in of_rank}
+        facts.draws_on_host = any(draws for *_, draws in ranks)
         # Fewer where the step calls the units itself: everything is carried then.
         if len(shown) == len(partition.stages):
             facts.uses = Uses.union(shown)

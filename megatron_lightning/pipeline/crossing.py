@@ -31,15 +31,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.rng import seeded
+from megatron_lightning.parallel.rng import seeded, seeded_host
 from megatron_lightning.pipeline import crossing_errors as errors
 from megatron_lightning.pipeline.analysis import intercepted
 from megatron_lightning.pipeline.arguments import Containers
 from megatron_lightning.pipeline.call_analysis import CallAnalysis
 from megatron_lightning.pipeline.channel import StageTensors
+from megatron_lightning.pipeline.fields import map_tensors
 from megatron_lightning.pipeline.microbatches import tensors_of
 from megatron_lightning.pipeline.parallel_call import replaced_attribute
 from megatron_lightning.pipeline.stage import StagePartition
@@ -270,7 +271,8 @@ class StageCrossing:
                 return tuple(exit_.outputs)
             return output
 
-        with seeded(self._visit.seed, self._context.device):
+        watched = self._analysis.watching_draws() if self._analysis else nullcontext()
+        with self._seeded(self._visit.seed), watched:
             output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
         return left[0] if left else output
 
@@ -342,7 +344,7 @@ class StageCrossing:
                 output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
         else:
             output = self._run_seeded(index, run, args, kwargs)
-        changed = containers.changed
+        changed = containers.changed(output, is_copy=self._taint is not None)
         if changed is not None:
             raise errors.changed_argument(name, changed)
         if visit.next == len(self._partition.units):  # code behind the units is next
@@ -362,8 +364,15 @@ class StageCrossing:
     def _run_seeded(
         self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with seeded(self._visit.seed + 1 + index, self._context.device):
+        with self._seeded(self._visit.seed + 1 + index):
             return run(*args, **kwargs)
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Seed the default generators: torch's, and others that the forward draws from."""
+        others = seeded_host(seed) if self._facts.draws_on_host else nullcontext()
+        with seeded(seed, self._context.device), others:
+            yield
 
     def _stub(
         self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -386,7 +395,7 @@ class StageCrossing:
         if not self._recomputes:
             output = self._lend(index, output, tensors)
         elif index in self._facts.written:
-            output = tree_map_only(Tensor, torch.clone, output)
+            output = map_tensors(torch.clone, output)
         return with_hooks(unit, args, kwargs, output)
 
     def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
@@ -399,7 +408,7 @@ class StageCrossing:
             return output
         uncounted = index in visit.sent and any(tensor.is_inference() for tensor in tensors)
         if uncounted or index in self._facts.written:
-            return tree_map_only(Tensor, torch.clone, output)
+            return map_tensors(torch.clone, output)
         visit.lent += [(index, tensor, num_writes(tensor)) for tensor in tensors]
         return output
 

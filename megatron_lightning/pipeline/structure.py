@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.pipeline.fields import closed, opened
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -42,7 +43,7 @@ class Structure(NamedTuple):
     def build(self, tensors: Iterator[Tensor]) -> Any:
         """Return an output of this structure that holds the next of ``tensors``."""
         leaves = [next(tensors) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return closed(pytree.tree_unflatten(leaves, self.spec))
 
 
 def flatten(output: Any, name: str) -> tuple[tuple[Tensor, ...], Structure]:
@@ -51,13 +52,14 @@ def flatten(output: Any, name: str) -> tuple[tuple[Tensor, ...], Structure]:
     Raises:
         PipelineError: If it holds something that cannot travel.
     """
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = pytree.tree_flatten(opened(output))
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise PipelineError(
                 f"pipeline unit {name!r} returns a {type(leaf).__name__}, and only tensors, plain "
-                "values and containers of them travel between stages. Return those (a model of "
-                "transformers: set use_cache=False)."
+                "values and containers of them travel between stages: lists, dicts, and tuples and "
+                "dataclasses that a module defines. Return those (a model of transformers: set "
+                "use_cache=False)."
             )
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     described = tuple(
@@ -79,7 +81,8 @@ def dump(structures: Mapping[int, Structure], units: Sequence[str]) -> str:
         except (NotImplementedError, TypeError) as error:
             raise PipelineError(
                 f"pipeline unit {units[index]!r} returns a {_name(spec)}, a type that other stages "
-                "cannot build. Return a tensor, or tensors in tuples, lists or dicts."
+                "cannot build. Return a tensor, or tensors in tuples, lists, dicts, or in named "
+                "tuples and dataclasses that are defined at the top of a module."
             ) from error
         entries[index] = [text, *map(_dump_leaf, leaves)]
     return json.dumps(entries)

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.pipeline.fields import map_tensors, tensors_inside
 
 TAIL = 1_000_000
 """Represents the code behind the last unit, in the place of a unit's index."""
@@ -110,12 +112,12 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a unit; return a marked copy of its output."""
         self._inside.append(unit)
         try:
-            given = _tensors((args, kwargs))
+            given = tensors_inside((args, kwargs))
             self._use(self._of(given))
             output = run(*args, **kwargs)
-            self._find_aliases(unit, given, _tensors(output))
+            self._find_aliases(unit, given, tensors_inside(output))
             # What happens to the copy later belongs to this unit, in whatever storage it was.
-            output = tree_map_only(Tensor, torch.clone, output)
+            output = map_tensors(torch.clone, output)
         finally:
             self._inside.pop()
         return self.mark_output(unit, output)
@@ -134,7 +136,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_output(self, unit: int, output: Any) -> Any:
         """Mark ``output``, in storage of its own, as that of a unit; return it."""
-        for tensor in _tensors(output):
+        for tensor in tensors_inside(output):
             self._mark(tensor, frozenset({unit}))
         return output
 
@@ -142,7 +144,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record what the forward returned, and tensors that it left for the step elsewhere."""
         opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
         inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
-        self._used.setdefault(TAIL, set()).update(self._of(_tensors([output, inside])))
+        self._used.setdefault(TAIL, set()).update(self._of(tensors_inside([output, inside])))
 
     def uses(self) -> Uses:
         """Return what was recorded."""
@@ -160,14 +162,14 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        given = _tensors((args, kwargs))
+        given = tensors_inside((args, kwargs))
         marks = self._of(given)
         self._use(marks)
         if func is _ITEM and not self._inside:  # a Python number may reach anything
             self._used.setdefault(TAIL, set()).update(j for j in marks if isinstance(j, int))
         output = func(*args, **(kwargs or {}))
         if not self._inside and func._schema.is_mutable:
-            written = self._of(_tensors(output))
+            written = self._of(tensors_inside(output))
             self._written_between |= {j for j in written if isinstance(j, int)}
         earlier: set[int] = set()
         if self._inside:
@@ -175,7 +177,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not func._schema.is_mutable:  # a view of an argument is not made here
                 earlier = {_storage(tensor) for tensor in given}
         if marks:
-            for tensor in _tensors(output):
+            for tensor in tensors_inside(output):
                 if _storage(tensor) not in earlier:
                     before = self._of([tensor])
                     if self._inside and func._schema.is_mutable:
@@ -205,7 +207,3 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _storage(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -22,6 +22,8 @@ class CallFacts:
     """Units into whose outputs the model's code writes: it is given copies."""
     left: set[Left] = field(default_factory=set)
     """What units leave on themselves."""
+    draws_on_host: bool = False
+    """Whether the forward draws from Python's or NumPy's generators."""
     tested: set[int] = field(default_factory=set)
     """Stages of this rank whose results were checked for the NaN of placeholders."""
     notes: dict[tuple[int, Hashable], tuple[str, dict[int, Structure]]] = field(

@@ -98,6 +98,7 @@ class PipelinedSteps(Steps):
         """See the base class; every stage gets the full output of predictions."""
         # The loader's index, if there are several.
         self._check_first_batch(batch, hook, *indices[1:])
+        self._agreement.begin_evaluation()
         if self._scope.options.pipeline.explicit_steps:
             return self._explicitly(hook, batch, indices)
         with self._parts(batch) as part:
@@ -368,6 +369,7 @@ class PipelinedSteps(Steps):
                 weights if self.reports.exist else [],
                 self._changes(hook),
                 self.buffers.begun(),
+                self._agreement.marks(),
             )
         if self._state is not None:
             shared = (
@@ -375,10 +377,11 @@ class PipelinedSteps(Steps):
                 if predicting
                 else self._broadcast(shared, without=None if self._are_read(hook) else 0)
             )
-        output, num_items, entries, counts, weights, changes, begun = shared
+        output, num_items, entries, counts, weights, changes, begun, marks = shared
         self.buffers.follow(begun)
         self._metrics.follow(counts)
         if self._state is not None and self._scope.context.pp.rank > 0:
+            self._agreement.follow(marks)
             self._state.apply(changes)
         replay(self._scope.module, entries)
         return output, num_items, weights

@@ -24,6 +24,7 @@ from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.metrics import MetricSync
 from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.step.agreement import Agreement
 from megatron_lightning.strategies.step.batch_counts import (
     EvaluationCounts,
     check_training,
@@ -63,6 +64,7 @@ class Steps(ABC):
             together=forwards_together(scope.options, scope.context),
         )
         self._evaluates = False
+        self._agreement = Agreement(scope.context)
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
@@ -207,6 +209,7 @@ class Steps(ABC):
                 self.begin_training()
         self._check_first_batch(batch, "training_step")
         trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
+        self._agreement.begin(trainer.optimizers, is_first=self._batches_of_epoch() == 1)
         if self._scope.progress.count(
             trainer.fit_loop.epoch_loop.batch_progress.total.ready, total
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,18 @@ class Pair(NamedTuple):
     residual: Tensor
 
 
+@dataclass
+class State:
+    x: Tensor
+    past: list[Pair]
+    scale: float = 1.0
+
+
+class _Pairs(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Pair(super().forward(x), x)
+
+
 class Named(Chain):
     """The blocks return named tuples."""
 
@@ -80,13 +93,86 @@ class Named(Chain):
         super().__init__()
         self.blocks = nn.ModuleList(_Pairs() for _ in range(4))
 
+    def forward(self, x: Tensor) -> Tensor:
+        first = pair = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            pair = block(pair.x + 0.1 * first.residual)
+        return self.head(pair.x)
+
+
+class _States(Block):
+    def __init__(self, fills: bool) -> None:
+        super().__init__()
+        self.fills = fills
+
+    def forward(self, state: State) -> Any:
+        past = [*state.past, Pair(state.x, state.x.square())][-2:]
+        x = super().forward(state.x + sum(pair.residual for pair in past)) * state.scale
+        if not self.fills:
+            return State(x, past, 0.5)
+        state.x, state.past, state.scale = x, past, 0.5
+        return state
+
+
+class Stated(Chain):
+    """The blocks hand on a dataclass, a new one or the one that they were given."""
+
+    def __init__(self, fills: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_States(fills) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x, [])
+        for block in self.blocks:
+            state = block(state)
+        return self.head(state.x * state.scale)
+
+
+class _Fills(Block):
+    def forward(self, state: State) -> Tensor:
+        state.x = super().forward(state.x)
+        return state.x
+
+
+class Filled(Chain):
+    """The blocks hand on a dataclass that they do not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Fills() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x, [])
+        for block in self.blocks:
+            block(state)
+        return self.head(state.x)
+
+
+class _Local(Block):
+    def forward(self, x: Tensor) -> Any:
+        kind = dataclass(type("Hidden", (), {"__annotations__": {"x": Tensor}}))
+        return kind(super().forward(x))
+
+
+class OfLocalType(Chain):
+    """The blocks return objects of types that have no name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Local() for _ in range(4))
+
     def call(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
         return block(x).x
 
 
-class _Pairs(Block):
-    def forward(self, x: Tensor) -> Any:
-        return Pair(super().forward(x), x)
+class HeadFirst(Chain):
+    """Registers the head before the blocks, as litgpt does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.blocks
+        del self.blocks
+        self.blocks = blocks
 
 
 class _Appends(Block):
@@ -189,7 +275,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "again": (
         lambda: VectorModule(Again()),
-        r"called unit 'blocks.1' .* in the place of 'blocks.2'.*layers that are called again",
+        r"called unit 'blocks.1' .* in the place of 'blocks.2'.*Layers that are called again",
     ),
     "dropped": (
         lambda: VectorModule(Dropped()),
@@ -199,9 +285,17 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VectorModule(Reentrant()),
         r"'blocks.\d' runs without a graph .* use_reentrant=False",
     ),
-    "named": (
-        lambda: VectorModule(Named()),
-        r"unit 'blocks.\d' returns a Pair, a type that other stages cannot build",
+    "of a local type": (
+        lambda: VectorModule(OfLocalType()),
+        r"unit 'blocks.\d' returns a Hidden, and only .* tuples and dataclasses that a module",
+    ),
+    "filled": (
+        lambda: VectorModule(Filled()),
+        r"unit 'blocks.\d' changes a State that it was given",
+    ),
+    "head first": (
+        lambda: VectorModule(HeadFirst()),
+        r"called unit 'blocks.0' .* in the place of 'head'.* an example_input_array, or name",
     ),
     "listed": (
         lambda: VectorModule(Listed()),
@@ -298,6 +392,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "over two": lambda: WritesInCheckpoints(2),
     "of an output": lambda: WritesInOne(3),
     "recurrent": Recurrent,
+    "named tuples": Named,
+    "dataclasses": lambda: Stated(False),
+    "dataclasses filled": lambda: Stated(True),
 }
 
 

@@ -165,3 +165,40 @@ def _mix(layout: Layout, folder: str) -> list[float]:
 def test_steps_draw_the_same_numbers_of_python_and_numpy_on_all_stages(tmp_path: Path) -> None:
     first, second = (set(drawn) for drawn in run(PP2_VPP2, _mix, tmp_path))
     assert first == second and len(first) == 4 * 4  # micro-batches, steps
+
+
+class _DropPath(nn.Linear):
+    """Scales samples by numbers that NumPy and Python draw, as public code does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.tensor(np.random.rand(len(x), 1) < 0.7, dtype=x.dtype)
+        return super().forward(x).tanh() * kept * random.uniform(0.5, 1.5)
+
+
+class _NoisyOnHost(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_DropPath(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x + random.random()) * np.random.rand()
+        return self.head(x)
+
+
+def _train_on_host(layout: Layout, folder: str) -> list[float]:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    module, losses = VectorModule(_NoisyOnHost()), []
+    module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))
+    layout.trainer(folder, max_epochs=1).fit(module, loader(layout))
+    return losses
+
+
+def test_numbers_of_python_and_numpy_in_forwards_depend_on_no_layout(tmp_path: Path) -> None:
+    first, *others = [run(layout, _train_on_host, tmp_path)[0] for layout in (PP2, PP2_VPP2)]
+    assert len(set(first)) == 4
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5)  # fp32

@@ -1,0 +1,164 @@
+"""Compare what must be equal on ranks beside batches and weights: options of optimizer groups, and
+random states of a replica.
+
+A hook or scheduler that sees other values on other ranks (a counter, a metric that is not
+synchronized) sets other learning rates there; one that draws on one rank only leaves other random
+states, and random masks in the next step differ. Under a pipeline the last stage's digests travel
+with the outputs of every step, and each other stage compares them with its own. All ranks compare
+at the first two batches of a run and at the first of each epoch.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_lightning.assembly.replicas import diverged
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.rng import get_generator_state
+
+
+class Agreement:
+    """Digests of one rank at the beginning of a step, and their comparison.
+
+    Args:
+        context: Groups of this rank.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._devices = [torch.device("cpu")]
+        if context.device.type == "cuda":
+            self._devices.append(context.device)
+        self._num_batches = 0
+        self._options: dict[str, float] = {}
+        self._digest = 0
+        self._groups_of_stage = False
+        """Whether stages have other groups by design: one for each parameter, say."""
+        self._random = 0
+
+    def begin(self, optimizers: Sequence[Optimizer], *, is_first: bool = False) -> None:
+        """Record the state at the beginning of a training batch; a collective at some of them.
+
+        Args:
+            optimizers: The user's.
+            is_first: Whether it is the first batch of an epoch.
+
+        Raises:
+            ShardingError: If it differs between ranks.
+        """
+        if self._context.world_size == 1:
+            return
+        options = dict(_options_of(optimizers))
+        if options != self._options:
+            self._options, self._digest = options, _digest(options)
+        self.begin_evaluation()
+        self._num_batches += 1
+        if is_first or self._num_batches <= 2:
+            self._compare()
+
+    def begin_evaluation(self) -> None:
+        """Record the random state at the beginning of a batch."""
+        if self._context.layout.model_parallel_size * self._context.cp.size > 1:
+            self._random = _random_digest(self._devices)
+
+    def marks(self) -> list[int]:
+        """Return the digests, for :meth:`follow` on other stages."""
+        return [self._digest, self._random]
+
+    def follow(self, marks: Sequence[int]) -> None:
+        """Compare the digests of the last stage with this stage's.
+
+        Raises:
+            ShardingError: If they differ.
+        """
+        options, state = marks
+        if options != self._digest and not self._groups_of_stage:
+            raise _other_options("the pipeline stages of a replica", self._options)
+        if state != self._random:
+            raise _other_random_state(self._context.pp.ranks)
+
+    def _compare(self) -> None:
+        context, digest = self._context, self._digest
+        if self._num_batches == 1:
+            self._groups_of_stage = bool(self._differs(digest, context.pp))
+        everywhere = [context.axis("tp-dp-cp")]
+        for group in everywhere if self._groups_of_stage else [*everywhere, context.pp]:
+            if self._differs(digest, group):
+                found = group.all_gather_object(self._options)
+                raise _other_options(f"ranks {list(group.ranks)}", *found)
+        for group in (context.axis("tp-pp"), context.cp):
+            if self._differs(self._random, group):
+                raise _other_random_state(group.ranks)
+
+    def _differs(self, digest: int, group: AxisGroup) -> bool:
+        marks = torch.tensor([digest], dtype=torch.int64, device=self._context.device)
+        return bool(diverged(marks, group))
+
+
+def _options_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in the groups of optimizers by their places."""
+    for index, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {index}, " if len(optimizers) > 1 else ""
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                for part, item in enumerate(value if isinstance(value, tuple) else (value,)):
+                    place = f"{prefix}group {number}, {key}"
+                    if isinstance(item, int | float):
+                        yield f"{place}[{part}]" if isinstance(value, tuple) else place, float(item)
+                    elif isinstance(item, Tensor) and item.device.type == "cpu":
+                        yield place, float(item) if item.numel() == 1 else 0.0
+
+
+def _digest(options: dict[str, float]) -> int:
+    # Nine digits: hosts of other kinds may round otherwise.
+    return zlib.crc32("".join(f"{value:.9g} " for value in options.values()).encode())
+
+
+def _random_digest(devices: Sequence[torch.device]) -> int:
+    """Return a digest of the states of torch's, Python's and NumPy's default generators."""
+    digest = 0
+    for device in devices:
+        digest = zlib.crc32(get_generator_state(device).numpy().tobytes(), digest)
+    of_numpy: Any = np.random.get_state(legacy=False)
+    digest = zlib.crc32(of_numpy["state"]["key"].tobytes(), digest)
+    version, words, gauss = random.getstate()
+    # The hash of a tuple of integers is the same in all processes, and quicker than their text.
+    rest = of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]
+    own = hash(words), version, gauss, *rest
+    return zlib.crc32(repr(own).encode(), digest)
+
+
+def _other_options(where: str, *found: dict[str, float]) -> ShardingError:
+    first, values = found[0], ""
+    for key in first:
+        seen = list(dict.fromkeys(options.get(key) for options in found))
+        if len(seen) > 1:
+            values = f" ({key}: {', '.join(map(str, seen))})"
+            break
+    else:
+        key = next((key for key in first if key.endswith("lr")), "")
+        values = f" ({key}: {first[key]} on this stage)" if key else ""
+    return ShardingError(
+        f"options of optimizer groups differ between {where}{values}: a scheduler with a monitor, "
+        "or a hook that sets them, sees other values on other ranks. Log what is monitored with "
+        "sync_dist=True, or compute it from values that are equal on all ranks."
+    )
+
+
+def _other_random_state(ranks: Sequence[int]) -> ShardingError:
+    return ShardingError(
+        f"ranks {list(ranks)} belong to one model replica, and the states of their random "
+        "generators (torch's, NumPy's or Python's default ones) differ at the beginning of a step: "
+        "a hook or callback has drawn random numbers on some of them, on rank 0 alone, say. Random "
+        "masks in the step would differ. Draw on all ranks alike, or from a generator of your own "
+        "(torch.Generator, numpy.random.default_rng, random.Random)."
+    )
