@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
 
@@ -53,6 +55,9 @@ class PretrainDataModule(pl.LightningDataModule):
         num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
         cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a
             shared file system each node builds its own.
+        on_changed_data: What a resumed run does if the order of training samples is not the
+            checkpoint's: ``refuse``, or ``reorder``, which reads on at the same position of the new
+            order with a warning.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -84,6 +89,7 @@ class PretrainDataModule(pl.LightningDataModule):
         reset_attention_mask: bool = False,
         num_workers: int = 0,
         cache_dir: str | None = None,
+        on_changed_data: OnChangedData = "refuse",
     ) -> None:
         super().__init__()
         _check_counts(
@@ -93,6 +99,12 @@ class PretrainDataModule(pl.LightningDataModule):
             num_val_samples=num_val_samples,
             num_test_samples=num_test_samples,
         )
+        if on_changed_data not in get_args(OnChangedData):
+            raise ConfigError(
+                f"on_changed_data={on_changed_data!r}; must be one of "
+                f"{', '.join(get_args(OnChangedData))}."
+            )
+        self.on_changed_data: OnChangedData = on_changed_data
         self.batch_size_schedule = batch_size_schedule
         self.data_prefix = data_prefix
         self.batch_size = batch_size
@@ -149,6 +161,42 @@ class PretrainDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Map the data and their indices into memory."""
         self._datasets.update(self._open(stage))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the order of the training samples, as plain values."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        return {
+            "order": self._order(),
+            "consumed_samples": getattr(strategy, "consumed_samples", None),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed fit reads the samples in the checkpoint's order.
+
+        Raises:
+            CheckpointError: If the order is another one, unless ``on_changed_data`` accepts it.
+        """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return
+        warning = describe_changes(
+            self._order(),
+            state_dict["order"],
+            on_changed_data=self.on_changed_data,
+            consumed_samples=state_dict["consumed_samples"],
+        )
+        if warning is not None:
+            rank_zero_warn(warning)
+
+    def _order(self) -> dict[str, Any]:
+        indexed = IndexedDataset(self.data_prefix)
+        return {
+            "sequence_length": self.sequence_length,
+            "seed": self.config.random_seed,
+            "split": self.config.split,
+            "num_train_samples": self._num_samples["train"],
+            "documents": indexed.num_documents,
+            "tokens": int(indexed.num_tokens),
+        }
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
         """Return the requested samples of the parts that ``stage`` reads; the others may be too

@@ -1,0 +1,55 @@
+"""What decides the order of training samples: kept in checkpoints, and compared when a run resumes.
+
+A position in the data, a number of samples, means nothing in another order: samples that were read
+would come again, and others never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatron_lightning.errors import CheckpointError
+
+OnChangedData = Literal["refuse", "reorder"]
+
+
+def describe_changes(
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    *,
+    on_changed_data: OnChangedData,
+    consumed_samples: int | None,
+) -> str | None:
+    """Return a warning about another order of the samples than the checkpoint's; None: it is the
+    same.
+
+    Args:
+        here: What decides the order in this run, by the name of its option.
+        there: The same of the run that wrote the checkpoint; names that it lacks are not compared.
+        on_changed_data: ``reorder`` accepts another order.
+        consumed_samples: Samples that the checkpoint's run has read, if known.
+
+    Raises:
+        CheckpointError: If the order is another one, and that is not accepted.
+    """
+    differing = [
+        f"{name}: {value} here, {there[name]} there"
+        for name, value in here.items()
+        if name in there and there[name] != value
+    ]
+    if not differing:
+        return None
+    read = "the samples" if consumed_samples is None else f"the {consumed_samples} samples"
+    found = f"the checkpoint was written on training data in another order ({'; '.join(differing)})"
+    if on_changed_data == "refuse":
+        raise CheckpointError(
+            f"{found}: at its position in this order, {read} that were read would come again in "
+            "part, and others never. Set these options as they were, or on_changed_data to "
+            '"reorder" to read on at this position of the new order all the same, or start a run '
+            "from the weights alone (load_from_checkpoint)."
+        )
+    return (
+        f"{found}. Training reads on at the same position of the new order: of {read} that were "
+        "read, those that stand behind it come again, and as many others are never read."
+    )
