@@ -30,7 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.compat import set_grad_dtype
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.codes import CodedWeight, Coder, Range
+from megatron_lightning.optim.column_sums import column_sums
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.rebound import check_rebound
@@ -65,6 +67,10 @@ class Bucket:
     """1-D buffer of this rank's shard in the parameters' dtype, where they may be kept as codes."""
     holds_codes: bool = field(init=False, default=False)
     """Whether the parameters are codes now."""
+    encoded: Tensor | None = field(init=False, default=None)
+    """Column sums of the main params whose codes were gathered last."""
+    gathered: Tensor | None = field(init=False, default=None)
+    """Column sums of these codes."""
     views: list[Tensor] = field(init=False)
     """The gradient of each parameter, in its shape."""
     touched: list[bool] = field(init=False)
@@ -135,6 +141,30 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(values, index)
             set_grad_dtype(parameter, parameter.dtype)
+
+    def record_codes(self) -> None:
+        """Record the codes that were gathered, and their main params."""
+        if self.holds_codes and self.main is not None and self.value is not None:
+            self.encoded = column_sums(self.main)
+            self.gathered = column_sums(self.value)
+
+    def codes_are_stale(self) -> bool:
+        """Return whether main params were written since their codes were gathered. Waits for the
+        device.
+
+        Raises:
+            ConfigError: If the codes themselves were written.
+        """
+        if not self.holds_codes or self.main is None or self.value is None:
+            return False
+        if self.gathered is not None and not torch.equal(column_sums(self.value), self.gathered):
+            raise ConfigError(
+                f"{', '.join(self.names[:3])}{', …' if len(self.names) > 3 else ''}: some of these "
+                "weights were written outside of a step. They are kept as quantized data of 8 "
+                "bits, which have no room for other weights. Replace weights before the strategy "
+                "sets up the fit, or set fp8_param_gather=False."
+            )
+        return self.encoded is not None and not torch.equal(column_sums(self.main), self.encoded)
 
     def bind(self) -> None:
         """Copy the memory of parameters that were rebound (``p.data = ...``) into the buffer, and

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.optim.column_sums import bits, column_sums
 from megatron_lightning.optim.parameter_shard import ParameterShard
 
 _CHUNK = 1 << 24  # elements; bounds the memory of a comparison
 _ALIGNMENT = 64
-_COLUMNS = 4096
 
 
 def take_over(main: Tensor, value: Tensor, changed: Tensor | None = None) -> None:
@@ -44,20 +44,6 @@ def take_over(main: Tensor, value: Tensor, changed: Tensor | None = None) -> Non
     if changed is not None:
         keep |= ~changed
     torch.where(keep, main, value.to(main.dtype), out=main)
-
-
-def column_sums(flat: Tensor) -> Tensor:
-    """Return sums [columns] of the bits of a contiguous 1-D tensor; equal for equal bits."""
-    bits = _bits(flat)
-    full = len(bits) - len(bits) % _COLUMNS
-    sums = bits[:full].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    sums[: len(bits) - full] += bits[full:]
-    return sums
-
-
-def _bits(flat: Tensor) -> Tensor:
-    """View a contiguous tensor as integers, of which NaN equals itself."""
-    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
 
 
 @dataclass(eq=False)
@@ -88,7 +74,7 @@ class _Chunk:
         if not torch.equal(column_sums(values), self.seen):
             return False
         rounded = self.main.to(values.dtype)
-        return not torch.equal(_bits(values.to(rounded.device)), _bits(rounded))
+        return not torch.equal(bits(values.to(rounded.device)), bits(rounded))
 
 
 class MainParams:

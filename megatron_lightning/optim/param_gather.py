@@ -131,6 +131,7 @@ class ParameterGather:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
+                bucket.record_codes()
                 # Autograd refuses a backward with the old value.
                 increment_version(bucket.parameters)
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.optim.buckets import Bucket
+from megatron_lightning.optim.column_sums import column_sums
 from megatron_lightning.optim.distributed import DistributedOptimizer
-from megatron_lightning.optim.main_params import column_sums
 from megatron_lightning.optim.param_gather import ParameterGather
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 
@@ -96,7 +96,8 @@ class WrittenWeights:
         by_group: dict[AxisGroup, list[Bucket]] = defaultdict(list)
         for bucket in {id(b): b for view in self._views for b in view.buckets}.values():
             by_group[bucket.data.shard].append(bucket)
-        differ = any(bucket.holds_codes for buckets in by_group.values() for bucket in buckets)
+        stale = [bucket.codes_are_stale() for some in by_group.values() for bucket in some]
+        differ = any(stale)
         for group in sorted(by_group, key=lambda group: group.name):
             sums = torch.stack(
                 [_checksum(bucket.value) for bucket in by_group[group] if bucket.value is not None]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.optim.main_params import MainParams, column_sums, take_over
+from megatron_lightning.optim.column_sums import column_sums
+from megatron_lightning.optim.main_params import MainParams, take_over
 from megatron_lightning.optim.parameter_shard import ParameterShard
 
 
