@@ -74,6 +74,7 @@ from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
+from megatron_lightning.strategies.checks.namespaces import warn_of_other_namespace
 from megatron_lightning.strategies.checks.plugins import check_layer_sync, check_storage_options
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
@@ -179,6 +180,7 @@ class MegatronStrategy(ParallelStrategy):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
+        warn_of_other_namespace()
         check_options(micro_batch_size, data_parallel, start_method, non_finite)
         check_process_groups(process_group_backend, timeout_s)
         pipeline = pipeline_options or PipelineOptions()

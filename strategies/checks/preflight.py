@@ -45,6 +45,7 @@ from megatron_lightning.strategies.checks.module import (
     planned_module,
     sequence_dims_of,
 )
+from megatron_lightning.strategies.checks.namespaces import check_namespace
 from megatron_lightning.strategies.checks.plugins import (
     check_checkpoint_io,
     check_compiled_precision,
@@ -101,6 +102,10 @@ def check_before_launch(
     Raises:
         ConfigError: If they cannot run under the layout.
     """
+    if trainer is not None:
+        check_namespace(
+            [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", []), data]
+        )
     check_config(
         module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
     )

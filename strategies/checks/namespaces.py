@@ -1,0 +1,48 @@
+"""Lightning has two packages with equal classes, ``lightning.pytorch`` and ``pytorch_lightning``.
+
+A class of one is none of the other's for ``isinstance``, so that a Trainer of ``pytorch_lightning``
+calls our strategy an invalid strategy name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from megatron_lightning.errors import ConfigError
+
+_OTHER = "pytorch_lightning"
+_ADVICE = (
+    "Write `import lightning.pytorch as pl` for `import pytorch_lightning as pl`, and "
+    "`from lightning.pytorch.callbacks import ...` for its callbacks and loggers."
+)
+
+
+def warn_of_other_namespace() -> None:
+    """Say once what to import, where ``pytorch_lightning`` is imported too: its Trainer would
+    refuse a strategy before ours can say why.
+    """
+    if _OTHER in sys.modules:
+        rank_zero_warn(
+            f"{_OTHER} is imported beside lightning.pytorch, of which MegatronStrategy is a "
+            "strategy. The two have equal classes that are not each other's: a Trainer of "
+            f'{_OTHER} says "invalid strategy name", and its modules and callbacks do not fit '
+            f"the other Trainer. {_ADVICE}"
+        )
+
+
+def check_namespace(parts: Iterable[object]) -> None:
+    """Check that callbacks, loggers and data are of the Trainer's namespace.
+
+    Raises:
+        ConfigError: Naming one that is not.
+    """
+    for part in parts:
+        kinds = [kind for kind in type(part).__mro__ if kind.__module__.split(".")[0] == _OTHER]
+        if kinds:
+            raise ConfigError(
+                f"{type(part).__name__} is a {kinds[0].__name__} of {_OTHER}, and the Trainer is "
+                f"one of lightning.pytorch, which does not know that class. {_ADVICE}"
+            )
