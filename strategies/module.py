@@ -29,6 +29,7 @@ from megatron_lightning.assembly.describe import describe_layout
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
+from megatron_lightning.bridge.untouched import deferred_weights, read_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models.hf_plans import transformers_models
@@ -58,7 +59,8 @@ def wrap_configure_model(
         return
 
     def configure_model(original: Callable[[], None]) -> None:
-        original()
+        with deferred_weights():
+            original()
         assemble_it()
 
     override(module, "configure_model", configure_model, undo)
@@ -92,6 +94,8 @@ def assemble_module(
         )
     else:
         part = reattach(module, context, placement, options.pipeline)
+    if options.data_parallel != "fsdp" or context.dp_cp.size == 1:
+        read_weights(module, part, context)
     apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
     return part if before is None else replace(part, units=before.units)
 
@@ -134,6 +138,7 @@ def place_module(
             micro_batches=not options.is_native,
         )
         part = replace(part, units=units)
+        read_weights(module, part, context)
     module.to(device)
     # FSDP2, and torch where it moves what FSDP2 has sharded, make new parameters.
     for name, parameter in module.named_parameters():

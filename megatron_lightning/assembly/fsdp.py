@@ -17,7 +17,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.materialize import initial_value, materialize
+from megatron_lightning.parallel.materialize import initial_value, is_left_empty, materialize
 from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.units import find_pipelined
 
@@ -86,6 +86,8 @@ def shard_units(
         if isinstance(parameter, DTensor)
     }
     for name in units.unfilled:
+        if is_left_empty(module, name):
+            continue
         shard, spec = shards[name], part.specs[name]
         full = initial_value(module, name, spec.global_shape, shard.dtype, context.device)
         units.fill(name, shard, full, spec)

@@ -19,6 +19,20 @@ from megatron_lightning.parallel.sharding import (
 )
 from megatron_lightning.parallel.spec import Shape, ShardSpec
 
+_EMPTY = "_left_empty"
+
+
+def leave_empty(module: nn.Module) -> None:
+    """Allocate the tensors of a module on ``meta`` without values, since the caller fills them."""
+    module.__dict__[_EMPTY] = True
+
+
+def is_left_empty(model: nn.Module, path: str) -> bool:
+    """Return whether :func:`leave_empty` was called for a module above the tensor at ``path``."""
+    segments = path.split(".")
+    modules = (model.get_submodule(".".join(segments[:depth])) for depth in range(len(segments)))
+    return any(_EMPTY in module.__dict__ for module in modules)
+
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Allocate the tensors on ``meta`` on ``device`` and fill them, in place; the others stay as
@@ -27,7 +41,8 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     Every parameter's values come from ``init_weights(name, tensor)`` of the outermost module that
     has such a method: it fills ``tensor``, which has the global shape and is fp32 for floating
     types, with the initial values of the parameter ``name`` (relative to that module). A rank never
-    holds more than its shards and one full parameter.
+    holds more than its shards and one full parameter. Below :func:`leave_empty` tensors are only
+    allocated.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``init_weights``.
@@ -41,10 +56,12 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             continue
         if id(tensor) not in filled:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
-            shard = spec.shard(
-                initial_value(model, ties.get(path, path), spec.global_shape, tensor.dtype, device)
-            )
-            shard = shard.to(tensor.dtype)
+            if is_left_empty(model, path):
+                shard = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            else:
+                name, shape = ties.get(path, path), spec.global_shape
+                shard = spec.shard(initial_value(model, name, shape, tensor.dtype, device))
+                shard = shard.to(tensor.dtype)
             if isinstance(tensor, nn.Parameter):
                 shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
                 GradientHooks(tensor).move(shard)

@@ -1,0 +1,1 @@
+"""From Hugging Face folders and back: their tensors as sources of parameters, read box by box."""

@@ -1,0 +1,317 @@
+"""Tensors that are still in files.
+
+A :class:`Lazy` tensor has a shape, a dtype, and a function that fills any box of it. Moves of
+elements (stack, cat, split, transpose, reshape) are recorded as moves of boxes. Loading code of
+``transformers``, or a family's rules in plain torch, runs on lazy tensors unchanged and reads
+nothing. A box of the result is filled later from the byte ranges that it consists of.
+
+Three rules for everything that is no move:
+
+* An operation in place is ignored: initial values do not replace those of a file.
+* ``*_like`` returns a real tensor.
+* Other operations (dequantization) are computed from full tensors, if and when somebody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box
+
+Fill = Callable[[Box, Tensor], None]
+"""Writes the values of a box into a tensor of the box's shape, of any strides and dtype."""
+
+aten: Any = torch.ops.aten
+
+
+class Lazy(Tensor):
+    """A tensor without values, and a function that fills boxes of it.
+
+    Args:
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
+        fill: Writes the values of a box.
+    """
+
+    fill: Fill
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> Lazy:
+        """Return a tensor on the CPU without memory."""
+        device = torch.device("cpu")
+        made: Lazy = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made.fill = fill
+        return made
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> None:
+        """See the class."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Lazy({tuple(self.shape)}, {self.dtype})"
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """Return the values of a box; None: all."""
+        values = torch.empty(self.shape if box is None else box.shape, dtype=self.dtype)
+        self.fill(box or Box.full(self.shape), values)
+        return values
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        move = _MOVES.get(func)
+        return (partial(_computed, func) if move is None else move)(*args, **(kwargs or {}))
+
+
+def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of an operation that is no move; see the module's docstring."""
+    if func._schema.is_mutable:
+        return args[0]
+    if func._schema.name.endswith("_like"):
+        return func(*tree_map_only(Lazy, _empty_on("cpu"), args), **kwargs)
+
+    def fill(box: Box, out: Tensor) -> None:
+        if out.is_meta:
+            raise CheckpointError(
+                f"{func} computes new values on the way from the folder's tensors to a parameter, "
+                "so no way back is known. Export to a folder in another format instead."
+            )
+        values, options = tree_map_only(Lazy, Lazy.read, (args, kwargs))
+        out.copy_(func(*values, **options)[box.slices])
+
+    values, options = tree_map_only(Tensor, _empty_on("meta"), (args, kwargs))
+    like = func(*values, **options)
+    return Lazy(like.shape, like.dtype, fill)
+
+
+def _empty_on(device: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+# ------------------------------------------------------------------------------------------- boxes
+
+
+def spliced(box: Box, dim: int, num_dropped: int, *ranges: tuple[int, int]) -> Box:
+    """Return the box with ``ranges`` (start, length) in the place of dims from ``dim`` on."""
+    starts = tuple(start for start, _ in ranges)
+    lengths = tuple(length for _, length in ranges)
+    end = dim + num_dropped
+    return Box(
+        (*box.offset[:dim], *starts, *box.offset[end:]),
+        (*box.shape[:dim], *lengths, *box.shape[end:]),
+    )
+
+
+def _with_dims(x: Lazy, dim: int, num_dropped: int, sizes: Iterable[int], fill: Fill) -> Lazy:
+    """Return a tensor like ``x`` with ``sizes`` in the place of dims from ``dim`` on."""
+    return Lazy((*x.shape[:dim], *sizes, *x.shape[dim + num_dropped :]), x.dtype, fill)
+
+
+# ------------------------------------------------------------------------------------------- moves
+
+
+def _same(x: Lazy, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Lazy:
+    if dtype is None or dtype == x.dtype:
+        return Lazy(x.shape, x.dtype, x.fill)
+
+    def fill(box: Box, out: Tensor) -> None:
+        if out.is_meta or out.dtype == dtype:  # a fill casts to the dtype of its target
+            x.fill(box, out)
+        else:
+            rounded = torch.empty(box.shape, dtype=dtype)
+            x.fill(box, rounded)
+            out.copy_(rounded)
+
+    return Lazy(x.shape, dtype, fill)
+
+
+def _slice(
+    x: Lazy, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    if step != 1:
+        return _computed(aten.slice.Tensor, x, dim, start, end, step)
+    dim %= x.ndim
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+
+    def fill(box: Box, out: Tensor) -> None:
+        x.fill(spliced(box, dim, 1, (box.offset[dim] + first, box.shape[dim])), out)
+
+    return _with_dims(x, dim, 1, (max(0, last - first),), fill)
+
+
+def _select(x: Lazy, dim: int, index: int) -> Lazy:
+    dim, index = dim % x.ndim, index % x.shape[dim]
+
+    def fill(box: Box, out: Tensor) -> None:
+        x.fill(spliced(box, dim, 0, (index, 1)), out.unsqueeze(dim))
+
+    return _with_dims(x, dim, 1, (), fill)
+
+
+def _unsqueeze(x: Lazy, dim: int) -> Lazy:
+    dim %= x.ndim + 1
+
+    def fill(box: Box, out: Tensor) -> None:
+        x.fill(spliced(box, dim, 1), out.squeeze(dim))
+
+    return _with_dims(x, dim, 0, (1,), fill)
+
+
+def _squeeze(x: Lazy, dim: int) -> Lazy:
+    return _select(x, dim, 0) if x.shape[dim] == 1 else _same(x)
+
+
+def _permute(x: Lazy, dims: Sequence[int]) -> Lazy:
+    dims = [dim % x.ndim for dim in dims]
+    back = sorted(range(len(dims)), key=dims.__getitem__)
+
+    def fill(box: Box, out: Tensor) -> None:
+        offset = tuple(box.offset[dim] for dim in back)
+        x.fill(Box(offset, tuple(box.shape[dim] for dim in back)), out.permute(back))
+
+    return Lazy([x.shape[dim] for dim in dims], x.dtype, fill)
+
+
+def _transpose(x: Lazy, first: int = 0, second: int = 1) -> Lazy:
+    if x.ndim < 2:
+        return _same(x)
+    dims = list(range(x.ndim))
+    first, second = first % x.ndim, second % x.ndim
+    dims[first], dims[second] = dims[second], dims[first]
+    return _permute(x, dims)
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(x, Lazy) for x in tensors):
+        return _computed(aten.cat.default, tensors, dim)
+    dim %= tensors[0].ndim
+    starts = [sum(x.shape[dim] for x in tensors[:index]) for index in range(len(tensors))]
+
+    def fill(box: Box, out: Tensor) -> None:
+        begin, end = box.offset[dim], box.offset[dim] + box.shape[dim]
+        for x, start in zip(tensors, starts, strict=True):
+            low, high = max(start, begin), min(start + x.shape[dim], end)
+            if high > low:
+                target = out.narrow(dim, low - begin, high - low)
+                x.fill(spliced(box, dim, 1, (low - start, high - low)), target)
+
+    return _with_dims(tensors[0], dim, 1, (sum(x.shape[dim] for x in tensors),), fill)
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(x, Lazy) for x in tensors):
+        return _computed(aten.stack.default, tensors, dim)
+    dim %= tensors[0].ndim + 1
+    return _cat([_unsqueeze(x, dim) for x in tensors], dim)
+
+
+def _split(x: Lazy, size: int, dim: int = 0) -> list[Any]:
+    length = x.shape[dim]
+    return [_slice(x, dim, start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _split_with_sizes(x: Lazy, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [_slice(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _unbind(x: Lazy, dim: int = 0) -> list[Lazy]:
+    return [_select(x, dim, index) for index in range(x.shape[dim])]
+
+
+def _flatten(x: Lazy, dim: int) -> Lazy:
+    """Merge dims ``dim`` and the next, of sizes (a, b).
+
+    A range of the merged dim is at most the end of a row, full rows, and the begin of a row.
+    """
+    num_rows, length = x.shape[dim : dim + 2]
+
+    def fill(box: Box, out: Tensor) -> None:
+        at, stop = box.offset[dim], box.offset[dim] + box.shape[dim]
+        while at < stop:
+            row, inside = divmod(at, length)
+            rows = max(1, (stop - at) // length) if inside == 0 else 1
+            width = min(length - inside, stop - at)
+            target = out.narrow(dim, at - box.offset[dim], rows * width)
+            ranges = ((row, rows), (inside, width))
+            x.fill(spliced(box, dim, 1, *ranges), _split_dim(target, dim, (rows, width)))
+            at += rows * width
+
+    return _with_dims(x, dim, 2, (num_rows * length,), fill)
+
+
+def _split_dim(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
+    return x.view(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+
+def _unflatten(x: Lazy, dim: int, num_rows: int) -> Lazy:
+    """Split dim ``dim`` into (num_rows, the rest)."""
+    length = x.shape[dim] // num_rows
+
+    def fill(box: Box, out: Tensor) -> None:
+        for row in range(box.shape[dim]):
+            start = (box.offset[dim] + row) * length + box.offset[dim + 1]
+            source = spliced(box, dim, 2, (start, box.shape[dim + 1]))
+            x.fill(source, out.select(dim, row))
+
+    return _with_dims(x, dim, 1, (num_rows, length), fill)
+
+
+def _reshape(x: Lazy, shape: Sequence[int], *_: Any) -> Lazy:
+    """From the left, split off a size of the target, or merge dims until it can be split off."""
+    sizes = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
+    if prod(sizes) == 0:
+        return Lazy(sizes, x.dtype, lambda _, __: None)
+    for index, size in enumerate(sizes):
+        x = _unsqueeze(x, index) if index == x.ndim else x
+        while x.shape[index] != size:
+            divides = x.shape[index] % size == 0
+            x = _unflatten(x, index, size) if divides else _flatten(x, index)
+    while x.ndim > len(sizes):
+        x = _select(x, -1, 0)
+    return x
+
+
+def _pad(x: Lazy, pad: Sequence[int], value: float = 0.0) -> Any:
+    return _computed(aten.constant_pad_nd.default, x, pad, value) if any(pad) else _same(x)
+
+
+def _copy(target: Tensor, x: Any, *_: Any) -> Tensor:
+    if isinstance(x, Lazy) and not isinstance(target, Lazy):
+        x.fill(Box.full(x.shape), target)
+    return target
+
+
+_MOVES: Mapping[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _same,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten.constant_pad_nd.default: _pad,
+    aten.copy_.default: _copy,
+}

@@ -1,0 +1,164 @@
+"""Untouched models of ``transformers`` from a folder: the only importer of ``transformers`` here.
+
+:func:`lazy_model` runs ``from_pretrained`` on lazy tensors, so that renaming, merging, tying and
+missing tensors are what ``transformers`` makes of them, and reads nothing. Then the parameters move
+to ``meta``, and a :class:`PendingWeights` beside the model remembers of which boxes of the folder
+they consist. :func:`read_weights` fills a rank's part once the module is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.bridge.folder import HuggingFaceFolder
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.materialize import leave_empty
+
+_PENDING = "_pending_weights"
+
+
+class PendingWeights:
+    """Values of a model's parameters that are still in a folder.
+
+    Copies and pickles of a model hold no values: what was read is in the parameters.
+
+    Args:
+        tensors: Name in the model -> lazy tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Lazy]) -> None:
+        self.tensors = tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PendingWeights, ({},)
+
+
+# ------------------------------------------------------------------------------------------- defer
+
+
+class _Deferring(TorchFunctionMode):
+    """Answer :func:`is_deferred`; every other function runs as always."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return True if func is is_deferred else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Make models in the block without values; :func:`read_weights` reads them later."""
+    with _Deferring():
+        yield
+
+
+def is_deferred() -> bool:
+    """Return whether the values of models that are made now are read later."""
+    try:
+        return bool(handle_torch_function(is_deferred, ()))
+    except TypeError:  # torch's answer where no mode is active
+        return False
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def lazy_model(
+    folder: HuggingFaceFolder, model_class: Any, config: Any, **options: Any
+) -> nn.Module:
+    """Return a model on ``meta`` whose values are in a folder.
+
+    Args:
+        folder: The folder.
+        model_class: The class of ``transformers``.
+        config: Its configuration.
+        options: Further arguments of ``from_pretrained``, such as ``dtype``.
+
+    Raises:
+        CheckpointError: If the folder has not exactly the tensors that the class reads.
+    """
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=dict(folder.tensors), output_loading_info=True, **options
+    )
+    _check(folder, model_class, info)
+    tensors = {name: x for name, x in model.state_dict().items() if isinstance(x, Lazy)}
+    _to_meta(model)
+    leave_empty(model)
+    model.__dict__[_PENDING] = PendingWeights(tensors)
+    result: nn.Module = model
+    return result
+
+
+def _check(folder: HuggingFaceFolder, model_class: Any, info: Mapping[str, Any]) -> None:
+    problems = {
+        "missing_keys": "are missing",
+        "unexpected_keys": "are unexpected",
+        "mismatched_keys": "have other shapes",
+        "error_msgs": "cannot be converted",
+    }
+    texts = [
+        f"{len(info[key])} tensors {text} ({', '.join(sorted(map(str, info[key]))[:5])})"
+        for key, text in problems.items()
+        if info.get(key)
+    ]
+    if texts:
+        raise CheckpointError(
+            f"{folder.path} does not fit {model_class.__name__}: {'; '.join(texts)}. Load it with "
+            "the class that saved it, which config.json names under architectures."
+        )
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Replace lazy parameters and buffers by tensors on ``meta``; tied ones stay tied."""
+    made: dict[int, nn.Parameter | Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Lazy):
+                if id(parameter) not in made:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Lazy):
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+
+
+# -------------------------------------------------------------------------------------------- read
+
+
+def read_weights(module: nn.Module, part: Part, context: ParallelContext) -> int:
+    """Fill the parameters and buffers of this rank whose values are in folders.
+
+    Returns:
+        Bytes that were read.
+    """
+    state, num_bytes = ModuleState(module, part, context), 0
+    for path, child in module.named_modules():
+        pending: PendingWeights | None = child.__dict__.pop(_PENDING, None)
+        if pending is None:
+            continue
+        prefix = f"{path}." if path else ""
+        local = child.state_dict(prefix=prefix)
+        for name, tensor in local.items():
+            lazy = pending.tensors.get(name.removeprefix(prefix))
+            is_copy = part.tied.get(name) in local
+            if lazy is not None and not is_copy:
+                num_bytes += _read(state, name, tensor, lazy)
+    return num_bytes
+
+
+def _read(state: ModuleState, name: str, tensor: Tensor, lazy: Lazy) -> int:
+    shards = [shard for shard in state.shards(name, name, tensor).shards if shard.data.numel()]
+    for shard in shards:
+        lazy.fill(shard.box, shard.data)
+    return sum(shard.data.nbytes for shard in shards)

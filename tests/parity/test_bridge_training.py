@@ -1,0 +1,148 @@
+"""Models of Hugging Face folders train under every layout as in plain Lightning, and each rank
+reads the bytes that it owns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_lightning.bridge import untouched
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, SEQUENCE, BATCH, STEPS = 67, 12, 8, 3
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False,
+}  # fmt: skip
+GPT2 = {
+    "n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0, "use_cache": False,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "router_aux_loss_coef": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", SIZES),
+    "tied": ("Qwen3ForCausalLM", SIZES | {"tie_word_embeddings": True}),
+    "experts": ("MixtralForCausalLM", SIZES | EXPERTS),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 4}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero1": (2, {}),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, PIPELINE),
+    "tp2 x pp2": (4, {"tensor_model_parallel_size": 2} | PIPELINE),
+    "pp2 x fsdp": (4, {"data_parallel": "fsdp"} | PIPELINE | {"micro_batch_size": 2}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+}
+FEW = [
+    ("llama", "tp2 x pp2"), ("llama", "fsdp"), ("tied", "pp2"), ("gpt2", "tp2"), ("experts", "ep2"),
+    ("llama", "cp2"), ("experts", "pp2 x fsdp"),
+]  # fmt: skip
+
+
+class FromFolder(pl.LightningModule):
+    """A user's module that starts from a folder."""
+
+    sequence_dims = {"ids": 1, "labels": 1}  # noqa: RUF012 (as a user writes it)
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = AutoBridge.from_hf_pretrained(self.path).to_model()
+
+    def num_items(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"] >= 0).sum()
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        logits = self.model(input_ids=batch["ids"]).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Outcome(NamedTuple):
+    """What one rank saw."""
+
+    losses: list[float]
+    read: int
+    owned: int
+
+
+def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome:
+    text = torch.randint(
+        0, VOCABULARY, (STEPS * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(5)
+    )
+    rows: Any = [{"ids": t[:-1], "labels": t[1:]} for t in text]
+    record, counted, read = Losses(), [0, 0], untouched.read_weights
+
+    def count(module: Any, *args: Any) -> int:
+        num_bytes = read(module, *args)
+        if num_bytes:
+            own = {id(p): p for p in module.parameters() if p.numel()}.values()
+            local = [getattr(p, "_local_tensor", p) for p in own]
+            counted[:] = num_bytes, sum(p.nbytes for p in local)
+        return num_bytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_lightning.strategies.module.read_weights", count)
+        strategy: Any = "auto" if options is None else MegatronStrategy(**options)
+        fit = trainer(strategy, max_epochs=1, callbacks=[record])
+        fit.fit(FromFolder(path), DataLoader(rows, batch_size=batch_size))
+    return Outcome(record.losses, *counted)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folder of every model, in files of at most 60 KB."""
+    parent = tmp_path_factory.mktemp("folders")
+    for name, (class_name, sizes) in MODELS.items():
+        model_class = getattr(transformers, class_name)
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**sizes))
+        model.save_pretrained(parent / name, max_shard_size="60KB")
+    return {name: parent / name for name in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in FEW else pytest.mark.slow)
+        for name in MODELS
+        for layout in LAYOUTS
+        if name == "experts" or layout != "ep2"
+    ],
+)
+def test_a_folder_trains_as_in_plain_lightning(
+    folders: dict[str, Path], name: str, layout: str
+) -> None:
+    num_ranks, options = LAYOUTS[layout]
+    (plain,) = run_ranks(1, _fit, folders[name], None, BATCH)
+    num_data_ranks = 2 if {"fsdp", "zero1", "ep2"} & set(layout.split()) else 1
+    ranks = run_ranks(num_ranks, _fit, folders[name], options, BATCH // num_data_ranks)
+    losses = [sum(values) / len(ranks) for values in zip(*(r.losses for r in ranks), strict=True)]
+    # fp32, sums in another order.
+    assert losses == pytest.approx(plain.losses, rel=1e-5)
+    for rank in ranks:
+        assert 0 < rank.read == rank.owned

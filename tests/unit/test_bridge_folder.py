@@ -1,0 +1,158 @@
+"""Folders of safetensors files: what is mapped, counted, and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_lightning.bridge.folder import INDEX, SINGLE, HuggingFaceFolder
+from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.parallel.spec import Box
+
+TENSORS = {
+    "a.weight": torch.arange(12.0).view(3, 4),
+    "b.weight": torch.arange(10).to(torch.bfloat16),
+    "c.scale": torch.tensor(2.0),
+    "d.flags": torch.tensor([True, False, True]),
+    "e.empty": torch.empty(0, 3),
+}
+
+
+def make(path: Path, num_files: int = 2) -> Path:
+    """Write the tensors, in files with an index or in one."""
+    path.mkdir()
+    if num_files == 1:
+        save_file(TENSORS, path / SINGLE)
+        return path
+    names = [f"model-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
+    weight_map = {name: names[index % num_files] for index, name in enumerate(TENSORS)}
+    for file in names:
+        save_file({n: TENSORS[n] for n, f in weight_map.items() if f == file}, path / file)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize("num_files", [1, 2, 3])
+def test_tensors_are_read_box_by_box_and_counted(tmp_path: Path, num_files: int) -> None:
+    folder = HuggingFaceFolder(make(tmp_path / "folder", num_files))
+    assert {name: (x.shape, x.dtype) for name, x in folder.tensors.items()} == {
+        name: (x.shape, x.dtype) for name, x in TENSORS.items()
+    }
+    assert folder.bytes_read == 0
+    box = Box((1, 1), (2, 2))
+    assert torch.equal(folder.tensors["a.weight"].read(box), TENSORS["a.weight"][1:, 1:3])
+    assert folder.bytes_read == 16
+    for name, expected in TENSORS.items():
+        assert torch.equal(folder.tensors[name].read(), expected), name
+
+
+def _truncate(path: Path) -> None:
+    (path / SINGLE).write_bytes((path / SINGLE).read_bytes()[:-1])
+
+
+def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        raw = (path / SINGLE).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        (path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return damage
+
+
+def _oversized(path: Path) -> None:
+    (path / SINGLE).write_bytes((10**12).to_bytes(8, "little") + b"{}")
+
+
+def _twice(path: Path) -> None:
+    entry = '"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    text = f"{{{entry},{entry}}}".encode()
+    (path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (_truncate, "and the file has"),
+    "oversized header": (_oversized, "does not fit into a file"),
+    "a name twice": (_twice, "a name appears twice"),
+    "shape": (_header(lambda h: h["a.weight"].update(shape=[3, 5])), "bytes from .* were expected"),
+    "negative shape": (_header(lambda h: h["a.weight"].update(shape=[-3, -4])), "has shape"),
+    "dtype": (_header(lambda h: h["a.weight"].update(dtype="F5")), "a.weight has dtype 'F5'"),
+    "overlap": (
+        _header(lambda h: h["b.weight"].update(data_offsets=h["a.weight"]["data_offsets"])),
+        "were expected",
+    ),
+    "no offsets": (_header(lambda h: h["a.weight"].pop("data_offsets")), "cannot be parsed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    path = make(tmp_path / "folder", 1)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as error:
+        HuggingFaceFolder(path)
+    assert SINGLE in str(error.value)
+
+
+INDEXES: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "is damaged"),
+    "no table": ({"weight_map": []}, "is damaged"),
+    "numbers": ({"weight_map": {"a.weight": 1}}, "no table of file names"),
+    "a path": ({"weight_map": {"a.weight": "../model.safetensors"}}, "no plain file name"),
+    "an absolute path": ({"weight_map": {"a.weight": "/etc/passwd"}}, "no plain file name"),
+    "a missing file": ({"weight_map": {"a.weight": "other.safetensors"}}, "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_hostile_indexes_are_refused(tmp_path: Path, name: str) -> None:
+    content, message = INDEXES[name]
+    path = make(tmp_path / "folder")
+    (path / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceFolder(path)
+
+
+def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "folder")
+    index = json.loads((path / INDEX).read_text())
+    del index["weight_map"]["c.scale"]
+    (path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"c\.scale is in no file, and it is in model-"):
+        HuggingFaceFolder(path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "folder")
+    second = sorted(path.glob("*.safetensors"))[1]
+    save_file({"b.weight": TENSORS["b.weight"], "a.weight": TENSORS["a.weight"]}, second)
+    with pytest.raises(CheckpointError, match=r"a\.weight is in .* and in "):
+        HuggingFaceFolder(path)
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "folder", 1)
+    folder = HuggingFaceFolder(path)
+    folder.tensors["b.weight"].read()
+    _truncate(path)
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        folder.tensors["a.weight"].read()
+
+
+def test_folders_without_safetensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingCheckpointError):
+        HuggingFaceFolder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="it has no weights"):
+        HuggingFaceFolder(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model.bin\)"):
+        HuggingFaceFolder(tmp_path)
