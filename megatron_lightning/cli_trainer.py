@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
 
 from megatron_lightning.cli_parser import OneLineParser
 from megatron_lightning.errors import ConfigError
@@ -18,10 +19,24 @@ from megatron_lightning.optim import ScheduledLR
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _MODULES = "megatron_lightning.modules"
+_STRATEGY = "megatron_lightning.strategies.MegatronStrategy"
 
 
 class TrainerParser(OneLineParser, LightningArgumentParser):
     """LightningCLI's parser, whose errors are one line."""
+
+    @override
+    def get_defaults(self, *args: Any, **settings: Any) -> Any:
+        """Return the defaults of all options, of model and data the class alone.
+
+        The options of a default class would be those of another class that the user names, where
+        it has options of the same names. Defaults of the named class are added later.
+        """
+        defaults = super().get_defaults(*args, **settings)
+        for name in ("model", "data", "trainer.strategy"):
+            if "class_path" in (defaults.get(name) or ()):
+                defaults[name].pop("init_args", None)
+        return defaults
 
 
 class MegatronCLI(LightningCLI):
@@ -34,6 +49,7 @@ class MegatronCLI(LightningCLI):
         defaults = {"model": GPTLightningModule, "data": PretrainDataModule}
         for name, kind in defaults.items():
             parser.set_defaults({name: {"class_path": f"{_MODULES}.{kind.__name__}"}})
+        parser.set_defaults({"trainer.strategy": {"class_path": _STRATEGY}})
         parser.add_argument(
             "--print_layout",
             action="store_true",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -26,6 +26,7 @@ from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.parallel.spec import Box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLE = "pytorch_model.bin"
 _MAX_INDEX_BYTES = 1 << 30
 
 
@@ -45,11 +46,11 @@ class HuggingFaceFolder:
 
     Args:
         path: The folder. A single file ``model.safetensors`` wins over an index, as in
-            ``transformers``.
+            ``transformers``, and safetensors win over ``pytorch_model.bin``.
 
     Raises:
-        CheckpointError: If the folder has no safetensors files, an index is damaged or names a file
-            outside of the folder, or a file is damaged.
+        CheckpointError: If the folder has no weights, an index is damaged or names a file outside
+            of the folder, or a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,6 +66,9 @@ class HuggingFaceFolder:
         self._uses: list[Use] | None = None
         file_of: dict[str, str] = {}
         index = None if (path / SINGLE).exists() else _read_index(path)
+        if index is None and not (path / SINGLE).exists():
+            self.tensors = _pickled(path, self._count)
+            return
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._stamps[file] = _stamp(path / file)
             self.headers[file] = read_header(path / file)
@@ -89,13 +93,16 @@ class HuggingFaceFolder:
             if self._uses is not None:
                 self._uses.append(Use(stored.name, box, out))
             return
-        self.bytes_read += prod(box.shape) * stored.dtype.itemsize
+        self._count(prod(box.shape) * stored.dtype.itemsize)
         if not prod(box.shape):
             return
         raw = torch.frombuffer(self._map(file), dtype=torch.uint8)[stored.start : stored.stop]
         if stored.start % stored.dtype.itemsize:  # torch reads aligned values only
             raw = raw.clone()
         out.copy_(raw.view(stored.dtype).view(stored.shape)[box.slices])
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
 
     def _map(self, file: str) -> mmap.mmap:
         """Return the mapped file.
@@ -137,15 +144,15 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _read_index(path: Path) -> Mapping[str, str]:
-    """Return the index of a folder: name of a tensor -> file name.
+def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
+    """Return the index of a folder: name of a tensor -> file name; None: there is no index.
 
     Raises:
-        CheckpointError: If there is no index, or it is damaged or names a path.
+        CheckpointError: If the index is damaged or names a path.
     """
-    index = path / INDEX
+    index = path / name
     if not index.exists():
-        raise _without_files(path)
+        return None
     try:
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError(f"it has {index.stat().st_size:,} bytes")
@@ -156,25 +163,50 @@ def _read_index(path: Path) -> Mapping[str, str]:
         raise CheckpointError(
             f"{index} is damaged ({error}). Download or restore the folder."
         ) from error
-    for name, file in entries.items():
+    for tensor, file in entries.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CheckpointError(
-                f"{index} says that {name} is in {file!r}, which is no plain file name. Nothing "
+                f"{index} says that {tensor} is in {file!r}, which is no plain file name. Nothing "
                 "outside of the folder is read."
             )
     result: Mapping[str, str] = entries
     return result
 
 
-def _without_files(path: Path) -> CheckpointError:
+def _pickled(path: Path, count: Callable[[int], None]) -> dict[str, Lazy]:
+    """Return the tensors of a folder without safetensors, whose pickles are mapped and may hold
+    tensors only.
+
+    Raises:
+        CheckpointError: If the folder has no weights, or a pickle holds something else.
+    """
     if not path.is_dir():
-        return MissingCheckpointError.at(path)
-    others = sorted(file.name for file in path.glob("*.bin"))
-    has = f"its weights are pickles ({', '.join(others[:3])})" if others else "it has no weights"
-    return CheckpointError(
-        f"{path} has neither {SINGLE} nor {INDEX}; {has}. Save it as safetensors with "
-        "transformers: model.save_pretrained(folder)."
-    )
+        raise MissingCheckpointError.at(path)
+    index = _read_index(path, f"{_PICKLE}.index.json")
+    files = [_PICKLE] if index is None else sorted(set(index.values()))
+    if index is None and not (path / _PICKLE).exists():
+        raise CheckpointError(
+            f"{path} has neither {SINGLE} nor {INDEX} nor {_PICKLE}, so it has no weights. Name a "
+            "folder that save_pretrained of transformers has written."
+        )
+    tensors: dict[str, Lazy] = {}
+    for file in files:
+        try:
+            loaded = torch.load(path / file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{path / file} cannot be read as tensors ({str(error).splitlines()[0]}). Save the "
+                "model as safetensors: model.save_pretrained(folder)."
+            ) from error
+        for name, values in loaded.items():
+            tensors[name] = Lazy(values.shape, values.dtype, partial(_copy_box, values, count))
+    return tensors
+
+
+def _copy_box(values: Tensor, count: Callable[[int], None], box: Box, out: Tensor) -> None:
+    if not out.is_meta:
+        count(prod(box.shape) * values.dtype.itemsize)
+        out.copy_(values[box.slices])
 
 
 def _first_difference(index: Mapping[str, str], file_of: Mapping[str, str]) -> str:

@@ -87,9 +87,9 @@ def lazy_model(
     Raises:
         CheckpointError: If the folder has not exactly the tensors that the class reads.
     """
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=dict(folder.tensors), output_loading_info=True, **options
-    )
+    options |= {"config": config, "state_dict": dict(folder.tensors), "output_loading_info": True}
+    with _without_progress_bar():
+        model, info = model_class.from_pretrained(None, **options)
     _check(folder, model_class, info)
     tensors = {name: x for name, x in model.state_dict().items() if isinstance(x, Lazy)}
     _to_meta(model)
@@ -97,6 +97,20 @@ def lazy_model(
     model.__dict__[_PENDING] = PendingWeights(tensors)
     result: nn.Module = model
     return result
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Hide the bar of loaded weights, since none are read."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _check(folder: HuggingFaceFolder, model_class: Any, info: Mapping[str, Any]) -> None:

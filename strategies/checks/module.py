@@ -2,7 +2,8 @@
 then.
 
 Layers that ``configure_model`` builds are checked on every rank when it has built them. Those of
-:class:`GPTLightningModule` follow from its configuration, and are known before.
+:class:`GPTLightningModule` follow from its configuration, those of :class:`HuggingFaceModule` from
+the headers of its folder. Both are known before.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from megatron_lightning.bridge.untouched import deferred_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.modules.hugging_face import HuggingFaceModule
 from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.layout import ParallelLayout
 
@@ -30,9 +33,12 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
     """
     if not is_built_later(module):
         return module
-    if type(module).configure_model is not GPTLightningModule.configure_model or is_overridden(
-        "setup", module
-    ):
+    if is_overridden("setup", module):
+        return None
+    builds = type(module).configure_model
+    if builds is HuggingFaceModule.configure_model:
+        return _configured(module)
+    if builds is not GPTLightningModule.configure_model:
         return None
     with torch.device("meta"):
         return _configured(module)
@@ -57,7 +63,8 @@ def built_module(module: pl.LightningModule) -> pl.LightningModule:
 def _configured(module: pl.LightningModule) -> pl.LightningModule:
     built = copy.copy(module)
     built._modules = dict(module._modules)
-    built.configure_model()
+    with deferred_weights():
+        built.configure_model()
     return built
 
 

@@ -116,11 +116,13 @@ def check_before_launch(
         check_named_backend(config, options.layout.cp, trainer)
     # By an earlier Trainer: its units were checked then, and some are gone.
     if not is_assembled(module):
-        is_built = not is_built_later(module)
-        checks.check_partition(
-            module, options.schedule.placement, options.pipeline, is_built=is_built
-        )
         planned = planned_module(module)
+        checks.check_partition(
+            planned or module,
+            options.schedule.placement,
+            options.pipeline,
+            is_built=planned is not None,
+        )
         if planned is not None:
             check_layers(options, world_size, planned, trainer)
     stage = None if trainer is None else trainer.state.fn

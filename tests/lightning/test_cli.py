@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 from lightning.pytorch.cli import LightningCLI
@@ -213,6 +214,25 @@ def test_our_model_and_data_need_no_class_path(tmp_path: Path, config: str) -> N
     assert cli.model.config.num_layers == 3 and cli.model.config.hidden_size == 16
 
 
+class WithRates(pl.LightningModule):
+    """A user's module with options that ours has, too."""
+
+    def __init__(self, learning_rate: float = 0.5, weight_decay: float = 0.25) -> None:
+        super().__init__()
+        self.rates = (learning_rate, weight_decay)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_users_module_keeps_its_own_defaults(tmp_path: Path, in_file: bool) -> None:
+    """Not those of our module, which is the default."""
+    named = f"{__name__}.WithRates"
+    (tmp_path / "model.yaml").write_text(f"model: {{class_path: {named}}}")
+    given = f"--config={tmp_path / 'model.yaml'}" if in_file else f"--model={named}"
+    data = ("--data.data_prefix=text", "--data.sequence_length=8", "--data.batch_size=2")
+    cli = trainer_cli([given, *data, "--trainer.logger=false"], run=False)
+    assert cli.model.rates == (0.5, 0.25)
+
+
 def test_rope_scaling_is_yaml(tmp_path: Path, config: str) -> None:
     path = tmp_path / "gpt.yaml"
     path.write_text(
@@ -323,9 +343,9 @@ def test_an_option_of_a_model_can_be_null(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        (
+        (  # the strategy is ours, and there is one device
             "strategy: {tensor_model_parallel_size: 2}",
-            "strategy: {class_path: MegatronStrategy, init_args: {...}}.",
+            "1 ranks cannot be divided into model replicas of 2 ranks",
         ),
         *_slow(
             (

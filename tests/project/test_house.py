@@ -84,7 +84,7 @@ MUTABLE_CALLS = {
 # represents an object in the graph, and a weak dict maps the number back, as torch does for process
 # groups. An entry ends with its object.
 NUMBERED_OBJECTS = {
-    "megatron_lightning/layers/split_backward.py": "_HIDDEN",
+    "megatron_lightning/layers/splittable.py": "_HIDDEN",
     "megatron_lightning/parallel/rng.py": "_STREAMS",
     "megatron_lightning/precision/history.py": "_HISTORIES",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,17 @@ def test_folders_without_safetensors_are_named(tmp_path: Path) -> None:
         HuggingFaceFolder(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="it has no weights"):
         HuggingFaceFolder(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model.bin\)"):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Path("somewhere")))
+    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
         HuggingFaceFolder(tmp_path)
+
+
+def test_pickles_are_mapped_where_there_are_no_safetensors(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+    folder = HuggingFaceFolder(tmp_path)
+    assert torch.equal(
+        folder.tensors["a.weight"].read(Box((1, 1), (2, 2))), TENSORS["a.weight"][1:, 1:3]
+    )
+    assert folder.bytes_read == 16
+    save_file({"other": torch.ones(2)}, tmp_path / SINGLE)
+    assert list(HuggingFaceFolder(tmp_path).tensors) == ["other"]

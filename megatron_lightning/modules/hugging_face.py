@@ -1,0 +1,89 @@
+"""A Hugging Face folder as an ordinary LightningModule: any causal language model, untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lightning.bridge.auto import AutoBridge, local_folder
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.modules.language_model import LanguageModule
+
+
+class HuggingFaceModule(LanguageModule):
+    """A causal language model of ``transformers``, trained from a folder or a Hub id with AdamW.
+
+    Trained parameters have the Trainer's precision: fp32 for ``32-true``, ``16-mixed`` and
+    ``bf16-mixed``, bf16 with fp32 main params for ``bf16-true``.
+
+    Args:
+        path: A folder, or a Hub id such as ``meta-llama/Llama-3.2-1B``.
+        revision: Branch, tag or commit of the Hub id; leave it out for main.
+        trust_remote_code: Whether code in the folder may run.
+        attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; leave it out
+            for the model's default.
+        learning_rate: Peak learning rate.
+        options: Further options of :class:`LanguageModule`: optimizer and learning rate schedule.
+
+    Raises:
+        ConfigError: If the schedule contradicts itself.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        learning_rate: float = 1e-5,
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, **options)
+        source: dict[str, Any] = {
+            "path": path,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+            "attn_implementation": attn_implementation,
+        }
+        self.save_hyperparameters({**source, **self._settings})
+        self._source = source
+        self.loss = CrossEntropy()
+        self.model: Any = None
+
+    def prepare_data(self) -> None:
+        """Download the folder, once a node."""
+        local_folder(self._source["path"], revision=self._source["revision"])
+
+    def configure_model(self) -> None:
+        """Make the model; under ``MegatronStrategy`` each rank reads the part that it owns."""
+        if self.model is None:
+            self.model = AutoBridge.from_hf_pretrained(**self._source).to_model()
+            self.model.train()  # transformers returns models in eval mode, without dropout
+            self.model.config.use_cache = False  # training reads no cache
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s].
+
+        Raises:
+            ConfigError: If a batch has ``document_ids``.
+        """
+        if document_ids is not None:
+            raise ConfigError(
+                "the batch has document_ids, and models of transformers would let the documents of "
+                "a row see each other. Leave document_ids out of the data (reset_attention_mask of "
+                "PretrainDataModule), or train a GPTLightningModule."
+            )
+        if self.model is None:
+            self.configure_model()
+        inputs = {} if position_ids is None else {"position_ids": position_ids}
+        logits: Tensor = self.model(input_ids=tokens, **inputs).logits
+        return logits if labels is None else self.loss(logits, labels)

@@ -1,0 +1,262 @@
+"""Training of a language model: losses of tokens, AdamW, and a learning rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from megatron_lightning.compat import fused_adamw
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.moe import balance_experts
+from megatron_lightning.layers.report import log_reports
+from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
+from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
+from megatron_lightning.pipeline.sequence_split import IGNORED_LABEL
+
+Batch = dict[str, Tensor]
+
+
+class LanguageModule(LightningModule):
+    """A language model trained with AdamW. Subclasses say what the model is.
+
+    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted; -100 leaves a token out), and
+    may hold ``loss_mask`` [b, s], ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens
+    attend only to tokens with the same number in their row).
+
+    The loss is the weighted mean over the tokens that count, with ``loss_mask`` as weights that are
+    not negative (0 leaves a token out). Only the ratios of the weights matter.
+
+    Args:
+        learning_rate: Peak learning rate.
+        min_learning_rate: Learning rate after the cosine of ``decay_steps``.
+        weight_decay: Decoupled weight decay.
+        betas: Adam's decay rates.
+        eps: Adam's epsilon.
+        warmup_steps: Optimizer steps of linear warm-up; the first step is taken at rate 0. Below 1:
+            a fraction of ``decay_steps``, or of the fit without ``decay_steps``.
+        decay_steps: Optimizer steps until the cosine reaches its end; "max": all steps of the fit.
+            Leave it out for a constant rate after the warm-up.
+        lr_schedule: Another schedule; replaces ``min_learning_rate``, ``warmup_steps`` and
+            ``decay_steps``.
+        param_groups: Parameters with a learning rate or weight decay of their own; leave it out for
+            norms and biases without weight decay.
+        fused: Whether AdamW steps all parameters by one kernel, where torch has it for the device.
+
+    Raises:
+        ConfigError: If the schedule contradicts itself.
+    """
+
+    sequence_dims: ClassVar[Mapping[str, int]] = {
+        "tokens": 1,
+        "labels": 1,
+        "loss_mask": 1,
+        "position_ids": 1,
+        "document_ids": 1,
+    }
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 3e-4,
+        min_learning_rate: float = 0.0,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        warmup_steps: int | float = 0,
+        decay_steps: int | Literal["max"] | None = None,
+        lr_schedule: LRSchedule | None = None,
+        param_groups: Sequence[ParamGroup] | None = None,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        if learning_rate < 0.0:
+            raise ConfigError(
+                f"learning_rate is {learning_rate}; must not be negative. Set it to 0 or more."
+            )
+        if not 0.0 <= min_learning_rate <= learning_rate:
+            raise ConfigError(
+                f"min_learning_rate={min_learning_rate} is not between 0 and "
+                f"learning_rate={learning_rate}. Lower it."
+            )
+        if isinstance(lr_schedule, Mapping):
+            lr_schedule = LRSchedule(**lr_schedule)
+        groups = [
+            row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()
+        ]
+        self._settings: dict[str, Any] = {
+            "learning_rate": learning_rate,
+            "min_learning_rate": min_learning_rate,
+            "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+            "warmup_steps": warmup_steps,
+            "decay_steps": decay_steps,
+            "lr_schedule": None if lr_schedule is None else asdict(lr_schedule),
+            "param_groups": None if param_groups is None else [asdict(group) for group in groups],
+            "fused": fused,
+        }
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.eps = eps
+        self.fused = fused
+        self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
+        self.lr_schedule = lr_schedule
+        """Schedule of the learning rate; None: constant, or known when the fit begins."""
+        self._lengths = (min_learning_rate, warmup_steps, decay_steps)
+        _check_lengths(lr_schedule, *self._lengths)
+        if lr_schedule is None and decay_steps != "max" and not 0 < warmup_steps < 1:
+            self.lr_schedule = _schedule(min_learning_rate, int(warmup_steps), decay_steps)
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """Return the sum of the tokens' weights: without a floating ``loss_mask``, the number of
+        tokens that count.
+        """
+        return _token_weights(batch).sum()
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weighted mean of the tokens' losses, and the sum of the weights."""
+        weights = _token_weights(batch)
+        # Layers that report losses of their own, such as multi-token prediction, see the mask.
+        labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
+        losses = self(batch["tokens"], labels, **_optional_inputs(batch))
+        num_items = self.num_items(batch)
+        return (losses * weights).sum() / torch.where(num_items > 0, num_items, 1), num_items
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss of one micro-batch and the sum of its tokens' weights."""
+        loss, num_items = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        log_reports(self, loss)
+        return {"loss": loss, "num_items": num_items}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Log ``val_loss``, the mean over all tokens."""
+        loss, num_items = self._loss(batch)
+        weighed = _weighed_by(num_items)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, **weighed)
+        log_reports(self, prefix="val_", sync_dist=True, **weighed)
+        return loss
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Log ``test_loss``, the mean over all tokens."""
+        loss, num_items = self._loss(batch)
+        weighed = _weighed_by(num_items)
+        self.log("test_loss", loss, sync_dist=True, **weighed)
+        log_reports(self, prefix="test_", sync_dist=True, **weighed)
+        return loss
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the most likely next token at every position, [b, s]."""
+        logits: Tensor = self(batch["tokens"], **_optional_inputs(batch))
+        return logits.argmax(dim=-1)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """Step the optimizer, and the experts' biases after it."""
+        with balance_experts(self, optimizer):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return AdamW, and the learning rate schedule if one is configured."""
+        groups = make_param_groups(
+            self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
+        )
+        make = fused_adamw if self.fused else torch.optim.AdamW
+        optimizer = make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+        schedule = self.lr_schedule or self._schedule_of_fit()
+        if schedule is None:
+            return optimizer
+        scheduler = ScheduledLR(optimizer, schedule)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _schedule_of_fit(self) -> LRSchedule | None:
+        """Return the schedule whose lengths follow from the steps of the fit; None: a constant
+        rate.
+        """
+        min_lr, warmup, decay = self._lengths
+        if decay != "max" and not 0 < warmup < 1:
+            return None
+        steps = self.trainer.estimated_stepping_batches
+        if not 0 < steps < float("inf"):
+            raise ConfigError(
+                f"decay_steps={decay} and warmup_steps={warmup} follow the steps of the fit, and "
+                f"the Trainer's are {steps}. Set max_steps or max_epochs of the Trainer, or "
+                "numbers of steps."
+            )
+        length = int(steps) if decay in ("max", None) else int(decay)
+        steps_up = int(warmup * length) if warmup < 1 else int(warmup)
+        return _schedule(min_lr, steps_up, None if decay is None else length)
+
+
+def _token_weights(batch: Batch) -> Tensor:
+    """Return the weight [b, s] of every token in the loss: 0 where the label is ignored; in fp32
+    where ``loss_mask`` is floating.
+    """
+    counted = batch["labels"] != IGNORED_LABEL
+    mask = batch.get("loss_mask")
+    if mask is None:
+        return counted
+    mask = mask.float() if mask.is_floating_point() else mask
+    return mask.masked_fill(~counted, 0)
+
+
+def _weighed_by(num_items: Tensor) -> dict[str, Any]:
+    """Return the option of ``self.log`` that weighs a batch in the mean over an evaluation.
+
+    Lightning multiplies by ``batch_size`` and divides by the sum, so that a float is a weight.
+    """
+    return {"batch_size": float(num_items)}
+
+
+def _optional_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return the model's inputs that a batch may leave out."""
+    return {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
+
+
+def _check_lengths(
+    given: LRSchedule | None,
+    min_lr: float,
+    warmup_steps: int | float,
+    decay_steps: int | Literal["max"] | None,
+) -> None:
+    """Check the options of the schedule against each other."""
+    if given is not None and (min_lr or warmup_steps or decay_steps is not None):
+        raise ConfigError(
+            f"lr_schedule is given beside min_learning_rate={min_lr}, "
+            f"warmup_steps={warmup_steps}, decay_steps={decay_steps}, which it replaces. Put "
+            "them into lr_schedule."
+        )
+    if given is None and min_lr and decay_steps is None:
+        raise ConfigError(
+            f"min_learning_rate={min_lr} is where the decay ends, and decay_steps is not set. Set "
+            "it, or leave out the minimum."
+        )
+    if warmup_steps < 0 or (warmup_steps > 1 and warmup_steps != int(warmup_steps)):
+        raise ConfigError(
+            f"warmup_steps is {warmup_steps}; it is a number of steps, or a fraction below 1. Set "
+            "one of them."
+        )
+
+
+def _schedule(min_lr: float, warmup_steps: int, decay_steps: int | None) -> LRSchedule | None:
+    """Return the configured schedule; None: a constant rate from the first step on."""
+    if not warmup_steps and decay_steps is None:
+        return None
+    style: DecayStyle = "constant" if decay_steps is None else "cosine"
+    return LRSchedule(
+        lr_decay_style=style,
+        lr_decay_steps=decay_steps,
+        lr_warmup_steps=warmup_steps,
+        min_lr=min_lr,
+    )
