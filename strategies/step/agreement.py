@@ -38,7 +38,8 @@ class Agreement:
         self._devices = [torch.device("cpu")]
         if context.device.type == "cuda":
             self._devices.append(context.device)
-        self._num_batches = 0
+        self.num_batches = 0
+        """Training batches that have begun."""
         self._options: dict[str, float] = {}
         self._digest = 0
         self._groups_of_stage = False
@@ -61,8 +62,8 @@ class Agreement:
         if options != self._options:
             self._options, self._digest = options, _digest(options)
         self.begin_evaluation()
-        self._num_batches += 1
-        if is_first or self._num_batches <= 2:
+        self.num_batches += 1
+        if is_first or self.num_batches <= 2:
             self._compare()
 
     def begin_evaluation(self) -> None:
@@ -88,7 +89,7 @@ class Agreement:
 
     def _compare(self) -> None:
         context, digest = self._context, self._digest
-        if self._num_batches == 1:
+        if self.num_batches == 1:
             self._groups_of_stage = bool(self._differs(digest, context.pp))
         everywhere = [context.axis("tp-dp-cp")]
         for group in everywhere if self._groups_of_stage else [*everywhere, context.pp]:

@@ -38,6 +38,7 @@ from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.stubs import hooks_inside
 from megatron_lightning.pipeline.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
+from megatron_lightning.strategies.step.averages import check_averages
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.context_outputs import join_outputs
 from megatron_lightning.strategies.step.logs import replay
@@ -74,6 +75,9 @@ class PipelinedSteps(Steps):
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class; gradients are computed here."""
         self.buffers.begin_batch(self._batches_of_epoch(), only_new=True)
+        if self._agreement.num_batches == 1:  # hooks of the first batch have run
+            self.training.accumulation.gather.wait()
+            check_averages(self._scope)
         if self._scope.options.pipeline.explicit_steps:
             self._begin_training(batch, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)

@@ -1,0 +1,52 @@
+"""Find averages of a pipelined model that mix its layers, before the second batch of a fit.
+
+A hook that averages a model by ``zip(copy.parameters(), model.parameters())`` pairs the copy's
+layers in order with those of the rank's stages. Copies that the LightningModule or a callback made
+of the full model differ between the stages after the first such hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from megatron_lightning.assembly.replicas import check_trained_replicas
+from megatron_lightning.parallel.absent import is_absent
+from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.strategies.step.scope import Scope
+
+
+def check_averages(scope: Scope) -> None:
+    """Check that stages hold equal copies; a collective of all ranks, with the weights gathered.
+
+    Raises:
+        ShardingError: Naming the tensors that differ, and the callbacks to use.
+    """
+    partition = scope.part.partition
+    if partition is None:
+        return
+    check_trained_replicas(scope.module, scope.part, scope.context)
+    trainer: Any = scope.module.trainer
+    copies = _copies_of(partition, trainer.callbacks)
+    check_trained_replicas(copies, scope.part, scope.context)
+
+
+def _copies_of(partition: StagePartition, callbacks: Iterable[pl.Callback]) -> nn.Module:
+    """Return a module whose children are full copies of the pipelined module in callbacks."""
+    found = nn.Module()
+    for callback in callbacks:
+        for name, value in vars(callback).items():
+            modules = value.modules() if isinstance(value, nn.Module) else ()
+            if any(_is_full_copy(module, partition) for module in modules):
+                found.add_module(f"{type(callback).__name__}_{name}", value)
+    return found
+
+
+def _is_full_copy(module: nn.Module, partition: StagePartition) -> bool:
+    if module is partition.module or type(module) is not type(partition.module):
+        return False
+    units = [module.get_submodule(unit) for unit in partition.units]
+    return not any(map(is_absent, units))
