@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
@@ -33,6 +34,9 @@ from tests.lightning.support import (
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
 FSDP2_MICRO = make_layout("fsdp2-micro", 2, 2, data_parallel="fsdp", micro_batch_size=2)
+FSDP2_PP2 = make_layout(
+    "fsdp2-pp2", 4, 2, data_parallel="fsdp", pipeline_model_parallel_size=2, micro_batch_size=2
+)
 DP2_MICRO = make_layout("dp2-micro", 2, 2, micro_batch_size=2)
 EP2 = make_layout("ep2", 2, 2, expert_model_parallel_size=2)
 CONFIG = TransformerConfig(
@@ -99,7 +103,7 @@ def _rows(kind: str, number: int, seed: int) -> list[dict[str, Tensor]]:
 
 def _validated(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
-    rank = dist.get_rank() // (layout.ranks // layout.data)
+    rank = dist.get_rank() % layout.data  # pipeline ranks are the slowest axis
     module = _Toy() if kind == "toy" else _Experts()
     trainer = layout.trainer(folder, use_distributed_sampler=False)
     numbers = ((3, 2), (1, 2))[rank] if kind == "toy" else ((3,), (1,))[rank]
@@ -122,6 +126,7 @@ def _validated(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
         pytest.param(FSDP2, DP2, "toy", id="fsdp2"),
         pytest.param(FSDP2_MICRO, DP2_MICRO, "toy", id="fsdp2-micro"),
         pytest.param(EP2, DP2, "experts", id="ep2"),
+        pytest.param(FSDP2_PP2, PP2_DP2, "toy", id="fsdp2-pp2", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_comes_of_batches_that_were_added(
@@ -130,7 +135,42 @@ def test_nothing_comes_of_batches_that_were_added(
     """With ``zero1`` no batch is added. 1e-5: sums in another order."""
     ranks = run(layout, _validated, tmp_path, kind)
     assert_close(ranks, run(reference, _validated, tmp_path, kind))
-    assert [rank["count"] for rank in ranks] == ([5, 3] if kind == "toy" else [3, 1])
+    counts = [5, 3] if kind == "toy" else [3, 1]
+    assert [rank["count"] for rank in ranks] == counts * (layout.ranks // layout.data)
+
+
+def _fitted(layout: Layout, folder: str) -> dict[str, Any]:
+    """Validate before and during a fit, by loaders that are read side by side, and test."""
+    pl.seed_everything(3, verbose=False)
+    rank, module = dist.get_rank(), _Sides()
+    trainer = layout.trainer(
+        folder, max_epochs=2, num_sanity_val_steps=-1, use_distributed_sampler=False
+    )
+    trainer.fit(module, layout.data_module(num_samples=16).train_dataloader(), _sides(rank))
+    during = metrics_of(trainer)
+    trainer.test(module, _sides(rank), verbose=False)
+    return {"during": during, "tested": metrics_of(trainer), "seen": module.seen["losses"]}
+
+
+class _Sides(_Toy):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().validation_step(batch["long"], batch_idx)
+
+    test_step = validation_step
+
+
+def _sides(rank: int) -> CombinedLoader:
+    loaders = {
+        name: DataLoader(samples(2 * number, rank + number), batch_size=2)
+        for name, number in (("long", 3 - rank), ("short", 1))
+    }
+    return CombinedLoader(loaders, "max_size_cycle")
+
+
+def test_validation_during_a_fit_with_loaders_side_by_side(tmp_path: Path) -> None:
+    """1e-5: training sums gradients in another order."""
+    expected, found = (run(layout, _fitted, tmp_path) for layout in (DP2, FSDP2))
+    assert_close(found, expected)
 
 
 def _predicted(layout: Layout, folder: str) -> list[Any]:
@@ -147,11 +187,11 @@ def test_predictions_of_a_number_of_samples_that_ranks_cannot_share(tmp_path: Pa
 
 
 class _Stream(IterableDataset[Any]):
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, seed: int) -> None:
+        self.number, self.seed = number, seed
 
     def __iter__(self) -> Iterator[Any]:
-        yield from samples(self.number, 1 + dist.get_rank())
+        yield from samples(self.number, self.seed)
 
 
 def _sized(numbers: tuple[int, int], rank: int) -> DataLoader[Any]:
@@ -159,7 +199,7 @@ def _sized(numbers: tuple[int, int], rank: int) -> DataLoader[Any]:
 
 
 def _stream(numbers: tuple[int, int], rank: int) -> DataLoader[Any]:
-    return DataLoader(_Stream(2 * numbers[rank]), batch_size=2)
+    return DataLoader(_Stream(2 * numbers[rank], rank), batch_size=2)
 
 
 def _plain(numbers: tuple[int, int], rank: int) -> Any:
@@ -180,7 +220,7 @@ class _Logging(ToyModule):
 def _refused(
     layout: Layout, folder: str, fn: str, make: Any, numbers: tuple[int, int], module: Any
 ) -> tuple[str, int]:
-    rank = dist.get_rank() // (layout.ranks // layout.data)
+    rank = dist.get_rank() % layout.data  # pipeline ranks are the slowest axis
     trainer = layout.trainer(folder, max_epochs=2, use_distributed_sampler=False)
     with pytest.raises(ConfigError) as caught:
         getattr(trainer, fn)(module(), make(numbers, rank))
@@ -224,7 +264,7 @@ def test_what_is_refused(
 
 
 def _trained(layout: Layout, folder: str, make: Any, numbers: tuple[int, int]) -> list[Any]:
-    rank = dist.get_rank() // (layout.ranks // layout.data)
+    rank = dist.get_rank() % layout.data  # pipeline ranks are the slowest axis
     limit = {"limit_train_batches": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
     trainer = layout.trainer(folder, max_epochs=2, reload_dataloaders_every_n_epochs=1, **limit)
     module = ToyModule()
