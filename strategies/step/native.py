@@ -26,8 +26,10 @@ class NativeSteps(Steps):
         # The buffers of the step before are shared now: a graph that awaits its backward may hold
         # them.
         self.buffers.begin_batch(self._batches_of_epoch())
+        self._hints.begin([batch])
         with self._recorded("training_step"):
             output = self._scope.module.training_step(batch, *indices)
+        self._hints.end(output)
         self._items = self._num_items(batch, output)
         if self._scope.module.automatic_optimization:
             self.reports.follow(output.get("loss") if isinstance(output, Mapping) else output)

@@ -85,10 +85,12 @@ class PipelinedSteps(Steps):
             with self._parts(batch) as part:
                 microbatches = self._split(part)
                 self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
+                self._hints.begin(microbatches)
                 step = self._scope.module.training_step
                 if self._sequence is not None:
                     step = self._sequence.unskipped(step)
                 output = self._run("training_step", step, microbatches, indices)
+                self._hints.end(output)
             if self._sequence is not None:
                 self._sequence.check_items("training_step", batch, output)
         self.buffers.synchronize(compare=self._batches_of_epoch() == 1)

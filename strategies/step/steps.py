@@ -31,6 +31,7 @@ from megatron_lightning.strategies.step.batch_counts import (
     forwards_together,
 )
 from megatron_lightning.strategies.step.dataloaders import training_samplers
+from megatron_lightning.strategies.step.hints import StepHints
 from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
@@ -70,6 +71,7 @@ class Steps(ABC):
         """Gives the same buffers to all ranks that hold them."""
         if training is not None:
             training.accumulation.beside = self.buffers.replicas
+        self._hints = StepHints(scope)
         self.reports = StepReports(scope)
         """Takes what layers report to the step."""
         self._metrics = MetricSync(
