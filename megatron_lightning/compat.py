@@ -275,6 +275,11 @@ def cpp_compilers() -> list[str]:
     return [name for name in config.cpp.cxx if name]
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks before a step of ``optimizer``, in their order; torch has no public list."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
 def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
     """Set the dtype to which autograd casts the parameter's gradients before it adds them; None: no
     cast.

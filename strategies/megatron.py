@@ -601,6 +601,7 @@ class MegatronStrategy(ParallelStrategy):
         with run.training.guard.around("on_after_backward"):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        run.training.watch_gradients()
         return closure_loss
 
     @override

@@ -1,42 +1,91 @@
-"""Refuse what the user's hooks do to gradients of which each rank holds a part: a norm of them is
-not the model's.
+"""Refuse what the user's code does to gradients of which each rank holds a part, between the end of
+a backward pass and the optimizer step: a norm of them is not the model's.
 
-Changes are seen by the identity and the version of each ``p.grad``; what is written through
-``grad.data`` is not.
+Code stands there in hooks, in an ``optimizer_step`` of the user's, in optimizers' step hooks
+and, with manual optimization, in ``training_step``. Changes are seen by identity and version of
+each ``p.grad``, not those through ``grad.data``. Code that reads is recognized by the functions
+that it mentions (``mentions.py``). Where this rank has no gradient, the read is an error
+(``withheld.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from megatron_lightning.compat import step_pre_hooks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.strategies.step.overrides import users_hooks
+from megatron_lightning.strategies.step.mentions import (
+    CLIPS,
+    READ_BY_STRATEGY,
+    is_library,
+    mentioned,
+    takes_norms,
+)
+from megatron_lightning.strategies.step.overrides import users_methods
+from megatron_lightning.strategies.step.withheld import WithheldGradients
+
+_ADVICE = (
+    "self.trainer.strategy.gradient_norm() is the norm of all; clip with "
+    "Trainer(gradient_clip_val=...) or the LightningModule's clip_gradients(optimizer, "
+    "gradient_clip_val=..., gradient_clip_algorithm=...); strategy.gradients() shows what a rank "
+    "holds."
+)
+
+
+class _Code(NamedTuple):
+    """Code of the user's between backward and step."""
+
+    name: str
+    names: frozenset[str]
+    """Names that it mentions."""
+
+
+class _Gradient(NamedTuple):
+    """The gradient of a parameter at one time."""
+
+    name: str
+    parameter: nn.Parameter
+    gradient: Tensor | None
+    version: int
 
 
 class GradientGuard:
-    """Compare gradients before and after the hooks between a backward pass and the optimizer step.
+    """Compare gradients around the user's code between a backward pass and the optimizer step.
 
     Args:
         module: The LightningModule; its Trainer has the callbacks.
         accumulation: Has the gradients.
         parts: What each rank holds of them, for the message; empty: full gradients, which hooks may
             change.
+        sharded: Whether ``p.grad`` is None.
     """
 
     def __init__(
-        self, module: pl.LightningModule, accumulation: GradientAccumulation, parts: str
+        self,
+        module: pl.LightningModule,
+        accumulation: GradientAccumulation,
+        parts: str,
+        *,
+        sharded: bool,
     ) -> None:
         self._module = module
         self._accumulation = accumulation
         self._parts = parts
-        self._hooks: list[str] = []  # of the user's, which run now
-        self._before: list[tuple[Tensor | None, int]] = []
+        self._sharded = sharded
+        self._known: dict[tuple[int, Any], _Code] = {}
+        self._running: list[_Code] = []  # between now and the next check
+        self._before: list[_Gradient] = []
+        self._withheld = WithheldGradients()
+        self._warned: set[str] = set()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all that carries gradients: the module's parameters, and what optimizers step in
@@ -54,43 +103,117 @@ class GradientGuard:
         """Around a call of the hooks of these names; costs nothing where none is the user's.
 
         Raises:
-            ConfigError: If one of the user's changed a gradient.
+            ConfigError: If one of the user's changed a gradient, or takes a norm of parts.
         """
-        self._hooks = [
-            hook for name in names if self._parts for hook in users_hooks(self._module, name)
-        ]
-        self.record()
+        self.check()
+        before = self._running
+        self._begin([code for name in names for code in self._hooks(name)])
         yield
         self.check()
-        self._hooks = []
+        self._begin(before)
+
+    def open(self, optimizers: Sequence[object]) -> None:
+        """Watch what the user's own code does from the end of a backward pass on.
+
+        Raises:
+            ConfigError: If it takes a norm of parts.
+        """
+        self._begin([*self._own_code(), *self._step_hooks(optimizers)] if self._parts else [])
+
+    def close(self) -> None:
+        """Watch no longer: another backward pass begins, or the step is over."""
+        self._begin([])
+
+    def pause(self) -> None:
+        """Let gradients change until the next :meth:`record`: the precision plugin unscales."""
         self._before = []
+
+    def _hooks(self, name: str) -> list[_Code]:
+        methods = users_methods(self._module, name) if self._parts else []
+        return [
+            self._code(f"{type(owner).__name__}.{name}", hook, owner) for owner, hook in methods
+        ]
+
+    def _own_code(self) -> list[_Code]:
+        """Return the module's code that calls backward and steps itself."""
+        module = self._module
+        codes = self._hooks("optimizer_step")
+        if not module.automatic_optimization:
+            name = f"{type(module).__name__}.training_step"
+            codes.append(self._code(name, module.training_step, module))
+        return codes
+
+    def _step_hooks(self, optimizers: Sequence[object]) -> list[_Code]:
+        hooks = [
+            hook
+            for optimizer in optimizers
+            if isinstance(optimizer, Optimizer)
+            for hook in step_pre_hooks(optimizer)
+            if not is_library(hook)
+        ]
+        return [
+            self._code(f"the step hook {getattr(hook, '__qualname__', hook)}", hook, None)
+            for hook in hooks
+        ]
+
+    def _code(self, name: str, function: Callable[..., Any], owner: object) -> _Code:
+        key = (id(owner), getattr(function, "__func__", function))
+        if key not in self._known:
+            self._known[key] = _Code(name, mentioned(function, owner))
+        return self._known[key]
+
+    def _begin(self, codes: list[_Code]) -> None:
+        self._withheld.end()
+        self._running = codes
+        self.record()
+        for code in codes:
+            self._examine(code)
+
+    def _examine(self, code: _Code) -> None:
+        """Refuse, or warn of, what code reads."""
+        takes, aware = takes_norms(code.names), not code.names.isdisjoint(READ_BY_STRATEGY)
+        if self._sharded and (takes or not code.names.isdisjoint(CLIPS)):
+            self._withheld.begin(
+                self._module.parameters(),
+                f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): a "
+                f"norm would be 0, and clipping would change nothing. {_ADVICE}",
+            )
+        elif takes and not aware:
+            raise ConfigError(
+                f"{code.name} takes norms of p.grad, of which each rank holds a part "
+                f"({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
+            )
+        elif "grad" in code.names and not aware and code.name not in self._warned:
+            self._warned.add(code.name)
+            held = "is None on every parameter" if self._sharded else "is a part on each rank"
+            rank_zero_warn(f"{code.name} reads p.grad, which {held} ({self._parts}). {_ADVICE}")
 
     def record(self) -> None:
         """Record the gradients as they are now."""
-        if self._hooks:
-            self._before = [_version(parameter) for _, parameter in self._parameters()]
+        if self._running:
+            self._before = [
+                _Gradient(name, parameter, *_version(parameter))
+                for name, parameter in self._parameters()
+            ]
+        else:
+            self._before = []
 
     def check(self) -> None:
-        """Compare the gradients with those that were recorded.
+        """Compare the gradients with those that were recorded; they may have been cleared.
 
         Raises:
             ConfigError: If one has changed.
         """
-        if not self._hooks:
-            return
-        for (name, parameter), (gradient, version) in zip(
-            self._parameters(), self._before, strict=True
-        ):
+        self._withheld.end()
+        for name, parameter, gradient, version in self._before:
             now, version_now = _version(parameter)
-            if now is not gradient or version_now != version:
-                raise ConfigError(
-                    f"{' or '.join(self._hooks)} changed the gradient of {name}, or of another "
-                    "parameter in its bucket. Each rank holds a part of the gradients "
-                    f"({self._parts}), so that a norm of them is not the model's. Set "
-                    "Trainer(gradient_clip_val=...), or call the LightningModule's "
-                    "clip_gradients(optimizer, gradient_clip_val=..., "
-                    "gradient_clip_algorithm=...); strategy.gradients() shows what a rank holds."
-                )
+            if now is None or (now is gradient and version_now == version) or not now.any():
+                continue
+            raise ConfigError(
+                f"{' or '.join(code.name for code in self._running)} changed the gradient of "
+                f"{name}, or of another parameter in its bucket. Each rank holds a part of the "
+                f"gradients ({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
+            )
 
 
 def _version(parameter: nn.Parameter) -> tuple[Tensor | None, int]:

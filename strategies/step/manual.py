@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.strategies.step.gradient_guard import GradientGuard
 from megatron_lightning.strategies.step.overrides import override
 
 
@@ -59,11 +61,19 @@ def follow_zero_grad(
     optimizers: Iterable[Any],
     accumulation: GradientAccumulation,
     undo: ExitStack,
+    guard: GradientGuard,
 ) -> None:
-    """Clear the reduced gradients as well when the user clears those of an optimizer, until
-    ``undo`` is closed.
+    """Clear the reduced gradients as well when the user clears those of an optimizer, which is no
+    change that ``guard`` refuses, until ``undo`` is closed.
     """
     handed_out: Any = module.optimizers()  # Lightning's wrappers; one alone is in no list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):
             undo.callback(accumulation.view(unwrapped(optimizer)).follow_zero_grad(optimizer))
+            vars(optimizer)["zero_grad"] = partial(_clear, optimizer.zero_grad, guard)
+
+
+def _clear(zero_grad: Callable[..., None], guard: GradientGuard, *args: Any, **kwargs: Any) -> None:
+    guard.check()
+    zero_grad(*args, **kwargs)
+    guard.record()  # gradients of one bucket share a version

@@ -34,11 +34,16 @@ def users_hooks(module: pl.LightningModule, name: str) -> list[str]:
     """Return ``Class.name`` of every hook of this name that the module or a callback has from
     neither Lightning nor us.
     """
+    return [f"{type(owner).__name__}.{name}" for owner, _ in users_methods(module, name)]
+
+
+def users_methods(module: pl.LightningModule, name: str) -> list[tuple[Any, Callable[..., Any]]]:
+    """Return the owner of every such hook, the module or a callback, and the hook."""
     trainer: Any = module.trainer
     found = [(owner, getattr(owner, name, None)) for owner in (module, *trainer.callbacks)]
     libraries = ("lightning", "megatron_lightning")
     return [
-        f"{type(owner).__name__}.{name}"
+        (owner, hook)
         for owner, hook in found
         if hook is not None
         and str(getattr(hook, "__module__", None)).partition(".")[0] not in libraries

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.assembly.plans import find_plans
@@ -82,15 +83,17 @@ class Training:
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, options.data_parallel)
         is_sharded = options.data_parallel != "ddp" and has_replicas(context)
-        self.guard = GradientGuard(module, self.accumulation, self._parts)
-        """Compares gradients around hooks of the user's."""
+        self.guard = GradientGuard(module, self.accumulation, self._parts, sharded=is_sharded)
+        """Compares gradients around the user's code."""
+        self._last_hooks: dict[Optimizer, RemovableHandle] = {}
+        undo.callback(self._remove_hooks)
         self._has_clipped = not is_sharded  # or there is no need to warn
         if context.world_size > 1 or self.accumulation.managed:
             self._clip_globally()
         self.loss_scaling = self._scale_losses()
         if self.accumulation.managed and not module.automatic_optimization:
             follow_toggling(module, self.accumulation, undo)
-            follow_zero_grad(module, optimizers, self.accumulation, undo)
+            follow_zero_grad(module, optimizers, self.accumulation, undo, self.guard)
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
         if self.loss_scaling is not None or options.non_finite == "skip":
@@ -195,6 +198,7 @@ class Training:
         """Prepare for the backward passes of a batch: follow what the user has unfrozen or
         regrouped; see :meth:`GradientAccumulation.begin_run`.
         """
+        self.guard.close()
         changed = self.accumulation.follow(self._optimizers)
         if changed and self.watch is not None:
             self._watch_gradients(self.watch)
@@ -216,8 +220,30 @@ class Training:
             self._judged = False
             self._found |= self.watch.check(self._scope.module.trainer.global_step)
 
+    def watch_gradients(self) -> None:
+        """Watch what the user's code does to the gradients from now until the step."""
+        optimizers = self._optimizers
+        self.guard.open(optimizers)
+        for optimizer in optimizers if self._parts else ():
+            self._check_last(optimizer)
+
+    def _remove_hooks(self) -> None:
+        self.guard.close()
+        for handle in self._last_hooks.values():
+            handle.remove()
+
+    def _check_last(self, optimizer: Optimizer) -> None:
+        """Check the gradients after all other step hooks of ``optimizer``."""
+        if isinstance(optimizer, Optimizer):
+            if optimizer in self._last_hooks:
+                self._last_hooks[optimizer].remove()
+            handle = optimizer.register_step_pre_hook(lambda *_: self.guard.check())
+            self._last_hooks[optimizer] = handle
+
     def optimizer_step(
-        self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
+        self,
+        step: Callable[[Callable[[], Any]], Any],
+        closure: Callable[[], Any],
     ) -> Any:
         """Call ``step(closure)`` unless something is not finite, and count the steps that were
         skipped.
@@ -225,9 +251,12 @@ class Training:
 
         def gradients() -> Any:
             result = closure()
+            self.guard.check()
+            self.guard.pause()
             self._scope.progress.begin_update(self._scope.module.trainer.global_step)
             return result
 
+        self.guard.check()
         if self.watch is None:
             output = step(gradients)
         else:
@@ -242,6 +271,8 @@ class Training:
         self._judged = True
         if self._scope.module.automatic_optimization:
             self._found = False
+            self.guard.close()
+        self.guard.record()  # another optimizer may step gradients of the same backward pass
         self._experts.end_step(stepped=not self.step_skipped)
         if self.step_skipped:
             self._scope.progress.skipped_steps += 1

@@ -10,12 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import PeerFailure
 from tests.helpers.toy import ToyModule
-from tests.lightning.support import DDP2, DP2, PP2, TP2_TOY, Layout, layouts, make_layout, run
+from tests.lightning.support import DDP2, DP2, ONE, PP2, TP2_TOY, Layout, layouts, make_layout, run
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
 
@@ -114,8 +115,131 @@ def test_whole_gradients_may_be_clipped_by_hand(tmp_path: Path) -> None:
     assert run(DDP2, _steps, tmp_path, _ClipsInHook) == [(2, [])] * 2
 
 
+class _ScalesInHook(ToyModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
 def test_clipping_where_no_parameter_has_a_gradient_is_warned_of_once(tmp_path: Path) -> None:
-    (first, texts), (second, others) = run(DP2, _steps, tmp_path, _ClipsInHook)
+    (first, texts), (second, others) = run(DP2, _steps, tmp_path, _ScalesInHook)
     assert (
         first == second == 2 and len(texts) == 1 and "p.grad is None" in texts[0] and others == []
     )
+
+
+class _ClipsInStep(ToyModule):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        clip_grad_norm_(self.parameters(), 0.5)
+        optimizer.step()
+
+
+class _ClipsByStepHook(ToyModule):
+    """Between a closure that is called by hand and the step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        optimizer.optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(
+            lambda *_: clip_grad_norm_(self.parameters(), 0.5) and None
+        )
+        return optimizer
+
+
+class _ClipsByHand(ToyModule):
+    """Manual optimization; ``clear`` before and between steps is no change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+    def _clip(self) -> None:
+        clip_grad_norm_(self.parameters(), 0.5)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.manual_backward(self._loss(batch)[0])
+        self._clip()
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+class _ClipsByHandRightly(_ClipsByHand):
+    def _clip(self) -> None:
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, 0.5, "norm")
+
+
+class _LogsNorms(ToyModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._log_norms()
+
+    def _log_norms(self) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+class _ReadsNorm(pl.Callback):
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.nn.utils.get_total_norm(
+            [p.grad for p in pl_module.parameters() if p.grad is not None]
+        )
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "text"),
+    [
+        (DP2, _ClipsInHook, "_ClipsInHook.configure_gradient_clipping uses p.grad"),
+        (DP2, _ClipsInStep, "_ClipsInStep.optimizer_step uses p.grad, which is None"),
+        (FSDP2, _ClipsInStep, "_ClipsInStep.optimizer_step uses p.grad, which is None"),
+        (PP2, _ClipsInStep, "_ClipsInStep.optimizer_step changed the gradient of"),
+        (DP2, _ClipsByStepHook, "<lambda> uses p.grad, which is None"),
+        (TP2_TOY, _ClipsByStepHook, "<lambda> changed the gradient of"),
+        (DP2, _ClipsByHand, "_ClipsByHand.training_step uses p.grad, which is None"),
+        (TP2_TOY, _ClipsByHand, "_ClipsByHand.training_step changed the gradient of"),
+        (DP2, _LogsNorms, "_LogsNorms.on_before_optimizer_step uses p.grad, which is None"),
+        (TP2_TOY, _LogsNorms, "_LogsNorms.on_before_optimizer_step takes norms of p.grad"),
+        (PP2, _ReadsNorm, "_ReadsNorm.on_after_backward takes norms of p.grad"),
+        (FSDP2, _ReadsNorm, "_ReadsNorm.on_after_backward uses p.grad"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_norms_of_what_one_rank_has_are_refused(
+    layout: Layout, kind: Any, text: str, tmp_path: Path
+) -> None:
+    texts = run(layout, _refusal, tmp_path, kind)
+    assert any(texts)
+    for found in texts:
+        assert not found or (text in found and "strategy.gradient_norm()" in found), found
+
+
+def _refusal(
+    layout: Layout, folder: str, kind: type[pl.LightningModule] | type[pl.Callback]
+) -> str:
+    callbacks = [kind()] if issubclass(kind, pl.Callback) else []
+    module = ToyModule() if callbacks else kind()
+    with pytest.raises((ConfigError, PeerFailure)) as error:
+        layout.trainer(folder, max_steps=1, callbacks=callbacks).fit(
+            module, datamodule=layout.data_module()
+        )
+    return "" if isinstance(error.value, PeerFailure) else str(error.value)
+
+
+@layouts(DP2, slow=[TP2_TOY])
+def test_manual_optimization_that_clips_by_all_ranks_passes(layout: Layout, tmp_path: Path) -> None:
+    assert run(layout, _steps, tmp_path, _ClipsByHandRightly) == [(2, [])] * 2
+
+
+def test_full_gradients_may_be_clipped_in_a_step(tmp_path: Path) -> None:
+    for kind in (_ClipsInStep, _ClipsByStepHook, _ClipsByHand, _LogsNorms):
+        trainer = ONE.trainer(str(tmp_path), max_steps=2)
+        trainer.fit(kind(), datamodule=ONE.data_module())
+        assert trainer.global_step >= 2 or kind is _ClipsByStepHook

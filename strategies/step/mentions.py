@@ -1,0 +1,71 @@
+"""Names that a user's function mentions, in its own code and in functions of the user's that it
+calls: whether it takes norms of gradients, or reads them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+CLIPS = frozenset(
+    {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
+)
+"""Functions of torch that change gradients by what one rank sees."""
+READ_BY_STRATEGY = frozenset(
+    {"gradient_norm", "gradients", "gradient_group_norms", "clip_gradients", "last_grad_norm"}
+)
+"""Methods of the strategy and the module that see the gradients of all ranks."""
+_LIBRARIES = ("lightning", "pytorch_lightning", "megatron_lightning", "torch", "builtins")
+
+
+def mentioned(function: Callable[..., Any], owner: object = None) -> frozenset[str]:
+    """Return the names that ``function`` mentions.
+
+    Args:
+        function: A function or bound method of the user's.
+        owner: The object whose other methods it may call.
+    """
+    names: set[str] = set()
+    _visit(function, owner, names, set())
+    return frozenset(names)
+
+
+def takes_norms(names: frozenset[str]) -> bool:
+    """Whether one of ``names`` is a function of torch or Lightning that takes norms of
+    gradients, and changes none.
+    """
+    grad_norm = "grad_norm" in names and any("utilities" in name for name in names)
+    return grad_norm or "lightning:grad_norm" in names or "get_total_norm" in names
+
+
+def is_library(function: object) -> bool:
+    """Whether a function is Lightning's, torch's or ours."""
+    return str(getattr(function, "__module__", None)).partition(".")[0] in _LIBRARIES
+
+
+def _visit(function: Any, owner: object, names: set[str], seen: set[CodeType]) -> None:
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen:
+        return
+    seen.add(code)
+    for name in set(_names(code)):
+        names.add(name)
+        called = function.__globals__.get(name) or getattr(type(owner), name, None)
+        if not inspect.isroutine(called):
+            continue
+        true_name = str(getattr(called, "__name__", name))  # imported under another name
+        names.add(true_name)
+        if is_library(called):
+            names.add(f"lightning:{true_name}")
+        else:
+            _visit(called, owner, names, seen)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
