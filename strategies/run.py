@@ -318,11 +318,15 @@ class Run:
             return loader
         together = trainer.training or forwards_together(self._options, context)
         check_loader(loader, stage, context.axis("world"), together=together)
-        if not together or sized_len(loader) is not None:
+        if sized_len(loader) is not None:
             return loader
-        return agreed_loader(
-            loader, Agreement(stage.dataloader_prefix or "", context.dp, context.device)
+        agreement = Agreement(
+            stage.dataloader_prefix or "",
+            context.dp,
+            context.device,
+            together=lambda: together or self.steps.reduces,
         )
+        return agreed_loader(loader, agreement)
 
     # ---------------------------------------------------------------------------------------- steps
 

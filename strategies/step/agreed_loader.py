@@ -8,7 +8,7 @@ batch that they have read whether there was one: one all-reduce of a number, als
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,11 +27,16 @@ class Agreement:
         what: Names the data in a message, such as ``train``.
         ranks: The data-parallel ranks.
         device: This rank's device.
+        together: Returns whether the ranks run steps together, so that all data have to end at
+            once; equal on all ranks.
     """
 
-    def __init__(self, what: str, ranks: AxisGroup, device: torch.device) -> None:
+    def __init__(
+        self, what: str, ranks: AxisGroup, device: torch.device, together: Callable[[], bool]
+    ) -> None:
         self._what = what
         self._ranks = ranks
+        self._together = together
         group = ranks.process_group
         # Numbers on the CPU make no device wait.
         on_cpu = group is None or compat.takes_cpu_tensors(group)
@@ -41,10 +46,11 @@ class Agreement:
         return self
 
     def batches(self, own: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's batches until all ranks' data end.
+        """Yield this rank's batches.
 
         Raises:
-            ConfigError: On all ranks, if some have ended and others have not.
+            ConfigError: On all ranks, if the data of some have ended and those of others have not,
+                where ranks run steps together.
         """
         missing = object()
         number = 0
@@ -56,8 +62,11 @@ class Agreement:
                 number += 1
                 yield batch
                 continue
-            if votes > 0:
+            if votes > 0 and self._together():
                 self._refuse(number, has_ended=batch is missing)
+            if batch is not missing:
+                yield batch
+                yield from own  # the others have ended, and do not vote
             return
 
     def _refuse(self, number: int, *, has_ended: bool) -> None:

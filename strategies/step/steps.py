@@ -65,6 +65,8 @@ class Steps(ABC):
             together=forwards_together(scope.options, scope.context),
         )
         self._evaluates = False
+        self.reduces = False
+        """Whether evaluation steps have called collectives of the data-parallel ranks."""
         self._agreement = Agreement(scope.context)
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
@@ -156,6 +158,7 @@ class Steps(ABC):
             ConfigError: If the numbers of batches of the ranks do not fit together.
         """
         self._begins_loop = True
+        self.reduces = False
         if self._scope.context.dp.size > 1:
             step = getattr(self._scope.module, hook)
             reads_on = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
@@ -169,6 +172,7 @@ class Steps(ABC):
             ConfigError: If they do.
         """
         if self._evaluates:
+            self.reduces = True
             self._counts.refuse(what)
 
     def run_evaluation(self, hook: str, batch: Any, *indices: Any) -> Any:

@@ -246,6 +246,7 @@ def _refused(
         (FSDP2, "validate", _stream, (1, 2), ToyModule, "limit_val_batches=1"),
         (FSDP2, "predict", _sized, (0, 2), ToyModule, "predict DataLoader has no batch"),
         (DP2, "validate", _sized, (3, 2), _Logging, "(rank 0: 3, rank 1: 2)"),
+        (DP2, "validate", _stream, (3, 2), _Logging, "(rank 0: more, rank 1: 2 batches)"),
     ],
 )
 def test_what_is_refused(
@@ -261,6 +262,18 @@ def test_what_is_refused(
         assert message in text
         if make is _sized:
             assert steps == 0
+
+
+def _streamed(layout: Layout, folder: str) -> int:
+    rank, module = dist.get_rank(), _Toy()
+    trainer = layout.trainer(folder, use_distributed_sampler=False)
+    trainer.validate(module, _stream((4, 2), rank), verbose=False)
+    return module.count
+
+
+def test_ranks_evaluate_what_they_have(tmp_path: Path) -> None:
+    """Without a length, and without collectives in a step."""
+    assert run(DP2, _streamed, tmp_path) == [4, 2]
 
 
 def _trained(layout: Layout, folder: str, make: Any, numbers: tuple[int, int]) -> list[Any]:
