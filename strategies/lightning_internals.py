@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.core import saving
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 
@@ -75,6 +77,9 @@ _READS_SETTINGS = re.compile(
     r"|lightning\.pytorch\.callbacks\.gradient_accumulation_scheduler\.on_train_start"
     r"|lightning\.fabric\.(accelerators|utilities\.device_parser|utilities\.seed)\..*"
 )
+
+
+_GUARDS = ("assembly.saving_guard", "strategies.after_fit")
 
 
 def refuses_settings(error: BaseException) -> bool:
@@ -240,6 +245,43 @@ def uploads_checkpoints(logger: Logger) -> bool:
     """
     # A DummyLogger has every attribute.
     return getattr(logger, "_log_model", False) in (True, "all")
+
+
+def saves_or_loads() -> bool:
+    """Whether Lightning makes or reads a checkpoint, or Lightning or this package is the caller.
+
+    The caller is the first frame outside of torch; hooks of a user that run while a checkpoint is
+    made are found further up.
+    """
+    frame, caller = sys._getframe(1), ""
+    above: FrameType | None = frame
+    while above is not None:
+        module = str(above.f_globals.get("__name__"))
+        if module.endswith("connectors.checkpoint_connector"):
+            return True
+        is_between = module in {__name__, "functools"} or module.startswith("torch.")
+        if not caller and not (is_between or module.endswith(_GUARDS)):
+            caller = module
+        above = above.f_back
+    return caller.startswith(("lightning.", "pytorch_lightning.", "megatron_lightning."))
+
+
+def read_folders(read: Callable[[Any], AbstractContextManager[Any]]) -> None:
+    """Make ``load_from_checkpoint`` read directories, of which ``read`` makes open files; for the
+    life of the process.
+    """
+    original = vars(saving)["pl_load"]
+    if getattr(original, "reads_folders", False):
+        return
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if not (isinstance(path, str | os.PathLike) and os.path.isdir(path)):
+            return original(path, map_location=map_location, weights_only=weights_only)
+        with read(path) as file:
+            return original(file, map_location=map_location, weights_only=weights_only)
+
+    vars(load)["reads_folders"] = True
+    vars(saving)["pl_load"] = load
 
 
 def hide_sync_advice() -> Callable[[], None]:

@@ -16,7 +16,7 @@ replaced on other objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -30,12 +30,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from megatron_lightning import compat
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.checkpoint import plain_file
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.saver import SaveReport
 from megatron_lightning.config import (
@@ -70,6 +71,7 @@ from megatron_lightning.rules import (
     resolve_compile,
 )
 from megatron_lightning.strategies import lightning_internals as internals
+from megatron_lightning.strategies.after_fit import path_of
 from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checks import preflight
@@ -401,17 +403,46 @@ class MegatronStrategy(ParallelStrategy):
             with suppress(Exception):  # the error that ends the process matters more
                 logger.finalize("failed")
 
-    def full_module_state(self, folder: str) -> dict[str, Any] | None:
-        """Return the module's state as one device has it, on the first rank of every node; all
-        ranks call this after ``fit``.
+    def full_tensors(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor of every parameter and saved buffer, one at a time, on every
+        rank; during a run and after it.
+
+        A collective: all ranks call it, and take all tensors. No rank has more than its part and
+        one full tensor. Tied copies come under each of their names.
 
         Args:
-            folder: Where shards may lie during this call; all nodes see it.
+            module: A sub-module of the LightningModule, whose own names are given then; None: all.
+
+        Raises:
+            ConfigError: If ``module`` is no part of the LightningModule.
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        if self.run is None:  # in the process that has started the ranks, the module is full
+            root = self.module
+            prefix = f"{path_of(root, module)}." if module not in {None, root} else ""
+            state = {n: t for n, t in root.state_dict().items() if isinstance(t, Tensor)}
+            return ((n[len(prefix) :], t) for n, t in state.items() if n.startswith(prefix))
+        return self.run.full_state(module).tensors()
+
+    def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
+        """Return the module's state as one device has it, on the CPU, on rank 0, and an empty dict
+        on the others; during a run and after it.
+
+        A collective: all ranks call it. For arguments and errors see :meth:`full_tensors`.
+        """
+        if self.run is None:
+            root = self.module if module is None else module
+            path_of(self.module, root)
+            return dict(root.state_dict())
+        return self.run.full_state(module).collect(keeps=self.is_global_zero)
+
+    def full_module_state(self) -> dict[str, Any] | None:
+        """Return :meth:`full_state_dict` on the first rank of every node; all ranks call this.
 
         Returns:
             None if this rank's own module is full.
         """
-        return self._running.full_module_state(folder, reads=self.local_rank == 0)
+        return self._running.full_module_state(keeps=self.local_rank == 0)
 
     # ---------------------------------------------------------------------------------------- setup
 
@@ -905,6 +936,7 @@ class MegatronStrategy(ParallelStrategy):
             self.finish_saving()
 
 
+internals.read_folders(plain_file)
 StrategyRegistry.register(
     "megatron", MegatronStrategy, description="Megatron-style parallelism", override=True
 )

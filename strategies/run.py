@@ -17,19 +17,23 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
+from megatron_lightning.assembly.full_state import FullState
 from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
+from megatron_lightning.assembly.saving_guard import SavingGuard
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.optim.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention import report_attention
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision, kept_as_codes
@@ -280,6 +284,8 @@ class Run:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
         if self.part.units is not None:
             self.part.units.codes.encode()
+        if self.part.units is not None or self._options.layout.model_parallel_size > 1:
+            SavingGuard.attach(self._own_state(), PartWarning())
         scope = self._scope(precision)
         if self._options.is_native:
             self._steps = NativeSteps(scope, self._training)
@@ -439,15 +445,19 @@ class Run:
         state = self.module.state_dict()
         return state if self.part.units is None else self.part.units.as_used(state)
 
-    def full_module_state(self, folder: str, *, reads: bool) -> dict[str, Any] | None:
-        """Return the module's state as one device has it; see the strategy's method.
-
-        ``reads``: whether this rank reads the state; otherwise it is empty.
+    def full_state(self, module: nn.Module | None = None) -> FullState:
+        """Collect the state of the module, or of a sub-module, as one device has it; a
+        collective.
         """
+        self.refuse_in_step("the state of the full model")
+        self.share_written()
+        self.share_buffers()
+        state = ModuleState(self.module, self.part, self._ranks.context, self._main_shards())
+        return full_state(state, self.module_state(), module)
+
+    def full_module_state(self, *, keeps: bool) -> dict[str, Any] | None:
+        """Return the module's state as one device has it; see the strategy's method."""
         context = self._ranks.context
         if context.layout.model_parallel_size == 1 and self.part.units is None:
             return None
-        self.share_written()
-        return self.checkpoints.full_module_state(
-            self.module_state(), folder, self.part, reads=reads
-        )
+        return self.full_state().collect(keeps=keeps)

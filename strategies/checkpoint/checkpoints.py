@@ -8,7 +8,6 @@ states, states of data loaders) under ``"megatron_lightning"``.
 
 from __future__ import annotations
 
-import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
-from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, read_full
+from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.local import Pointer
 from megatron_lightning.checkpoint.local_plan import copy_plan, open_copy
@@ -245,25 +244,6 @@ class Checkpoints:
         return [
             merge_groups([rank[index] for rank in ranks], place) for index in range(len(optimizers))
         ]
-
-    def full_module_state(
-        self, state: dict[str, Any], folder: str, part: Part, *, reads: bool
-    ) -> dict[str, Any]:
-        """Return the state of the full module, put together in a checkpoint; all ranks call this.
-
-        Args:
-            state: State dict of this rank's part.
-            folder: Where the checkpoint is written during this call; all nodes see it.
-            part: What this rank holds of the module.
-            reads: Whether this rank reads the state; otherwise it is empty.
-        """
-        path = self._ranks.broadcast(f"{folder}/.weights-{uuid.uuid4().hex}.ckpt")
-        self.save({"state_dict": state}, path, part, background=False)
-        full: dict[str, Any] = read_full(path)["state_dict"] if reads else {}
-        self._ranks.barrier()
-        if self._context.rank == 0:
-            self.saver.remove(path)
-        return full
 
     # ----------------------------------------------------------------------------------------- load
 

@@ -21,6 +21,5 @@ class LaunchHooks:
     """Returns the watch of this rank; None outside a run and on one rank."""
     write_logs: Callable[[], None]
     """Writes what loggers hold, before a process is killed."""
-    full_module_state: Callable[[str], dict[str, Any] | None]
-    """Returns the state of the full module after ``fit``, on all ranks, given a folder for
-    temporary files."""
+    full_module_state: Callable[[], dict[str, Any] | None]
+    """Returns the state of the full module after ``fit``; all ranks call it."""

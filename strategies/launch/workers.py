@@ -66,7 +66,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         """
         output = super()._collect_rank_zero_results(trainer, results)
         if trainer.state.fn == TrainerFn.FITTING:
-            full = self._hooks.full_module_state(str(trainer.default_root_dir))
+            full = self._hooks.full_module_state()
             if full is not None and output is not None and output.weights_path is not None:
                 self._strategy.checkpoint_io.save_checkpoint(full, output.weights_path)
         return output

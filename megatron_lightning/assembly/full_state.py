@@ -1,0 +1,117 @@
+"""Full tensors of a module that ranks hold parts of, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Box, Shape
+
+
+class _Stored(NamedTuple):
+    """Description of a global tensor, and who sends its boxes."""
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: list[tuple[int, Box]]
+    """Rank, and a box that it has."""
+
+
+class FullState:
+    """The full module's state, collected from the ranks; all ranks make one together.
+
+    Args:
+        state: The module's state on this rank.
+        local: State dict of this rank's part.
+        path: Path of the sub-module that is wanted; "": the whole.
+    """
+
+    def __init__(self, state: ModuleState, local: Mapping[str, Any], path: str = "") -> None:
+        self._context = state.context
+        self._prefix = f"{path}." if path else ""
+        tied = state.part.tied
+        self._own = {
+            name: state.shards(name, name, value)
+            for name, value in local.items()
+            if isinstance(value, Tensor) and name not in tied
+        }
+        sent = {name: _sent(shards) for name, shards in self._own.items()}
+        others = {n: v for n, v in local.items() if not isinstance(v, Tensor)}
+        ranks = state.context.axis("world").all_gather_object((sent, others, dict(tied)))
+        self._stored: dict[str, _Stored] = {}
+        self.others: dict[str, Any] = {}
+        """Entries that are no tensors, such as extra states of layers."""
+        self.owners: dict[str, str] = {}
+        """Name of a tied copy -> name of its owner, of all ranks."""
+        for rank, (described, values, copies) in zip(
+            state.context.axis("world").ranks, ranks, strict=True
+        ):
+            for name, (shape, dtype, boxes) in described.items():
+                stored = self._stored.setdefault(name, _Stored(shape, dtype, []))
+                stored.boxes.extend((rank, box) for box in boxes)
+            self.others = {**values, **self.others}
+            self.owners |= copies
+        self._names = [*state.part.names, *(n for n in self._stored if n not in state.part.names)]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor, a new one, on every rank, in the full module's order; all
+        ranks take all of them.
+        """
+        for name in self._names:
+            owner = self.owners.get(name, name)
+            if owner in self._stored and name.startswith(self._prefix):
+                yield name.removeprefix(self._prefix), self._collect(owner)
+
+    def collect(self, *, keeps: bool) -> dict[str, Any]:
+        """Return the state as one device has it, on the CPU; all ranks call this.
+
+        Args:
+            keeps: Whether this rank wants it; otherwise it is empty.
+        """
+        full: dict[str, Any] = {}
+        shared: dict[str, Tensor] = {}  # under the owner's name: copies stay one tensor
+        for name, tensor in self.tensors():
+            if keeps:
+                owner = self.owners.get(self._prefix + name, self._prefix + name)
+                full[name] = shared.pop(owner, None)
+                if full[name] is None:
+                    full[name] = tensor.cpu()
+                if owner in self.owners.values():
+                    shared[owner] = full[name]
+        if keeps:
+            for name, value in self.others.items():
+                if name.startswith(self._prefix):
+                    full[name.removeprefix(self._prefix)] = value
+        return full
+
+    def _collect(self, name: str) -> Tensor:
+        shape, dtype, boxes = self._stored[name]
+        context = self._context
+        own = (
+            {shard.box: shard.data for shard in self._own[name].shards} if name in self._own else {}
+        )
+        full = torch.empty(shape, dtype=dtype, device=context.device)
+        world = context.axis("world")
+        for rank, box in boxes:
+            target = full[box.slices]
+            if rank == context.rank:
+                target.copy_(own[box])
+            if world.process_group is not None:
+                # As bytes: communicators do not know every dtype.
+                part = target.contiguous().reshape(-1).view(torch.uint8)
+                dist.broadcast(part, src=rank, group=world.process_group)
+                target.copy_(part.view(dtype).view(target.shape))
+        return full
+
+
+def _sent(shards: TensorShards) -> tuple[Shape, torch.dtype, list[Box]]:
+    """Return shape, dtype and the boxes that this rank sends: of replicas, the first does."""
+    sends = shards.writes and shards.replicas.rank <= 0
+    boxes = [shard.box for shard in shards.shards if shard.data.numel() or not shard.data.dim()]
+    return shards.global_shape, shards.dtype, boxes if sends else []

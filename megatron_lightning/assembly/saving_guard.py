@@ -1,0 +1,105 @@
+"""A part of a module never looks like the model: ``save_pretrained`` of one is an error, and
+``state_dict`` says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.errors import ShardingError
+
+_MARK = "_megatron_saving_guard"
+
+
+class SavingGuard:
+    """Guard of a module's part; deep copies share it.
+
+    Args:
+        warn: Called with the path of a module whose ``state_dict`` is asked for.
+    """
+
+    def __init__(self, warn: Callable[[str], None] | None = None) -> None:
+        self.warn = warn
+
+    @classmethod
+    def attach(cls, state: ModuleState, warn: Callable[[str], None]) -> None:
+        """Guard the modules that this rank has a part of, for their lives."""
+        modules = dict(state.module.named_modules())
+        for path in _partial_paths(state):
+            module: nn.Module | None = modules.get(path)
+            if module is None:
+                continue
+            attached = vars(module).get(_MARK)
+            if attached is not None:
+                attached.warn = warn
+                continue
+            guard = vars(module)[_MARK] = cls(warn)
+            module.register_state_dict_pre_hook(partial(guard.asked, path))  # type: ignore[no-untyped-call]
+            if callable(getattr(module, "save_pretrained", None)):
+                vars(module)["save_pretrained"] = PartSaving(module, path)
+
+    def asked(self, path: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Tell of a state dict, unless it is made for one of a larger module."""
+        if not prefix and self.warn is not None:
+            self.warn(path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavingGuard:
+        return self
+
+    def __reduce__(self) -> Any:
+        return SavingGuard, ()
+
+
+class PartSaving:
+    """``save_pretrained`` of a module that this rank has a part of.
+
+    Args:
+        module: The module.
+        path: Path of the module, for messages.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self._module = module
+        self._path = path
+
+    def __call__(self, save_directory: Any = "folder", *args: Any, **kwargs: Any) -> Any:
+        """Save a full state; ranks that got none do nothing.
+
+        Raises:
+            ShardingError: Without ``state_dict``.
+        """
+        state = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
+        if state is None:
+            place = f"module.{self._path}" if self._path else "module"
+            raise ShardingError(
+                f"{type(self._module).__name__}.save_pretrained would write the part of the model "
+                f"that this rank holds. Write, on every rank: {place}.save_pretrained("
+                f"{str(save_directory)!r}, "
+                f"state_dict=trainer.strategy.full_state_dict({place}))."
+            )
+        if not state:
+            return None
+        kind: Any = type(self._module)
+        return kind.save_pretrained(self._module, save_directory, *args, **kwargs)
+
+
+def _partial_paths(state: ModuleState) -> set[str]:
+    """Return the paths of the modules of which this rank has a part, or nothing."""
+    local = state.module.state_dict(keep_vars=True)
+    partial_names = [name for name in state.part.names if name not in local]
+    for name, tensor in local.items():
+        if isinstance(tensor, Tensor):
+            spec = state.spec(name, tensor)
+            if isinstance(tensor, DTensor) or spec.local_shape != spec.global_shape:
+                partial_names.append(name)
+    paths = set[str]()
+    for name in partial_names:
+        parts = name.split(".")[:-1]
+        paths |= {".".join(parts[:n]) for n in range(len(parts) + 1)}
+    return paths

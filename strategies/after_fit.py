@@ -1,0 +1,60 @@
+"""Weights of a run's module as one device has them, and a word where a part is taken for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from megatron_lightning.assembly.full_state import FullState
+from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.lightning_internals import saves_or_loads
+
+
+class PartWarning:
+    """Warning about ``state_dict()`` of a part, given once."""
+
+    def __init__(self) -> None:
+        self._given = False
+
+    def __call__(self, path: str) -> None:
+        """Warn, unless a checkpoint is made or this package asks."""
+        if self._given or saves_or_loads():
+            return
+        self._given = True
+        place = f"module.{path}" if path else "module"
+        argument = place if path else ""
+        rank_zero_warn(
+            f"{place}.state_dict() has the part of the model that this rank holds. To save the "
+            f"model, write on every rank: state = trainer.strategy.full_state_dict({argument}), "
+            "which is full on rank 0 and empty on the others; then, if trainer.is_global_zero: "
+            "torch.save(state, path).",
+            stacklevel=2,
+        )
+
+
+def full_state(state: ModuleState, local: Mapping[str, Any], module: nn.Module | None) -> FullState:
+    """Collect the state of the LightningModule, or of a sub-module; all ranks call this.
+
+    Raises:
+        ConfigError: If ``module`` is no part of the LightningModule.
+    """
+    return FullState(state, local, "" if module is None else path_of(state.module, module))
+
+
+def path_of(root: nn.Module, module: nn.Module) -> str:
+    """Return the path of a sub-module.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    for path, found in root.named_modules():
+        if found is module:
+            return str(path)
+    raise ConfigError(
+        f"{type(module).__name__} is no sub-module of the {type(root).__name__} that this strategy "
+        "has run. Pass a sub-module of it, such as module.model, or nothing for all of it."
+    )
