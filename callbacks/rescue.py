@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.lightning_internals import (
     connector_of,
@@ -87,7 +87,7 @@ class RescueCheckpoint(ModelCheckpoint):
         self._received = 0  # 1: SIGTERM, 2: the requeue signal
         self._previous: dict[int, Any] = {}
         self._num_batches: list[int] = []
-        self._before_evaluation: list[Tensor] = []
+        self._before_evaluation: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._repeats_validation = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,7 +111,7 @@ class RescueCheckpoint(ModelCheckpoint):
         if is_accumulating(trainer):
             return  # half of an optimizer step: its gradients are not part of a checkpoint
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._before_evaluation = ReplicaRng(trainer.strategy.root_device).state()
+        self._before_evaluation = _streams(trainer).states()
         self._end_if_signaled(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -237,7 +237,7 @@ class RescueCheckpoint(ModelCheckpoint):
         requeue = trainer.strategy.reduce_boolean_decision(self._received > 1, all=False)
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             if self._repeats_validation:
-                ReplicaRng(trainer.strategy.root_device).set_state(self._before_evaluation)
+                _streams(trainer).restore(*self._before_evaluation)
             if requeue:
                 trainer.save_checkpoint(requeue_path(trainer))
             elif not self._should_skip_saving_checkpoint(trainer):
@@ -247,6 +247,13 @@ class RescueCheckpoint(ModelCheckpoint):
         if requeue and trainer.is_global_zero:
             _requeue()
         raise AgreedStop
+
+
+def _streams(trainer: pl.Trainer) -> ReplicaStreams:
+    """Return the random streams of this rank; with a strategy of Lightning's there is one."""
+    if isinstance(trainer.strategy, MegatronStrategy):
+        return trainer.strategy.ranks.streams
+    return ReplicaStreams(trainer.strategy.root_device)
 
 
 def _requeue() -> None:

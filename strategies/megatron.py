@@ -589,7 +589,8 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._running.steps.training_step(batch, *args, *kwargs.values())
+        with self.ranks.streams.in_step():
+            return self._running.steps.training_step(batch, *args, *kwargs.values())
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -607,11 +608,13 @@ class MegatronStrategy(ParallelStrategy):
         if self._running.has_trained:
             self._running.training.accumulation.written.before_evaluation()
         self.wait_for_parameters()
-        if self.part.units is not None and torch.is_inference_mode_enabled():
-            # Parameters gathered in inference mode could not be trained.
-            with torch.inference_mode(False), torch.no_grad():
-                return self._running.steps.run_evaluation(hook, batch, *indices)
-        return self._running.steps.run_evaluation(hook, batch, *indices)
+        # Lightning restores the state of hooks after a sanity check.
+        with self.ranks.streams.in_step(isolated=self.module.trainer.sanity_checking):
+            if self.part.units is not None and torch.is_inference_mode_enabled():
+                # Parameters gathered in inference mode could not be trained.
+                with torch.inference_mode(False), torch.no_grad():
+                    return self._running.steps.run_evaluation(hook, batch, *indices)
+            return self._running.steps.run_evaluation(hook, batch, *indices)
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run a part of a step on every micro-batch; see
@@ -627,9 +630,10 @@ class MegatronStrategy(ParallelStrategy):
         run, module = self._running, self.module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        run.steps.backward(closure_loss, optimizer, *args, **kwargs)
+        with self.ranks.streams.in_step():
+            run.steps.backward(closure_loss, optimizer, *args, **kwargs)
         run.training.accumulation.finish_run()
-        with run.training.guard.around("on_after_backward"):
+        with self.ranks.streams.in_hook(), run.training.guard.around("on_after_backward"):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         run.training.watch_gradients()
@@ -642,7 +646,8 @@ class MegatronStrategy(ParallelStrategy):
         def step(closure: Callable[[], Any]) -> Any:
             return super(MegatronStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
 
-        return self._running.training.optimizer_step(step, closure)
+        with self.ranks.streams.in_hook():  # that a module steps inside of its training_step
+            return self._running.training.optimizer_step(step, closure)
 
     @contextmanager
     @override

@@ -11,6 +11,8 @@ device.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -67,7 +69,79 @@ class ReplicaRng:
         for device, state in zip(self._devices, states, strict=False):
             set_generator_state(device, state)
 
-    def separate_replicas(self, data_rank: int) -> None:
-        """Seed each data-parallel replica differently; replica 0 continues like a single device."""
-        if data_rank:
+
+class ReplicaStreams:
+    """Two random streams of torch on a rank: steps draw other numbers on every data-parallel
+    replica (dropout), hooks outside of steps draw the same ones on all of them.
+
+    Replicas stay equal when a hook initializes a layer again, or adds noise to gradients. With one
+    replica there is one stream, as on one device. Replica 0's steps continue where the hooks before
+    the first step were, as on one device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._rng = ReplicaRng(device)
+        self._are_two = False
+        self._steps: list[Tensor] | None = None  # the state of steps; None: that of hooks, so far
+        self._hooks: list[Tensor] | None = None  # the state of hooks, while a step runs
+
+    def separate(self, data_rank: int, num_replicas: int) -> None:
+        """Give steps a stream of their own, if there are several replicas."""
+        self._are_two = num_replicas > 1
+        if self._are_two and data_rank:
+            shared = self._rng.state()
             torch.manual_seed(torch.initial_seed() + 1_000_003 * data_rank)
+            self._steps = self._rng.state()
+            self._rng.set_state(shared)
+
+    @contextmanager
+    def in_step(self, *, isolated: bool = False) -> Iterator[None]:
+        """Draw from the stream of steps in the block.
+
+        Args:
+            isolated: Whether later steps draw as if there had been no block.
+        """
+        if not self._are_two or self._hooks is not None:
+            yield
+            return
+        before = self._steps
+        self._hooks = self._rng.state()
+        if self._steps is not None:
+            self._rng.set_state(self._steps)
+        try:
+            yield
+        finally:
+            self._steps = before if isolated else self._rng.state()
+            self._rng.set_state(self._hooks)
+            self._hooks = None
+
+    @contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Draw from the stream of hooks in the block, which is inside of a step."""
+        if self._hooks is None:
+            yield
+            return
+        self._steps = self._rng.state()
+        self._rng.set_state(self._hooks)
+        self._hooks = None
+        try:
+            yield
+        finally:
+            self._hooks = self._rng.state()
+            self._rng.set_state(self._steps)
+
+    def states(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the states of steps and of hooks, outside of a step."""
+        hooks = self._rng.state()
+        return hooks if self._steps is None else self._steps, hooks
+
+    def restore(self, steps: list[Tensor] | None, hooks: list[Tensor] | None) -> None:
+        """Set the states of steps and of hooks; None: leave one as it is. With one replica steps
+        have the only stream.
+        """
+        if not self._are_two:
+            hooks = steps or hooks
+        elif steps is not None:
+            self._steps = steps
+        if hooks is not None:
+            self._rng.set_state(hooks)

@@ -87,7 +87,7 @@ class Checkpoints:
         self._is_plain = False
         self.saver = saver
         """Writes the checkpoints."""
-        self.state = RunState(ranks.context, progress)
+        self.state = RunState(ranks.context, progress, lambda: ranks.streams)
         """Samples consumed, data positions and random states, as checkpoints hold them."""
 
     @property

@@ -8,7 +8,7 @@ states of data loaders is the same on every rank.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.parallel.rng import EXPERTS
 from megatron_lightning.pipeline.metrics import check_persistent_states
 from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
@@ -36,13 +36,19 @@ class RunState:
     Args:
         context: Groups of this rank.
         progress: The strategy's counts.
+        streams: Returns the random streams of this rank.
     """
 
-    def __init__(self, context: ParallelContext, progress: Progress) -> None:
+    def __init__(
+        self,
+        context: ParallelContext,
+        progress: Progress,
+        streams: Callable[[], ReplicaStreams],
+    ) -> None:
         self._context = context
         self._progress = progress
-        self._rng = ReplicaRng(context.device)
-        self._random_state: list[Tensor] | None = None
+        self._streams = streams
+        self._random_states: tuple[list[Tensor] | None, list[Tensor] | None] = (None, None)
         self._positions: list[dict[str, Any]] = []
         self._repeats_validation = False
 
@@ -58,8 +64,9 @@ class RunState:
         context = self._context
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         mine: dict[str, Any] = {}
+        drawn_by_steps, drawn_by_hooks = self._streams().states()
         if context.tp.rank == context.pp.rank == context.cp.rank == 0:
-            mine["data"] = (context.dp.rank, self._rng.state(), fit_loop.get("combined_loader"))
+            mine["data"] = (context.dp.rank, drawn_by_steps, fit_loop.get("combined_loader"))
         streams = context.rng.state_dict()
         experts = {EXPERTS: streams.pop(EXPERTS)}
         mine["layers"] = {_place_in_replica(context): streams} if context.dp.rank == 0 else {}
@@ -74,6 +81,7 @@ class RunState:
             "layout": asdict(context.layout),
             "tied": dict(part.tied),
             "random_states": {replica: states for replica, states, _ in data},
+            "hooks_random_state": drawn_by_hooks,
             "loaders": {replica: loader for replica, _, loader in data if loader},
             "layer_streams": {k: v for rank in ranks for k, v in rank["layers"].items()},
         }
@@ -106,15 +114,18 @@ class RunState:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][
                 context.dp.rank
             ]
-        self._random_state = own["random_states"].get(context.dp.rank)
+        states = own["random_states"]
+        self._random_states = (
+            states.get(context.dp.rank),
+            own.get("hooks_random_state") or states.get(0),
+        )
         if own["layout"] == asdict(context.layout):
             for place in (_place_in_replica(context), _place_among_experts(context)):
                 context.rng.load_state_dict(own["layer_streams"].get(place, {}))
 
     def restore_random_state(self) -> None:
         """Draw the random numbers that the run which saved the checkpoint would have drawn next."""
-        if self._random_state is not None:
-            self._rng.set_state(self._random_state)
+        self._streams().restore(*self._random_states)
 
     def restore_position(self, trainer: pl.Trainer) -> None:
         """Continue the pass over the data that the checkpoint was saved in; called when training

@@ -27,7 +27,7 @@ from megatron_lightning.parallel.collectives import gather_sequence
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import NcclOptions
-from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies import lightning_internals as internals
 
@@ -62,6 +62,8 @@ class Ranks:
         self._alone: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
         self._separated = False  # replicas draw random numbers of their own
+        self.streams = ReplicaStreams(self._device)
+        """Random streams of steps, and of hooks outside of steps."""
         self._is_alone = False  # an exception took this rank out of step with the others
         self.failure_watch: FailureWatch | None = None
         """Ends this rank when another one fails; None outside a run and on one rank."""
@@ -161,7 +163,8 @@ class Ranks:
         """Seed each data-parallel replica differently, once: when training begins."""
         if not self._separated:
             self._separated = True
-            ReplicaRng(self._device).separate_replicas(self.context.dp.rank)
+            self.streams = ReplicaStreams(self._device)
+            self.streams.separate(self.context.dp.rank, self.context.dp.size)
 
     def current_watch(self) -> FailureWatch | None:
         """Return what ends this rank when another one fails; None outside a run and on one rank."""

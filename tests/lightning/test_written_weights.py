@@ -365,3 +365,37 @@ def test_a_closure_that_is_called_twice_sees_the_moved_weights(
     layout: Layout, tmp_path: Path
 ) -> None:
     assert_close(run(layout, _step_twice, tmp_path), [single(_step_twice)] * layout.ranks)
+
+
+class _Draws(ToyModule):
+    """Draws in hooks outside of steps: weights, and noise on gradients."""
+
+    def on_train_epoch_start(self) -> None:
+        nn.init.normal_(self.model.head.weight)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad) * 0.01)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.drawn_in_steps = float(torch.rand(()))
+        return super().training_step(batch, batch_idx)
+
+
+def _draw(layout: Layout, folder: str) -> tuple[float, float, dict[str, float]]:
+    torch.manual_seed(3)
+    module = _Draws()
+    layout.trainer(folder, max_epochs=2).fit(module, layout.data_module())
+    return float(torch.rand(())), module.drawn_in_steps, _sums(module)
+
+
+@layouts(DDP2, slow=[make_layout("ddp4", 4, 4, data_parallel="ddp")])
+def test_hooks_draw_the_same_numbers_on_all_replicas_and_steps_others(
+    layout: Layout, tmp_path: Path
+) -> None:
+    ranks = run(layout, _draw, tmp_path)
+    assert {after for after, _, _ in ranks} == {ranks[0][0]}
+    assert len({in_steps for _, in_steps, _ in ranks}) == layout.data
+    if layout.data == layout.ranks:
+        assert all(sums == ranks[0][2] for _, _, sums in ranks)
