@@ -24,8 +24,6 @@ class Tagger(pl.LightningModule):
     def __init__(self, norm: str, counts: bool) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(6) if norm else nn.Identity())
-        if norm == "frozen":
-            self.net[1].eval()
         self.counts = counts
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
