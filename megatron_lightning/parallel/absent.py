@@ -9,10 +9,11 @@ it computes with them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,8 @@ class AbsentTensor(Tensor):
     path: str
     is_parameter: bool
     advice: str
+    original: weakref.ref[Tensor] | None
+    """The tensor on the full model, which the user's code may still hold."""
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class AbsentTensor(Tensor):
         made.path = path
         made.is_parameter = is_parameter
         made.advice = advice or _READ_ELSEWHERE
+        made.original = None
         return made
 
     @classmethod
@@ -111,6 +115,27 @@ def _represent(
     shape, dtype, requires_grad = like
     empty = torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
     return AbsentTensor.of(empty, path, is_parameter=is_parameter, advice=advice)
+
+
+class StaleParameter(nn.Parameter):
+    """Parameter of the full model that another pipeline rank trains, and that the user's code holds
+    in a list of its own: its values are those before the training, and refuse to be read.
+    """
+
+    path: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # called by torch
+        if func in _ASKED or func in _FREEZES:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        leaves = tree_leaves((args, kwargs))
+        path = next(leaf.path for leaf in leaves if isinstance(leaf, cls))
+        raise ShardingError(
+            f"a list or dict holds {path}, which belongs to a unit on another pipeline rank and is "
+            f"trained there. {_LISTED}"
+        )
 
 
 class _AbsentForward:
@@ -147,9 +172,10 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
             for name, tensor in list(registry.items()):
                 if tensor is not None and id(tensor) not in kept:
                     del registry[name]
-                    child.__dict__[name] = AbsentTensor.of(
-                        tensor, f"{inner}.{name}", is_parameter=registry is child._parameters
-                    )
+                    is_parameter = registry is child._parameters
+                    absent = AbsentTensor.of(tensor, f"{inner}.{name}", is_parameter=is_parameter)
+                    absent.original = weakref.ref(tensor)
+                    child.__dict__[name] = absent
         if isinstance(child, nn.RNNBase):  # keeps its weights in a list as well
             child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
     module._compiled_call_impl = None
@@ -194,6 +220,19 @@ class AbsentListing:
             for name, value in module.__dict__.items():
                 if isinstance(value, AbsentTensor):  # messages name it as the root does
                     value.path = f"{path}.{name}" if path else name
+        self._mark_stale(root)
+
+    def _mark_stale(self, root: nn.Module) -> None:
+        """Mark absent parameters that lists of the user's still hold."""
+        registered = {id(parameter) for parameter in root.parameters()}
+        for module in self._modules:
+            for value in module.__dict__.values():
+                if not _is_absent_parameter(value):
+                    continue
+                original = value.original() if value.original else None
+                if type(original) is nn.Parameter and id(original) not in registered:
+                    original.__class__ = StaleParameter
+                    cast(StaleParameter, original).path = value.path
 
     def _find(self, module: nn.Module, seen: set[nn.Module]) -> bool:
         """Return whether a module or one inside of it lacks parameters; keep those that do."""

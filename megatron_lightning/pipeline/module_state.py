@@ -273,11 +273,12 @@ def _takes(current: Any, value: Any) -> bool:
 def _entry_changes(
     before: Items, values: dict[Any, Any], place: Place, is_attribute: bool
 ) -> Iterator[Change]:
+    if before.is_same(values):
+        return
     for key in before.entries.keys() - values.keys():
         yield Change("delete", place.entry(key, is_attribute=is_attribute), None)
     for key, value in values.items():
-        entry = before.entries.get(key, MISSING)
-        yield from _changes(entry, value, place.entry(key, is_attribute=is_attribute))
+        yield from _changes(before.entry(key), value, place.entry(key, is_attribute=is_attribute))
 
 
 def _changes(before: Record, value: Any, place: Place) -> Iterator[Change]:

@@ -7,6 +7,7 @@ entry by entry; of a list or dict of more than ``MOST_ENTRIES`` only added entri
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections import deque
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 from megatron_lightning.pipeline.plain_values import equal_atoms, is_atom
 
 MOST_ENTRIES = 4096
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_MANY = 64
+"""Entries from which on tensors in a list or dict are compared together."""
 _DEPTH = 4
 """Objects inside of objects that are searched."""
 _LIBRARIES = frozenset(
@@ -121,15 +125,31 @@ class Items:
     entries: dict[Any, Record]
     """None of a list or dict that is too large."""
     length: int
+    versions: list[int] | None = None
+    """Versions of tensors among the entries, which are the values themselves; None: the entries are
+    records."""
+
+    def is_same(self, values: dict[Any, Any]) -> bool:
+        """Return whether entries that are recorded as values are the same, without a loop."""
+        if self.versions is None or len(values) != len(self.entries):
+            return False
+        same = all(map(operator.is_, values.values(), self.entries.values()))
+        return same and values.keys() == self.entries.keys() and self.versions == _versions(values)
+
+    def entry(self, key: Any) -> Record:
+        """Return the record of an entry; ``MISSING`` if there was none."""
+        record = self.entries.get(key, MISSING)
+        if self.versions and isinstance(record, Tensor):
+            version = self.versions[list(self.entries).index(key)]
+            return KeptTensor(record, version, None)
+        return record
 
 
 def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
     """Return the attributes of an object that are no code, without the ``foreign`` ones."""
-    return {
-        name: item
-        for name, item in vars(value).items()
-        if name not in foreign and not isinstance(item, _CODE)
-    }
+    own = vars(value)
+    names = [name for name in own if name not in foreign] if foreign else own
+    return {name: own[name] for name in names if not isinstance(own[name], _CODE)}
 
 
 def make_record(value: Any, seen: set[int], *, copies: bool, depth: int = 0) -> Record:
@@ -143,20 +163,34 @@ def make_record(value: Any, seen: set[int], *, copies: bool, depth: int = 0) -> 
     """
     if is_atom(value):
         return value
-    if isinstance(value, Tensor):
-        return _of_tensor(value, copies=copies)
+    if isinstance(value, Tensor):  # parameters, which lists may hold, are left alone
+        return _of_tensor(value, copies=copies) if type(value) is Tensor else Kept(value)
     if id(value) in seen or not _is_searched(value, depth):
         return Kept(value)
     seen.add(id(value))
     if isinstance(value, np.ndarray | set | deque):
         return Copied(value, value.copy())
-    inner = depth + (not isinstance(value, list | tuple | dict))
+    is_container = isinstance(value, list | tuple | dict)
+    items = _entries(value)
+    length = len(value) if is_container else len(items)
+    kinds = set(map(type, items.values()))
+    if kinds <= _PLAIN or (not copies and len(items) > _MANY and kinds <= {*_PLAIN, Tensor}):
+        return Items(value, items, length, _versions(items))
+    inner = depth + (not is_container)
     entries = {
-        key: make_record(item, seen, copies=copies, depth=inner)
-        for key, item in _entries(value).items()
+        key: make_record(item, seen, copies=copies, depth=inner) for key, item in items.items()
     }
-    length = len(value) if isinstance(value, list | tuple | dict) else len(entries)
     return Items(value, entries, length)
+
+
+def _versions(items: dict[Any, Any]) -> list[int]:
+    """Return the versions of tensors; empty if there are none."""
+    if Tensor not in set(map(type, items.values())):
+        return []
+    return [
+        item._version if isinstance(item, Tensor) and not item.is_inference() else 0
+        for item in items.values()
+    ]
 
 
 def _of_tensor(value: Tensor, *, copies: bool) -> KeptTensor:
@@ -184,7 +218,9 @@ def _entries(value: Any) -> dict[Any, Any]:
 
 def tensors_in(record: Record) -> Iterator[Tensor]:
     """Yield the recorded tensors that still exist."""
-    if isinstance(record, KeptTensor) and record.tensor is not None:
+    if isinstance(record, Tensor):
+        yield record
+    elif isinstance(record, KeptTensor) and record.tensor is not None:
         yield record.tensor
     elif isinstance(record, Copied) and isinstance(record.value, deque):
         yield from (item for item in record.value if isinstance(item, Tensor))

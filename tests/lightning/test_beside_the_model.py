@@ -105,11 +105,13 @@ class _Penalty(VectorModule):
         "layer by layer": lambda module: sum(
             p.abs().sum() for layer in module.net for p in layer.parameters()
         ),
+        "held": lambda module: sum(p.square().sum() for p in module.held["decayed"]),
         "flat": lambda module: nn.utils.parameters_to_vector(module.net.parameters()).norm(),
     }
 
     def __init__(self, way: str, hook: str = "training_step") -> None:
         super().__init__()
+        self.held = {"decayed": list(self.net.parameters())}
         self.way, self.hook = way, hook
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -152,6 +154,7 @@ _OTHERS = r"net.*weight belongs to a unit on another .* parameters\(\) .* weight
 _LEFT = r"blocks.0.aux belongs to a unit on another .* leaves it on itself .* StepReport"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     **{way: (partial(_Penalty, way), _OTHERS) for way in _Penalty.ways},
+    "held": (partial(_Penalty, "held"), r"a list or dict holds net.* belongs .* weight_decay"),
     "validation": (partial(_Penalty, "named", "validation_step"), _OTHERS),
     "left": (partial(_ReadsUnits, resets=False), _LEFT),
     "reset": (partial(_ReadsUnits, resets=True), _LEFT),

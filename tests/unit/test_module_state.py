@@ -214,3 +214,27 @@ def test_what_cannot_be_sent_is_named(module: Any) -> None:
         "self.part.settings.sparse",
     ]
     assert [str(change.place) for change in changes] == ["self.part.settings.inner.rate"]
+
+
+def test_many_entries_are_compared_together(module: Any) -> None:
+    """Writes into tensors of a long list are found as well."""
+    module.items = [torch.zeros(2) for _ in range(100)]
+    module.nested = {str(index): float("nan") for index in range(1000)}
+    state = _state(module)
+    state.begin()
+    assert state.changes() == ([], [])
+    module.items[7] += 1
+    module.items[9] = torch.ones(3)
+    module.items.append(torch.ones(1))
+    module.nested["5"] = 1.5
+    del module.nested["6"]
+    module.nested["new"] = 2.0
+    found = [(change.kind, str(change.place)) for change in state.changes()[0]]
+    assert sorted(found) == [
+        ("delete", "self.nested['6']"),
+        ("extend", "self.items"),
+        ("fill", "self.items[7]"),
+        ("set", "self.items[9]"),
+        ("set", "self.nested['5']"),
+        ("set", "self.nested['new']"),
+    ]
