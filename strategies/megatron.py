@@ -884,6 +884,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the optimizer states."""
+        if self.run is not None:
+            self.run.training.follow_restored_groups()
         if not self._saves_plain_files:
             views = [
                 self._running.training.accumulation.view(optimizer) for optimizer in self.optimizers

@@ -210,6 +210,10 @@ class GradientAccumulation:
                 "Add parameters before the backward pass, in on_train_batch_start or before."
             )
 
+    def added(self, optimizers: Sequence[object]) -> list[nn.Parameter]:
+        """Return the tensors that are new in the optimizers' groups since :meth:`follow`."""
+        return self._stepped.added(optimizers)
+
     @property
     def _is_exchanged(self) -> bool:
         """Whether optimizers step other tensors than the parameters."""

@@ -171,6 +171,10 @@ class DistributedOptimizer(OptimizerState):
         spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
         if reducer.parameters.get(name) is not parameter:
             self._check_unreduced(name, parameter, spec)
+            if isinstance(parameter, DTensor):  # frozen, in a unit of FSDP2
+                own = reducer.frozen_shard(parameter)
+                parts = [] if own is None else [Target(own.target, partial(own.shards, spec))]
+                return OptimizerEntry(name, spec, group, True, own, parts)
             shard = ParameterShard.full(parameter)
             return OptimizerEntry(name, spec, group, False, shard, [Target(parameter, spec.shards)])
         held = (

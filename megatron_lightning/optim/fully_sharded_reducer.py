@@ -202,6 +202,12 @@ class FullyShardedReducer(GradientReducer):
             sum_groups = sum_groups_of(specs[name], context)
             self._partial.setdefault((data_group, sum_groups), []).append(name)
 
+    def frozen_shard(self, parameter: nn.Parameter) -> ParameterShard | None:
+        """Return this rank's rows of a frozen parameter, or all of it outside of the units."""
+        if not isinstance(parameter, DTensor):
+            return super().frozen_shard(parameter)
+        return _shard_of(parameter, is_main=self.units.compute_dtype is not None)
+
     def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
         """Return the spec of this rank's part of a matrix, which may be empty, and the ranks that
         together hold it.

@@ -1,5 +1,5 @@
-"""Merge the parameter groups of all pipeline ranks into the full model's, and find a rank's own
-again.
+"""Merge the parameter groups of all pipeline ranks into the full model's, find a rank's own again,
+and compare them with what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from megatron_lightning.errors import CheckpointError
 
 
 def merge_groups(
@@ -40,3 +42,50 @@ def groups_of_rank(
         holder.get(next(iter(group["params"]), ""), named.get(group.get("name"), by_place[index]))
         for index, group in enumerate(local)
     ]
+
+
+def check_regrouping(
+    kind: str, local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Check that no parameter would take the options of a group that it was not in.
+
+    Args:
+        kind: Class of the optimizer.
+        local: This rank's groups, as configured.
+        saved: Groups of the checkpoint.
+
+    Raises:
+        CheckpointError: If parameters that were in groups of other options are in one group now, or
+            the other way round.
+    """
+    _check_division(kind, local, saved, "are in one group now, and were saved in groups with")
+    _check_division(kind, saved, local, "were saved in one group, and are now in groups with")
+
+
+def _check_division(
+    kind: str, groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], how: str
+) -> None:
+    """Check that the parameters of each of ``groups`` have equal options in ``others``."""
+    holder = {name: group for group in others for name in group["params"]}
+    for group in groups:
+        names = [name for name in group["params"] if name in holder]
+        options = [_options(holder[name]) for name in names]
+        for name, found in zip(names, options, strict=True):
+            keys = sorted(
+                key for key in found | options[0] if found.get(key) != options[0].get(key)
+            )
+            if keys:
+                values = "; ".join(
+                    f"{each}: " + ", ".join(f"{key}={had.get(key)}" for key in keys)
+                    for each, had in ((names[0], options[0]), (name, found))
+                )
+                raise CheckpointError(
+                    f"parameters of {kind} {how} other options ({values}), so that some would take "
+                    "the options of a group that is not theirs. Group the parameters as they were "
+                    "saved, or load the weights alone."
+                )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, str]:
+    left_out = ("params", "param_names", "name")
+    return {key: repr(value) for key, value in group.items() if key not in left_out}

@@ -138,6 +138,10 @@ class GradientReducer:
         """Return whether data-parallel ranks step different shards of a parameter."""
         return name in self.bucket_of and self.bucket_of[name].sharded
 
+    def frozen_shard(self, parameter: nn.Parameter) -> ParameterShard | None:
+        """Return this rank's shard of a frozen parameter; None: it has none."""
+        return ParameterShard.full(parameter)
+
     def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
         """Return the spec of this rank's part of a matrix and the ranks that hold the others; None:
         it is not divided here.

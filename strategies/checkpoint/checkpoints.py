@@ -32,7 +32,7 @@ from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.distributed import DistributedOptimizer
-from megatron_lightning.optim.group_names import groups_of_rank, merge_groups
+from megatron_lightning.optim.group_names import check_regrouping, groups_of_rank, merge_groups
 from megatron_lightning.optim.parameter_shard import MainShard
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint.run_state import RunState
@@ -318,14 +318,13 @@ class Checkpoints:
         states, world = checkpoint["optimizer_states"], self._context.axis("world")
         # A plain file numbers the parameters of optimizers, which exist by now.
         if self._is_plain and states:
-            order = [
-                [name for group in groups for name in group["params"]]
-                for groups in self._merged_groups(views, part)
-            ]
+            merged = self._merged_groups(views, part)
+            order = [[name for group in groups for name in group["params"]] for groups in merged]
             source = self._fitted(
                 open_checkpoint(self._path, optimizer_parameters=order, group=world), part
             )
             states = source.state()["optimizer_states"]
+            together(world, "loading the optimizers", lambda: _check_sizes(merged, states))
         if not states and views:  # as Lightning has it: the states were left out on purpose
             rank_zero_warn(
                 "the checkpoint has no optimizer states: the optimizers begin with none."
@@ -399,4 +398,20 @@ def _check_optimizers(
                 f"{type(view.optimizer).__name__} has parameters of which the checkpoint's "
                 f"optimizer knows nothing: {', '.join(new[:8])}{more}. Resume with the parameters "
                 "it was saved with, or load the weights alone."
+            )
+        check_regrouping(type(view.optimizer).__name__, view.param_groups(), state["param_groups"])
+
+
+def _check_sizes(
+    groups: Sequence[Sequence[Mapping[str, Any]]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Check the sizes of the groups of a plain file, which numbers parameters group by group."""
+    for mine, state in zip(groups, saved, strict=True):
+        now = [len(group["params"]) for group in mine]
+        then = [len(group["params"]) for group in state["param_groups"]]
+        if now != then:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has parameter groups of {then} parameters, and there "
+                f"are groups of {now} now, so that the states would be those of other parameters. "
+                "Group the parameters as they were saved, or load the weights alone."
             )

@@ -25,6 +25,7 @@ from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
+from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
 from megatron_lightning.strategies.fp8 import kept_as_codes
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
@@ -199,10 +200,20 @@ class Training:
         regrouped; see :meth:`GradientAccumulation.begin_run`.
         """
         self.guard.close()
+        self._follow()
+        self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
+
+    def _follow(self) -> None:
         changed = self.accumulation.follow(self._optimizers)
         if changed and self.watch is not None:
             self._watch_gradients(self.watch)
-        self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
+
+    def follow_restored_groups(self) -> None:
+        """Follow the parameter groups that callbacks restore before the states of optimizers are
+        loaded.
+        """
+        unfreeze_again(self._scope.module, self.accumulation.added(self._optimizers))
+        self._follow()
 
     @property
     def _optimizers(self) -> Sequence[Optimizer]:

@@ -1,0 +1,43 @@
+"""Resume of callbacks that unfreeze layers during fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def unfreeze_again(module: pl.LightningModule, added: Iterable[Tensor]) -> None:
+    """Make parameters trainable that a ``BaseFinetuning`` callback had unfrozen when the checkpoint
+    was saved.
+
+    The callback restores the parameter groups that it added, and leaves their parameters frozen, as
+    its ``setup`` has made them.
+
+    Args:
+        module: The LightningModule.
+        added: Tensors that came into the optimizers' groups since they were made.
+    """
+    trainer: pl.Trainer = module.trainer
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # set from another class
+    finetuning = next((each for each in callbacks if isinstance(each, BaseFinetuning)), None)
+    frozen = {id(tensor) for tensor in added if not tensor.requires_grad}
+    if finetuning is None or not frozen:
+        return
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in frozen]
+    for child in module.modules():
+        own = [p for p in child.parameters(recurse=False) if id(p) in frozen]
+        for parameter in own:
+            parameter.requires_grad_(True)
+        if own and isinstance(child, _BatchNorm):
+            child.track_running_stats = True
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    rank_zero_warn(
+        f"{type(finetuning).__name__} had unfrozen {', '.join(names[:3])}{more} when the "
+        "checkpoint was saved. They are trained again; Lightning's own strategies would leave them "
+        "frozen after the resume."
+    )
