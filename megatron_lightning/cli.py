@@ -1,5 +1,5 @@
 """The command line: ``megatron-lightning
-fit|validate|test|predict|preprocess|generate|checkpoint|schedule|plan``.
+fit|validate|test|predict|preprocess|generate|checkpoint|convert|schedule|plan``.
 
 Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands
 are LightningCLI's. A wrong setting ends in one line on stderr, which names the nearest valid
@@ -44,6 +44,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   preprocess  tokenize text into indexed files
   generate    continue prompts with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
+  convert     export checkpoints to Hugging Face folders; verify and compare folders
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file
 
@@ -146,7 +147,11 @@ def _run(command: str, options: list[str]) -> None:
         from megatron_lightning.checkpoint.commands import COMMANDS as TOOLS
         from megatron_lightning.models.upcycling import upcycle
 
-        _use_tool({**TOOLS, "upcycle": upcycle}, options)
+        _use_tool(command, {**TOOLS, "upcycle": upcycle}, options)
+    elif command == "convert":
+        from megatron_lightning.bridge.commands import COMMANDS as TOOLS
+
+        _use_tool(command, TOOLS, options)
     else:
         nearest = suggestion(command, COMMANDS)
         raise ConfigError(
@@ -155,14 +160,16 @@ def _run(command: str, options: list[str]) -> None:
         )
 
 
-def _use_tool(tools: Mapping[str, Callable[..., None]], options: Sequence[str]) -> None:
+def _use_tool(
+    command: str, tools: Mapping[str, Callable[..., None]], options: Sequence[str]
+) -> None:
     tool = options[0] if options else None
     if tool is None:
         raise ConfigError(
-            f"checkpoint needs a tool: {', '.join(tools)}. Add --help for their descriptions."
+            f"{command} needs a tool: {', '.join(tools)}. Add --help for their descriptions."
         )
     if tool in ("-h", "--help"):
-        print("usage: megatron-lightning checkpoint [-h] TOOL [options]\n")
+        print(f"usage: megatron-lightning {command} [-h] TOOL [options]\n")
         for name, function in tools.items():
             print(
                 f"  {name:<12} "
@@ -175,7 +182,7 @@ def _use_tool(tools: Mapping[str, Callable[..., None]], options: Sequence[str]) 
             f"there is no tool {tool!r}{nearest or '.'} The tools are {', '.join(tools)}."
         )
     try:
-        _call(tools[tool], f"checkpoint {tool}", options[1:], required_as_positional=True)
+        _call(tools[tool], f"{command} {tool}", options[1:], required_as_positional=True)
     except OSError as error:  # a folder that may not be written, a disk that is full
         raise CheckpointError(str(error)) from error
 

@@ -16,7 +16,9 @@ from megatron_lightning.config.left_out import LEFT_OUT
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
-COMMANDS = (*TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "schedule", "plan")
+COMMANDS = (
+    *TRAINER_COMMANDS, "preprocess", "generate", "checkpoint", "convert", "schedule", "plan",
+)  # fmt: skip
 _OPTIONS_OF_A_CLASS = (
     ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "
     "strategy: {class_path: MegatronStrategy, init_args: {...}}."

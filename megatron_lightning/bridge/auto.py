@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.bridge.folder import INDEX, SINGLE, HuggingFaceFolder
-from megatron_lightning.bridge.untouched import is_deferred, lazy_model
+from megatron_lightning.bridge.untouched import defer_weights, is_deferred, lazy_model
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
@@ -124,7 +124,7 @@ class AutoBridge:
         options = {**self._options, "dtype": dtype or torch.get_default_dtype()}
         if is_deferred():
             folder = HuggingFaceFolder(self.path)
-            return lazy_model(folder, self.model_class, self.config, **options)
+            return defer_weights(lazy_model(folder, self.model_class, self.config, **options))
         model: nn.Module = self.model_class.from_pretrained(
             self.path, config=self.config, **options
         )

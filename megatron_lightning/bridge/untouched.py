@@ -1,9 +1,10 @@
 """Untouched models of ``transformers`` from a folder: the only importer of ``transformers`` here.
 
 :func:`lazy_model` runs ``from_pretrained`` on lazy tensors, so that renaming, merging, tying and
-missing tensors are what ``transformers`` makes of them, and reads nothing. Then the parameters move
-to ``meta``, and a :class:`PendingWeights` beside the model remembers of which boxes of the folder
-they consist. :func:`read_weights` fills a rank's part once the module is divided.
+missing tensors are what ``transformers`` makes of them, and reads nothing.
+:func:`defer_weights` moves the parameters to ``meta``, and a :class:`PendingWeights` beside the
+model remembers of which boxes of the folder they consist. :func:`read_weights` fills a rank's part
+once the module is divided.
 """
 
 from __future__ import annotations
@@ -73,10 +74,18 @@ def is_deferred() -> bool:
 # ------------------------------------------------------------------------------------------- models
 
 
+def lazy_parameters(model: nn.Module) -> dict[str, Lazy]:
+    """Return the lazy parameters and saved buffers of a model, each once, by its first name."""
+    parameters = {n: p for n, p in model.named_parameters() if isinstance(p, Lazy)}
+    saved = model.state_dict()
+    buffers = {n: b for n, b in model.named_buffers() if n in saved and isinstance(b, Lazy)}
+    return {**parameters, **buffers}
+
+
 def lazy_model(
     folder: HuggingFaceFolder, model_class: Any, config: Any, **options: Any
 ) -> nn.Module:
-    """Return a model on ``meta`` whose values are in a folder.
+    """Return a model whose parameters are the lazy tensors of a folder.
 
     Args:
         folder: The folder.
@@ -91,12 +100,17 @@ def lazy_model(
     with _without_progress_bar():
         model, info = model_class.from_pretrained(None, **options)
     _check(folder, model_class, info)
+    result: nn.Module = model
+    return result
+
+
+def defer_weights(model: nn.Module) -> nn.Module:
+    """Move a lazy model to ``meta``; :func:`read_weights` reads its values later."""
     tensors = {name: x for name, x in model.state_dict().items() if isinstance(x, Lazy)}
     _to_meta(model)
     leave_empty(model)
     model.__dict__[_PENDING] = PendingWeights(tensors)
-    result: nn.Module = model
-    return result
+    return model
 
 
 @contextmanager

@@ -19,26 +19,10 @@ from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+from tests.helpers.hf_folders import MODELS, VOCABULARY, make_folder
 
-VOCABULARY, SEQUENCE, BATCH, STEPS = 67, 12, 8, 3
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False,
-}  # fmt: skip
-GPT2 = {
-    "n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0, "use_cache": False,
-}  # fmt: skip
-EXPERTS = {"num_local_experts": 4, "router_aux_loss_coef": 0.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", SIZES),
-    "tied": ("Qwen3ForCausalLM", SIZES | {"tie_word_embeddings": True}),
-    "experts": ("MixtralForCausalLM", SIZES | EXPERTS),
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-}
+SEQUENCE, BATCH, STEPS = 12, 8, 3
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -115,14 +99,9 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folder of every model, in files of at most 60 KB."""
+    """Return the folder of every model."""
     parent = tmp_path_factory.mktemp("folders")
-    for name, (class_name, sizes) in MODELS.items():
-        model_class = getattr(transformers, class_name)
-        torch.manual_seed(0)
-        model = model_class(model_class.config_class(**sizes))
-        model.save_pretrained(parent / name, max_shard_size="60KB")
-    return {name: parent / name for name in MODELS}
+    return {name: make_folder(name, parent) for name in MODELS}
 
 
 @pytest.mark.parametrize(

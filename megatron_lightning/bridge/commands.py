@@ -1,0 +1,179 @@
+"""``megatron-lightning convert …``: between checkpoints and Hugging Face folders, on any machine,
+without process groups; signatures are the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.export import fills_of_checkpoint, write_folder
+from megatron_lightning.bridge.folder import HuggingFaceFolder
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.pieces import Piece, assembled, inverse
+from megatron_lightning.bridge.untouched import lazy_model, lazy_parameters
+from megatron_lightning.checkpoint.progress import progress_bar
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+_LOGITS = 1e-4  # relative to the largest logit: the same operations in fp32, in one order
+_LISTED = 10
+
+
+def export(  # noqa: PLR0917  # every one is an option of the command line
+    checkpoint: str,
+    target: str,
+    like: str | None = None,
+    dtype: Dtype | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Write a checkpoint of any layout as a Hugging Face folder.
+
+    Args:
+        checkpoint: Checkpoint of a module that holds the folder's model.
+        target: The folder to write.
+        like: Folder or Hub id whose files, names and dtypes are followed; leave it out for the one
+            that ``HuggingFaceModule`` was started from.
+        dtype: Dtype of the weights; leave it out for the folder's.
+        overwrite: Replace an existing target.
+        revision: Branch, tag or commit of the Hub id.
+        trust_remote_code: Whether code in the folder may run.
+
+    Raises:
+        CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
+    """
+    source = open_checkpoint(checkpoint)
+    if like is None:
+        like, revision = _origin(source, checkpoint)
+    bridge = AutoBridge.from_hf_pretrained(
+        like, revision=revision, trust_remote_code=trust_remote_code
+    )
+    folder, parameters, pieces = _plan(bridge)
+    fills = fills_of_checkpoint(source, parameters)
+    made = assembled(folder, pieces, fills, None if dtype is None else getattr(torch, dtype))
+    with progress_bar("exporting", _num_bytes(made)) as advance:
+        write_folder(Path(target), folder, made, overwrite=overwrite, advance=advance)
+    carried = len(folder.tensors) - len(pieces)
+    unchanged = f"; {carried} tensors that the model ignores are as in {like}" if carried else ""
+    print(f"{target} holds {len(made)} tensors in {len(folder.headers)} files{unchanged}.")
+
+
+def verify(path: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """Check that a Hugging Face folder comes through unchanged: every tensor there and back, and
+    the logits of the model.
+
+    Args:
+        path: The folder, or a Hub id.
+        revision: Branch, tag or commit of the Hub id.
+        trust_remote_code: Whether code in the folder may run.
+
+    Raises:
+        CheckpointError: Naming the tensors that differ, or the difference of the logits.
+    """
+    bridge = AutoBridge.from_hf_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
+    folder, parameters, pieces = _plan(bridge)
+    fills = {name: lazy.fill for name, lazy in parameters.items()}
+    made = assembled(folder, pieces, fills)
+    wrong = [name for name, theirs in folder.tensors.items() if not _equal(theirs, made[name])]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {len(made)} tensors of {path} come back with other values: "
+            f"{', '.join(wrong[:_LISTED])}."
+        )
+    difference = _logits_difference(bridge, parameters)
+    if difference > _LOGITS:
+        raise CheckpointError(
+            f"the logits of {path} differ by {difference:.1e} of the largest one from those of "
+            "transformers, with equal weights: buffers or the configuration are not the folder's."
+        )
+    print(
+        f"{path}: {len(made)} tensors come back equal, and logits differ by {difference:.1e} of "
+        "the largest one."
+    )
+
+
+def compare(first: str, second: str) -> None:
+    """Compare the tensors of two Hugging Face folders; exit with 1 if they differ.
+
+    Args:
+        first: A folder.
+        second: Another one.
+    """
+    a, b = (HuggingFaceFolder(Path(path)).tensors for path in (first, second))
+    rows = [f"only in {first}: {name}" for name in a if name not in b]
+    rows += [f"only in {second}: {name}" for name in b if name not in a]
+    rows += [f"differs: {name}" for name in a if name in b and not _equal(a[name], b[name])]
+    if rows:
+        print("\n".join(rows))
+        raise SystemExit(1)
+    print(f"{len(a)} tensors are equal.")
+
+
+COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"export": export, "verify": verify, "compare": compare}
+)
+"""Name of a tool -> function."""
+
+
+def _plan(
+    bridge: AutoBridge,
+) -> tuple[HuggingFaceFolder, dict[str, Lazy], dict[str, list[Piece]]]:
+    """Return a folder, the model's parameters made of its tensors, and the way back."""
+    folder = HuggingFaceFolder(bridge.path)
+    model_class = bridge.model_class
+    # In the folder's dtypes: a cast there and back would round.
+    model = lazy_model(folder, model_class, bridge.config, dtype="auto")
+    parameters = lazy_parameters(model)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return folder, parameters, inverse(folder, parameters, ignored)
+
+
+def _origin(source: CheckpointSource, checkpoint: str) -> tuple[str, str | None]:
+    """Return path and revision that ``HuggingFaceModule`` recorded in a checkpoint."""
+    settings = source.state().get("hyper_parameters", {})
+    if not isinstance(settings.get("path"), str):
+        raise CheckpointError(
+            f"{checkpoint} does not say which folder its model was started from, since no "
+            "HuggingFaceModule saved it. Name the folder: --like FOLDER."
+        )
+    return settings["path"], settings.get("revision")
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+def _equal(first: Lazy, second: Lazy) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    values = (tensor.read().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(*values)
+
+
+@torch.no_grad()
+def _logits_difference(bridge: AutoBridge, parameters: Mapping[str, Lazy]) -> float:
+    """Return the largest difference of logits from those of ``from_pretrained``, relative to the
+    largest logit.
+    """
+    theirs = bridge.to_model(dtype=torch.float32).eval()
+    ours: nn.Module = bridge.model_class(bridge.config).to(torch.float32).eval()
+    state = ours.state_dict()
+    for name, lazy in parameters.items():
+        lazy.fill(Box.full(lazy.shape), state[name])
+    vocabulary = theirs.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (2, 16), generator=generator)
+    expected, found = (model(input_ids=tokens).logits for model in (theirs, ours))
+    return float((expected - found).abs().max() / expected.abs().max())

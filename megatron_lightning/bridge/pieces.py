@@ -1,0 +1,145 @@
+"""The way back: of which parts of a model's parameters each tensor of a folder consists.
+
+Filling a target on ``meta`` records which boxes of the folder's tensors lie where in it, as strided
+views. Read backwards, the records say how each tensor of the folder is made of parameters. Every
+element of the folder is used exactly once, or an error names the tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge.folder import HuggingFaceFolder
+from megatron_lightning.bridge.lazy import Fill, Lazy, spliced
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box, Shape
+
+
+class Piece(NamedTuple):
+    """A box of a folder's tensor, and where a parameter has it."""
+
+    box: Box
+    """Range of the folder's tensor."""
+    parameter: str
+    """Name in the model."""
+    inside: Box
+    """Range of the parameter."""
+    dims: tuple[int, ...]
+    """Dim of the parameter -> dim of the folder's tensor; -1: of size 1."""
+
+
+def inverse(
+    folder: HuggingFaceFolder, parameters: Mapping[str, Lazy], ignored: Iterable[str] = ()
+) -> dict[str, list[Piece]]:
+    """Return the pieces of every tensor of a folder that the model uses.
+
+    Args:
+        folder: The folder.
+        parameters: Name in the model -> tensor made of the folder's.
+        ignored: Patterns of names that the model ignores by declaration. Such tensors have no
+            pieces, and are carried from folder to folder.
+
+    Raises:
+        CheckpointError: If an element of a tensor is used by no parameter, or by several, or on the
+            way to a parameter new values are computed.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in folder.tensors}
+    for name, lazy in parameters.items():
+        with folder.recording() as uses:
+            lazy.fill(Box.full(lazy.shape), torch.empty(lazy.shape, device="meta"))
+        for use in uses:
+            pieces[use.name] += _pieces(name, tuple(lazy.shape), use.box, use.view)
+    for name in [name for name, found in pieces.items() if not found]:
+        if any(re.search(pattern, name) for pattern in ignored):
+            del pieces[name]
+    for name, found in pieces.items():
+        shape = folder.tensors[name].shape
+        count = sum(prod(piece.box.shape) for piece in found)
+        if count != prod(shape) or _overlap(found):
+            raise CheckpointError(
+                f"{folder.path}: {name} of shape {list(shape)} has {prod(shape):,} elements, and "
+                f"the model's parameters hold {count:,} of them, each once in a model that can be "
+                "written back. Save the model with transformers instead."
+            )
+    return pieces
+
+
+def _overlap(pieces: list[Piece]) -> bool:
+    return any(
+        first.box.overlap(second.box) is not None
+        for index, first in enumerate(pieces)
+        for second in pieces[:index]
+    )
+
+
+def _pieces(name: str, shape: Shape, box: Box, view: Tensor) -> Iterator[Piece]:
+    """Split a strided view of a parameter of ``shape`` into boxes of the parameter."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    dim_of = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
+    wide = [dim for dim in range(view.ndim) if view.shape[dim] > 1]
+    merged = next((dim for dim in wide if view.stride(dim) not in dim_of), None)
+    if merged is not None:  # one dim of the folder's tensor is two of the parameter: row by row
+        for row in range(view.shape[merged]):
+            inner = spliced(box, merged, 1, (box.offset[merged] + row, 1))
+            yield from _pieces(name, shape, inner, view.narrow(merged, row, 1))
+        return
+    offset = tuple(
+        view.storage_offset() // stride % size for stride, size in zip(strides, shape, strict=True)
+    )
+    order = {dim_of[view.stride(dim)]: dim for dim in wide}
+    extent = tuple(view.shape[order[dim]] if dim in order else 1 for dim in range(len(shape)))
+    dims = tuple(order.get(dim, -1) for dim in range(len(shape)))
+    yield Piece(box, name, Box(offset, extent), dims)
+
+
+def assembled(
+    folder: HuggingFaceFolder,
+    pieces: Mapping[str, list[Piece]],
+    parameters: Mapping[str, Fill],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Lazy]:
+    """Return the folder's tensors, made of a model's parameters.
+
+    Args:
+        folder: The folder whose tensors are made.
+        pieces: See :func:`inverse`; a tensor without pieces keeps the folder's values.
+        parameters: Name in the model -> function that fills boxes with its values.
+        dtype: Dtype of floating tensors; None: the folder's.
+    """
+    made = {}
+    for name, theirs in folder.tensors.items():
+        own = dtype if dtype is not None and theirs.dtype.is_floating_point else theirs.dtype
+        fill = theirs.fill
+        if name in pieces:
+            fill = _filled_by(pieces[name], parameters)
+        made[name] = Lazy(theirs.shape, own, fill)
+    return made
+
+
+def _filled_by(pieces: list[Piece], parameters: Mapping[str, Fill]) -> Fill:
+    def fill(box: Box, out: Tensor) -> None:
+        for piece in pieces:
+            common = piece.box.overlap(box)
+            if common is not None:
+                target = out[common.relative_to(box.offset).slices]
+                parameters[piece.parameter](*_inside(piece, common, target))
+
+    return fill
+
+
+def _inside(piece: Piece, common: Box, target: Tensor) -> tuple[Box, Tensor]:
+    """Return a box of the parameter, and the view of ``target`` that the box fills."""
+    moved = common.relative_to(piece.box.offset)
+    offset, shape = [], []
+    for start, dim in zip(piece.inside.offset, piece.dims, strict=True):
+        offset.append(start + (moved.offset[dim] if dim >= 0 else 0))
+        shape.append(moved.shape[dim] if dim >= 0 else 1)
+    wide = [dim for dim in piece.dims if dim >= 0]
+    order = (*wide, *(dim for dim in range(target.ndim) if dim not in wide))
+    return Box(tuple(offset), tuple(shape)), target.permute(order).view(shape)
