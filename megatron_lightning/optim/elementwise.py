@@ -13,7 +13,6 @@ The element-wise optimizers of torch are listed, optimizers of full matrices get
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +35,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.entries import OptimizerEntry
 from megatron_lightning.optim.matrices import steps_matrices
-from megatron_lightning.optim.probe import Spread, probe
+from megatron_lightning.optim.probe import DIVISIONS, Spread, probe
 from megatron_lightning.parallel.context import ParallelContext
 
 ELEMENTWISE = frozenset(
@@ -54,42 +53,10 @@ _PARTS: Mapping[str, str] = {
 }
 _HALVES: Mapping[str, str] = {
     "flat": "flat halves",
-    "rows": "halves of its rows",
-    "columns": "halves of its columns",
-    "tensors": "halves of its tensors",
+    "rows": "halves of the rows",
+    "columns": "halves of the columns",
+    "tensors": "half of the tensors each",
 }
-
-
-@dataclass(frozen=True)
-class Divided:
-    """How this rank's layout divides the groups of one optimizer."""
-
-    optimizer: Optimizer
-    entries: Sequence[OptimizerEntry]
-    """Parameters of the optimizer."""
-    divisions: tuple[str, ...]
-    """Keys of ``probe.DIVISIONS``."""
-
-    @classmethod
-    def of(
-        cls, optimizer: Optimizer, entries: Iterable[OptimizerEntry], context: ParallelContext
-    ) -> Divided:
-        """Return how ``context`` divides the parameters of ``optimizer``, an optimizer of a
-        chain.
-        """
-        groups = {id(group) for group in optimizer.param_groups}
-        own = [entry for entry in entries if id(entry.group) in groups]
-        axes = {
-            axis for entry in own for axis in entry.spec.sharded_over if context.axis(axis).size > 1
-        }
-        tensor_axes = not axes.isdisjoint({"tp", "etp"})
-        divided = {
-            "flat": any(entry.sharded for entry in own),
-            "rows": tensor_axes or "ep" in axes,
-            "columns": tensor_axes,
-            "tensors": context.pp.size > 1,
-        }
-        return cls(optimizer, own, tuple(name for name, holds in divided.items() if holds))
 
 
 def require_divisible(
@@ -110,10 +77,16 @@ def require_divisible(
     tried, failure = set[str](), ""
     for optimizer, entries in optimizers:
         for member in members(optimizer):
-            divided = Divided.of(member, entries, context)
-            if not divided.divisions or type(member) in ELEMENTWISE or steps_matrices(member):
+            divisions = _divisions(member, entries, context)
+            if not divisions or type(member) in ELEMENTWISE or steps_matrices(member):
                 continue
-            failure = failure or _failure(divided, context)
+            shapes: dict[int, list[Sequence[int]]] = {}
+            for entry in entries:
+                shapes.setdefault(id(entry.group), []).append(entry.spec.global_shape)
+            try:
+                require_elementwise(member, divisions, shapes)
+            except ConfigError as error:
+                failure = failure or str(error)
             tried.add(type(member).__name__)
     ranks = context.axis("world").all_gather_object((failure, tried))
     for failure, _ in ranks:  # pipeline ranks hold other groups
@@ -122,56 +95,95 @@ def require_divisible(
     return sorted(set[str]().union(*(names for _, names in ranks)))
 
 
-def _failure(divided: Divided, context: ParallelContext) -> str:
-    """Return why the optimizer cannot be divided; "" if it can."""
-    optimizer, divisions = divided.optimizer, divided.divisions
+def _divisions(
+    optimizer: Optimizer, entries: Iterable[OptimizerEntry], context: ParallelContext
+) -> list[str]:
+    """Return how the ranks divide the parameters of one optimizer of a chain."""
+    groups = {id(group) for group in optimizer.param_groups}
+    own = [entry for entry in entries if id(entry.group) in groups]
+    axes = {
+        axis for entry in own for axis in entry.spec.sharded_over if context.axis(axis).size > 1
+    }
+    tensor_axes = not axes.isdisjoint({"tp", "etp"})
+    divides = {
+        "flat": any(entry.sharded for entry in own),
+        "rows": tensor_axes or "ep" in axes,
+        "columns": tensor_axes,
+        "tensors": context.pp.size > 1,
+    }
+    return [name for name, holds in divides.items() if holds]
+
+
+def require_elementwise(
+    optimizer: Optimizer,
+    divisions: Sequence[str] = tuple(DIVISIONS),
+    shapes: Mapping[int, Sequence[Sequence[int]]] | None = None,
+) -> None:
+    """Check that ``optimizer`` gives the same result where its parameters are divided.
+
+    Args:
+        optimizer: The optimizer, not a chain.
+        divisions: Keys of ``probe.DIVISIONS``: what ranks divide.
+        shapes: Id of a parameter group -> global shapes of its parameters; None: those of the
+            tensors in the groups.
+
+    Raises:
+        ConfigError: If it reads more than one element, or cannot be tried.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return
     names = {each.__name__ for each in type(optimizer).__mro__}
-    if names & READ_TENSORS and divisions != ("tensors",):
-        return _refusal(divided, divisions[0], "", reads_group=False)
+    divided = next((name for name in divisions if name != "tensors"), None)
+    if names & READ_TENSORS and divided is not None:
+        raise ConfigError(_refusal(optimizer, divided, "", reads_group=False))
     for group in optimizer.param_groups:
-        entries = [entry for entry in divided.entries if entry.group is group]
-        if not entries:  # pipeline ranks that have some try it
+        target = next(iter(group["params"]), None)
+        if target is None:  # ranks that have some try it
             continue
-        target = next((target.tensor for entry in entries for target in entry.targets), None)
         tried = partial(
             probe,
             optimizer,
             group,
-            shapes=[entry.spec.global_shape for entry in entries],
-            device=context.device if target is None else target.device,
-            dtype=target.dtype
-            if target is not None and target.is_floating_point()
-            else torch.float32,
+            shapes=[p.shape for p in group["params"]] if shapes is None else shapes[id(group)],
+            device=target.device,
+            dtype=target.dtype if target.is_floating_point() else torch.float32,
         )
         try:
-            for spread in tried(divisions):
-                if not spread.is_equal:
-                    reads_group = any(not each.is_equal for each in tried(["tensors"]))
-                    return _refusal(divided, spread.division, _found(spread), reads_group)
+            found = next((each for each in tried(_in_order(divisions)) if not each.is_equal), None)
+            reads_group = found is not None and not all(s.is_equal for s in tried(["tensors"]))
         except Exception as error:
-            return (
+            raise ConfigError(
                 f"{type(optimizer).__name__} could not be tried on small tensors "
                 f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
                 f"{_PARTS[divisions[0]]}. {_advice(reads_group=True)}"
-            )
-    return ""
+            ) from error
+        if found is not None:
+            part = found.division if found.division in divisions else "flat"
+            raise ConfigError(_refusal(optimizer, part, _found(found), reads_group))
+
+
+def _in_order(divisions: Sequence[str]) -> list[str]:
+    """Return what is tried: before flat halves, of which Shampoo decomposes a matrix of their
+    length squared, those of rows and columns, which show the same of most.
+    """
+    tried = {"rows", "columns", *divisions} if "flat" in divisions else {*divisions}
+    return [name for name in ("rows", "columns", "tensors", "flat") if name in tried]
 
 
 def _found(spread: Spread) -> str:
     return (
-        f": two copies of it that step {_HALVES[spread.division]} of a trial differ from one that "
-        f"steps all by {spread.difference:.2g} of the largest update"
+        f": in a trial, two copies of it that step {_HALVES[spread.division]} differ from one that "
+        f"steps everything by {spread.difference:.2g} of the largest update"
     )
 
 
-def _refusal(divided: Divided, division: str, found: str, reads_group: bool) -> str:
+def _refusal(optimizer: Optimizer, division: str, found: str, reads_group: bool) -> str:
     what = "statistics of all parameters of a group" if reads_group else "every tensor as a whole"
     text = (
-        f"{type(divided.optimizer).__name__} reads {what}, and {_PARTS[division]}{found}. "
+        f"{type(optimizer).__name__} reads {what}, and {_PARTS[division]}{found}. "
         f"{_advice(reads_group)}"
     )
-    has_matrices = any(len(entry.spec.global_shape) > 1 for entry in divided.entries)
-    if reads_group or not has_matrices:
+    if reads_group:
         return text
     return (
         f"{text} An optimizer of matrices that works on every layout is Muon, since one rank owns "

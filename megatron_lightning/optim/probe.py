@@ -152,7 +152,7 @@ def trial_shapes(shapes: Sequence[Sequence[int]], *, divided: bool = True) -> li
     bound = _LARGEST_SIZE if divided else 1
     largest = max(shapes, key=prod, default=(_SMALLEST, _SMALLEST))
     if len(largest) < 2:
-        length = max(_SMALLEST**2, min(prod(largest), bound))
+        length = max(_SMALLEST, min(prod(largest), bound))
         return [(length,), (_SMALLEST,)]
     vectors = [(_SMALLEST,)] if any(len(shape) < 2 for shape in shapes) else []
     return [_bounded(largest, bound), _bounded(largest, 1), *vectors]
@@ -204,9 +204,13 @@ def _orthogonal_to_rows(gradient: Tensor, value: Tensor) -> Tensor:
 
 @contextmanager
 def _unchanged(rng: ReplicaRng) -> Iterator[None]:
+    """Restore the random states; functions that an optimizer compiles for each shape run as they
+    are.
+    """
     states = rng.everything()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         rng.restore(states)
 

@@ -17,11 +17,29 @@ from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
+
+
+class _Normalized(SGD):
+    """A step by the norm of all gradients of a group, where the group asks for it."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            moved = [p for p in group["params"] if p.grad is not None]
+            if group["normalized"] and moved:
+                norm = torch.stack([p.grad.norm() for p in moved]).norm()
+                for p in moved:
+                    p.grad.div_(norm)
+        super().step()
+        return loss
+
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 50
 CONFIG = TransformerConfig(
@@ -129,3 +147,32 @@ def test_optimizers_equal_one_device(ranks: int, options: dict[str, Any]) -> Non
             assert norms == pytest.approx(expected[name][1], rel=tolerance), name
             if replicas == 1:
                 assert losses == pytest.approx(expected[name][0], rel=tolerance), name
+
+
+class _NormalizedHead(_Module):
+    """One group of an optimizer reads its norm: that of the head, which one pipeline rank has."""
+
+    def configure_optimizers(self) -> Optimizer:  # type: ignore[override]
+        head = [p for name, p in self.named_parameters() if "output_layer" in name]
+        others = [p for name, p in self.named_parameters() if "output_layer" not in name]
+        groups = [{"params": head, "normalized": True}, {"params": others, "normalized": False}]
+        optimizer = _Normalized([{"params": []}], lr=0.1)
+        optimizer.param_groups.clear()
+        for group in groups:
+            optimizer.add_param_group(group)
+        return optimizer
+
+
+def _refusal(options: dict[str, Any]) -> tuple[str, int]:
+    fit = trainer(MegatronStrategy(**options), max_steps=1)
+    try:
+        fit.fit(_NormalizedHead(""), DataLoader(_samples(), batch_size=GLOBAL_BATCH))
+    except ConfigError as error:
+        return str(error), fit.global_step
+    return "it trained", fit.global_step
+
+
+def test_all_ranks_refuse_what_one_pipeline_rank_finds() -> None:
+    first, *others = run_ranks(2, _refusal, {PP: 2, "micro_batch_size": 2})
+    assert first[0].startswith("_Normalized reads statistics of all parameters of a group, and pip")
+    assert [first] * len(others) == others and first[1] == 0

@@ -218,7 +218,8 @@ def test_thresholds_are_reached_by_the_shapes_of_a_group() -> None:
     assert trial_shapes([(50_000, 64)])[0] == (4096, 128)
     assert trial_shapes([(8, 300, 200)])[0] == (8, 300, 200)  # stacked experts
     assert trial_shapes([(64, 32, 3, 3)])[0] == (128, 128, 3, 3)
-    assert trial_shapes([(6,), ()]) == [(128**2,), (128,)]
+    assert trial_shapes([(6,), ()]) == [(128,), (128,)]
+    assert trial_shapes([(5000,)]) == [(5000,), (128,)]
     assert trial_shapes([(300, 200)], divided=False)[0] == (128, 128)
     found = differences(FactoredFrom(parameters((200, 200)), least=200))
     assert found["flat"] > 1e-2 and found["rows"] > 1e-2
