@@ -74,8 +74,11 @@ def require_divisible(
     Raises:
         ConfigError: On all ranks, if an optimizer reads more than the elements that a rank steps.
     """
-    tried, failure = set[str](), ""
-    for optimizer, entries in optimizers:
+    tried, failure, divided = set[str](), "", list(optimizers)
+    sharded = any(entry.sharded for _, entries in divided for entry in entries)
+    if not sharded and context.layout.model_parallel_size == 1:
+        return []
+    for optimizer, entries in divided:
         for member in members(optimizer):
             divisions = _divisions(member, entries, context)
             if not divisions or type(member) in ELEMENTWISE or steps_matrices(member):
