@@ -41,9 +41,15 @@ from megatron_lightning.parallel.context import ParallelContext
 ELEMENTWISE = frozenset(
     {SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop}
 )
-READ_TENSORS = frozenset({"AdamP", "SGDP"})
-"""Names of classes that project gradients which are nearly orthogonal to a tensor: whether a trial
-shows it depends on the data."""
+READERS: Mapping[str, bool] = {
+    "AdamP": False,
+    "SGDP": False,
+    "ScalableShampoo": False,
+    "DistributedShampoo": False,
+    "SWATS": True,
+}
+"""Class that a trial may not show, since it reads tensors in some steps only (where gradients are
+nearly orthogonal to a tensor, every thousandth step) -> whether it reads a full group as well."""
 
 _PARTS: Mapping[str, str] = {
     "flat": 'data_parallel="zero1" or "fsdp" gives each rank flat shards',
@@ -135,10 +141,10 @@ def require_elementwise(
     """
     if type(optimizer) in ELEMENTWISE:
         return
-    names = {each.__name__ for each in type(optimizer).__mro__}
-    divided = next((name for name in divisions if name != "tensors"), None)
-    if names & READ_TENSORS and divided is not None:
-        raise ConfigError(_refusal(optimizer, divided, "", reads_group=False))
+    for name in (each.__name__ for each in type(optimizer).__mro__):
+        part = next((d for d in divisions if d != "tensors" or READERS.get(name)), None)
+        if name in READERS and part is not None:
+            raise ConfigError(_refusal(optimizer, part, "", READERS[name]))
     for group in optimizer.param_groups:
         target = next(iter(group["params"]), None)
         if target is None:  # ranks that have some try it

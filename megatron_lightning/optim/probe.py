@@ -32,7 +32,8 @@ Halves = tuple[list[Tensor], list[Tensor]]
 Gradients = Callable[[int, Sequence[Tensor]], list[Tensor]]
 """Returns the gradients of a step, by its number and the values before it."""
 
-STEPS = 8
+_STEPS_SMALL, _STEPS_LARGE = 32, 8
+"""Steps with small tensors, in which estimated step sizes grow, and with a group's largest."""
 _SMALLEST, _LARGEST = 128, 4096
 """Entries of a dim. Optimizers treat small matrices in another way: Adafactor of big_vision factors
 from 32 on, optax's from 128 on."""
@@ -87,30 +88,49 @@ def probe(
     Raises:
         ProbeError: If the optimizer does not step the tensors, or evaluates the loss several times.
     """
-    generator = torch.Generator().manual_seed(0)
-    tried = trial_shapes(shapes, divided=list(divisions) != ["tensors"])
-    start = [_random(shape, generator).to(device, dtype) for shape in tried]
-    base = [_random(shape, generator).to(device, dtype) for shape in tried]
-    rng = ReplicaRng(device)
-    for direction in (_as_drawn, _orthogonal_to_rows):
-        gradients = _Gradients(base, direction)
-        with _unchanged(rng):
-            full = _stepped(optimizer, group, start, gradients)
-        if all(torch.equal(after, before) for after, before in zip(full, start, strict=True)):
-            raise ProbeError(
-                "it did not move a matrix in its param_groups; it steps something else, such as "
-                "the groups of an optimizer inside it"
-            )
-        for name in divisions:
-            divide = DIVISIONS[name]
-            differences: list[float] = []
-            for half in (0, 1):
-                before, after = divide(start)[half], divide(full)[half]
-                steps = [divide(step)[half] for step in gradients.steps]
-                with _unchanged(rng):
-                    values = _stepped(optimizer, group, before, partial(_recorded, steps))
-                differences += map(_difference, values, after, before)
-            yield Spread(name, max(differences))
+    small = trial_shapes(shapes, 1)
+    large = trial_shapes(shapes, _LARGEST_SIZE)
+    trials = [(small, _STEPS_SMALL)]
+    if large != small and list(divisions) != ["tensors"]:
+        trials.append((large, _STEPS_LARGE))
+    for tried, num_steps in trials:
+        generator = torch.Generator().manual_seed(0)
+        start, base = (
+            [_random(shape, generator).to(device, dtype) for shape in tried] for _ in range(2)
+        )
+        for direction in (_as_drawn, _orthogonal_to_rows):
+            gradients = _Gradients(base, direction, num_steps)
+            yield from _tried(optimizer, group, divisions, start, gradients)
+
+
+def _tried(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    divisions: Sequence[str],
+    start: Sequence[Tensor],
+    gradients: _Gradients,
+) -> Iterator[Spread]:
+    """Yield the results of one trial from ``start``."""
+    rng = ReplicaRng(start[0].device)
+    with _unchanged(rng):
+        full = _stepped(optimizer, group, start, gradients, gradients.num_steps)
+    if all(torch.equal(after, before) for after, before in zip(full, start, strict=True)):
+        raise ProbeError(
+            "it did not move a matrix in its param_groups; it steps something else, such as "
+            "the groups of an optimizer inside it"
+        )
+    for name in divisions:
+        divide = DIVISIONS[name]
+        differences: list[float] = []
+        for half in (0, 1):
+            before, after = divide(start)[half], divide(full)[half]
+            steps = [divide(step)[half] for step in gradients.steps]
+            with _unchanged(rng):
+                values = _stepped(
+                    optimizer, group, before, partial(_recorded, steps), gradients.num_steps
+                )
+            differences += map(_difference, values, after, before)
+        yield Spread(name, max(differences))
 
 
 class _Gradients:
@@ -121,10 +141,14 @@ class _Gradients:
     """
 
     def __init__(
-        self, base: Sequence[Tensor], direction: Callable[[Tensor, Tensor], Tensor]
+        self,
+        base: Sequence[Tensor],
+        direction: Callable[[Tensor, Tensor], Tensor],
+        num_steps: int,
     ) -> None:
         self._base = base
         self._direction = direction
+        self.num_steps = num_steps
         self.steps: list[list[Tensor]] = []
 
     def __call__(self, step: int, values: Sequence[Tensor]) -> list[Tensor]:
@@ -142,20 +166,19 @@ def _recorded(steps: Sequence[list[Tensor]], step: int, _: Sequence[Tensor]) -> 
     return steps[step]
 
 
-def trial_shapes(shapes: Sequence[Sequence[int]], *, divided: bool = True) -> list[tuple[int, ...]]:
+def trial_shapes(shapes: Sequence[Sequence[int]], largest_size: int) -> list[tuple[int, ...]]:
     """Return the shapes that represent a group: its largest one in bounds, a smaller one of as many
     dims, and a vector if the group has vectors.
 
-    ``divided``: whether tensors are divided; otherwise their size does not matter, and the largest
-    is small as well.
+    Args:
+        shapes: Global shapes of the group's parameters.
+        largest_size: Elements of a tensor, as far as dims are not below the least.
     """
-    bound = _LARGEST_SIZE if divided else 1
     largest = max(shapes, key=prod, default=(_SMALLEST, _SMALLEST))
     if len(largest) < 2:
-        length = max(_SMALLEST, min(prod(largest), bound))
-        return [(length,), (_SMALLEST,)]
+        return [(max(_SMALLEST, min(prod(largest), largest_size)),), (_SMALLEST,)]
     vectors = [(_SMALLEST,)] if any(len(shape) < 2 for shape in shapes) else []
-    return [_bounded(largest, bound), _bounded(largest, 1), *vectors]
+    return [_bounded(largest, largest_size), _bounded(largest, 1), *vectors]
 
 
 def _bounded(shape: Sequence[int], largest_size: int) -> tuple[int, ...]:
@@ -257,12 +280,16 @@ DIVISIONS: Mapping[str, Callable[[Sequence[Tensor]], Halves]] = {
 
 
 def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], gradients: Gradients
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: Sequence[Tensor],
+    gradients: Gradients,
+    num_steps: int,
 ) -> list[Tensor]:
     """Step copies of ``values`` with a copy of ``optimizer``; return the results."""
     parameters = [nn.Parameter(value.detach().clone()) for value in values]
     clone = _copy_of(optimizer, group, parameters)
-    for number in range(STEPS):
+    for number in range(num_steps):
         closure = _Closure(parameters, gradients(number, [each.detach() for each in parameters]))
         closure()
         type(optimizer).step(clone, closure)
@@ -298,7 +325,8 @@ def _copy_of(
     options = {key: value for key, value in group.items() if key != "params"}
     clone = object.__new__(type(optimizer))
     attributes = vars(clone)  # param_groups and state may be properties of the class
-    attributes["state"] = defaultdict(dict)
+    own = {k: copy.deepcopy(v, memo) for k, v in optimizer.state.items() if isinstance(k, str)}
+    attributes["state"] = defaultdict(dict, own)
     attributes["param_groups"] = [{"params": parameters, **copy.deepcopy(options, memo)}]
     # An optimizer inside that shares groups or state with this one shares those of the copy.
     memo |= {

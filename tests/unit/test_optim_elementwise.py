@@ -125,7 +125,7 @@ class Projected(Own):
     def updates(self, moved: list[nn.Parameter]) -> list[Tensor]:
         cosines = [torch.cosine_similarity(p.grad, p.detach(), dim=-1).abs().max() for p in moved]
         return [
-            p.grad * p.norm(dim=-1, keepdim=True) if p.ndim > 1 and cosine < 1e-4 else p.grad
+            2 * p.grad if p.ndim > 1 and cosine < 1e-4 else p.grad
             for p, cosine in zip(moved, cosines, strict=True)
         ]
 
@@ -213,14 +213,15 @@ def test_a_trial_shows_what_a_step_reads(
 
 
 def test_thresholds_are_reached_by_the_shapes_of_a_group() -> None:
-    assert trial_shapes([(8, 6), (6,)]) == [(128, 128), (128, 128), (128,)]
-    assert trial_shapes([(300, 200), (8, 8)]) == [(300, 200), (128, 128)]
-    assert trial_shapes([(50_000, 64)])[0] == (4096, 128)
-    assert trial_shapes([(8, 300, 200)])[0] == (8, 300, 200)  # stacked experts
-    assert trial_shapes([(64, 32, 3, 3)])[0] == (128, 128, 3, 3)
-    assert trial_shapes([(6,), ()]) == [(128,), (128,)]
-    assert trial_shapes([(5000,)]) == [(5000,), (128,)]
-    assert trial_shapes([(300, 200)], divided=False)[0] == (128, 128)
+    size = 2**20
+    assert trial_shapes([(8, 6), (6,)], size) == [(128, 128), (128, 128), (128,)]
+    assert trial_shapes([(300, 200), (8, 8)], size) == [(300, 200), (128, 128)]
+    assert trial_shapes([(50_000, 64)], size)[0] == (4096, 128)
+    assert trial_shapes([(8, 300, 200)], size)[0] == (8, 300, 200)  # stacked experts
+    assert trial_shapes([(64, 32, 3, 3)], size)[0] == (128, 128, 3, 3)
+    assert trial_shapes([(6,), ()], size) == [(128,), (128,)]
+    assert trial_shapes([(5000,)], size) == [(5000,), (128,)]
+    assert trial_shapes([(300, 200)], 1)[0] == (128, 128)
     found = differences(FactoredFrom(parameters((200, 200)), least=200))
     assert found["flat"] > 1e-2 and found["rows"] > 1e-2
 
@@ -242,7 +243,7 @@ def test_a_layout_is_refused_by_what_it_divides() -> None:
         check(Normalized(parameters()), pp=2)
 
 
-def test_adamp_is_known_by_name() -> None:
+def test_what_a_trial_may_not_show_is_known_by_name() -> None:
     class AdamP(Lion):
         pass
 
@@ -252,6 +253,12 @@ def test_adamp_is_known_by_name() -> None:
     with pytest.raises(ConfigError, match="Derived reads every tensor as a whole"):
         check(Derived(parameters()), sharded=True)
     assert check(AdamP(parameters()), pp=2) == ["AdamP"]
+
+    class SWATS(Lion):
+        pass
+
+    with pytest.raises(ConfigError, match="SWATS reads statistics"):
+        check(SWATS(parameters()), pp=2)
 
 
 def test_full_matrices_and_known_optimizers_are_not_tried() -> None:
