@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lightning.checkpoint.entries import TABLE
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.naming import FULL_STATE, OWN
 from megatron_lightning.checkpoint.progress import Advance, silent
@@ -48,6 +49,7 @@ def average(
     opened = [open_checkpoint(source) for source in sources]
     states = [source.state() for source in opened]
     own: dict[str, Any] = next((state[OWN] for state in reversed(states) if OWN in state), {})
+    own = {key: value for key, value in own.items() if key != TABLE}  # only weights are written
     # Plain files have tied weights under each of their names, directories under their owner's.
     tensors = [_weights(source, leave_out=own.get("tied", {})) for source in opened]
     if not tensors[-1]:

@@ -18,7 +18,8 @@ from megatron_lightning.errors import CheckpointError
 
 Path = tuple[Any, ...]
 
-_TABLE = "entries"
+TABLE = "entries"
+"""Key of the record among this package's entries of a checkpoint."""
 
 
 class Entry(NamedTuple):
@@ -39,7 +40,7 @@ class Entry(NamedTuple):
 def write_table(checkpoint: dict[str, Any], entries: Iterable[Entry]) -> None:
     """Record the entries in a checkpoint."""
     rows = [(e.stored, e.name, list(e.path), e.base, e.in_list) for e in entries]
-    checkpoint[OWN] = {**checkpoint.get(OWN, {}), _TABLE: rows}
+    checkpoint[OWN] = {**checkpoint.get(OWN, {}), TABLE: rows}
 
 
 def read_table(checkpoint: Mapping[str, Any]) -> list[Entry] | None:
@@ -48,7 +49,7 @@ def read_table(checkpoint: Mapping[str, Any]) -> list[Entry] | None:
     Raises:
         CheckpointError: If the record is malformed.
     """
-    rows = (checkpoint.get(OWN) or {}).get(_TABLE)
+    rows = (checkpoint.get(OWN) or {}).get(TABLE)
     if rows is None:
         return None
     entries = []
@@ -56,7 +57,7 @@ def read_table(checkpoint: Mapping[str, Any]) -> list[Entry] | None:
         kinds = (str, str, list, int, bool)
         if len(row) != len(kinds) or not all(map(isinstance, row, kinds)) or not row[2]:
             raise CheckpointError(
-                f"[{OWN!r}][{_TABLE!r}] of the checkpoint has not its form: {row!r}. Use another "
+                f"[{OWN!r}][{TABLE!r}] of the checkpoint has not its form: {row!r}. Use another "
                 "checkpoint."
             )
         entries.append(Entry(row[0], row[1], tuple(row[2]), row[3], row[4]))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint import read_full
+from megatron_lightning.checkpoint.averaging import average
 from megatron_lightning.errors import CheckpointError, ShardingError
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (
@@ -111,6 +112,15 @@ def _load(layout: Layout, folder: str) -> list[str]:
     ]
 
 
+def _evaluate(layout: Layout, folder: str) -> None:
+    """Load a checkpoint of weights alone."""
+    trainer = layout.trainer(folder)
+    module = ToyModule(num_layers=2)
+    trainer.validate(
+        module, datamodule=layout.data_module(), ckpt_path=f"{folder}/mean.ckpt", verbose=False
+    )
+
+
 def _wrong(found: Any, expected: Any, path: str = "") -> list[str]:
     if isinstance(expected, Tensor):
         full = getattr(expected, "to_local", lambda: expected)()
@@ -161,6 +171,8 @@ def test_states_move_between_layouts(before: Layout, after: Layout, tmp_path: Pa
         assert len(state["list"]) == len(names)
         for name, entry in zip(names, state["list"], strict=True):
             assert torch.equal(entry, full["state_dict"][name])
+        average(tmp_path / "mean.ckpt", [tmp_path / "last.ckpt"])
+        run(ONE, _evaluate, tmp_path)
 
 
 class _State(pl.Callback):
