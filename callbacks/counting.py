@@ -39,7 +39,7 @@ def num_tokens(
     Raises:
         ConfigError: If the batch has no tensor ``entry``.
     """
-    entries = batch if isinstance(batch, Mapping) else {}
+    entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
     if entry is not None:
         if not isinstance(entries.get(entry), Tensor):
             found = ", ".join(map(str, entries)) or f"of type {type(batch).__name__}"
@@ -48,9 +48,11 @@ def num_tokens(
                 "tokens to the entry that holds one element for each token."
             )
         return int(entries[entry].numel())
-    dims: Mapping[str, int] | None = getattr(module, "sequence_dims", None)
+    dims: Mapping[Any, int] | None = getattr(module, "sequence_dims", None)
     if dims is None:
         dims = getattr(getattr(trainer, "datamodule", None), "sequence_dims", None)
+    if isinstance(batch, list | tuple):
+        entries = dict(enumerate(batch))  # sequence_dims names these by their places
     lengths = [
         entries[name].shape[dim]
         for name, dim in (dims or {}).items()

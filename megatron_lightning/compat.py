@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -472,6 +473,19 @@ class GradientHooks:
                 tensor._backward_hooks = hooks
         if self._accumulated:
             leaf._post_accumulate_grad_hooks = self._accumulated
+
+
+@contextmanager
+def unlogged_fake_tensors() -> Iterator[None]:
+    """Around a run on fake tensors whose errors are handled: torch prints each with its traceback
+    before it raises.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def avoid_fused_inference(model: nn.Module) -> None:

@@ -296,7 +296,7 @@ class ShardedUnits:
         low = f", used as {self.compute_dtype}".replace("torch.", "") if self.compute_dtype else ""
         copies = f", {instances} times" if instances > 1 else ""
         return (
-            f"Of these, {len(self.units)} units with {len(self.names)} parameters are shards over "
+            f"{len(self.names)} parameter tensors in {len(self.units)} units are shards over "
             f"{ranks}{copies}{low}, {kept}; gradients are reduce-scattered {reduced}."
         )
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from megatron_lightning.compat import unlogged_fake_tensors
 from megatron_lightning.pipeline.taint import Taint, Uses
 from megatron_lightning.pipeline.units import Calls, has_own_forward
 
@@ -69,7 +70,7 @@ class ExampleRun:
             ways.append(_real)
         for way in ways:
             try:
-                with way(caller, args, kwargs) as (module, call):
+                with unlogged_fake_tensors(), way(caller, args, kwargs) as (module, call):
                     return observe(module.get_submodule(inner), call)
             except Exception as error:
                 _log.debug("%s on example inputs: %r", type(caller).__name__, error)

@@ -161,3 +161,22 @@ def _describe_after(layout: Layout, folder: str) -> None:
         fit.strategy.describe(module)
     with torch.device("meta"):
         fit.strategy.describe(ToyModule())
+
+
+class _Mismatched(pl.LightningModule):
+    """An example that does not fit: the run on it fails, and torch would print why."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.example_input_array = torch.zeros(1, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x)
+        return out
+
+
+def test_a_run_on_an_example_that_fails_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    table = MegatronStrategy(pipeline_model_parallel_size=2).describe(_Mismatched())
+    assert "net.3" in table
+    assert caplog.records == []

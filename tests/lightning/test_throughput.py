@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from megatron_lightning.callbacks import MemoryMonitor, SpeedMonitor, ThroughputMonitor
+from megatron_lightning.callbacks.counting import num_tokens
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
@@ -418,3 +419,14 @@ def test_progress_bar_metrics_csv_and_overhead(
     assert "tokens_per_second" in "".join(capsys.readouterr())
     assert 0 < monitor.overhead < 0.01, monitor.overhead
     assert 0 < memory.overhead < 0.01, memory.overhead
+
+
+def test_a_tuple_has_the_tokens_of_its_declared_sequence() -> None:
+    batch = (torch.zeros(2, 5, 3), torch.zeros(2))
+    trainer: Any = SimpleNamespace(datamodule=None)
+    for of_kind in (batch, list(batch)):
+        module: Any = _Module(sequence_dims={0: 1})
+        assert num_tokens(trainer, module, of_kind, None) == 10
+    assert num_tokens(trainer, _Module(), batch, None) == 0  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(datamodule=SimpleNamespace(sequence_dims={0: 1}))
+    assert num_tokens(data, _Module(), batch, None) == 10  # type: ignore[arg-type]
