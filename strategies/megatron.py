@@ -666,6 +666,8 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 or self._running.training.accumulation.written.is_due:
+            self._running.check_draws()
         self._running.clock.agree(self.module.trainer)
 
     @override

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
+from megatron_lightning.assembly.draws import check_draws
 from megatron_lightning.assembly.full_state import FullState
 from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.part import Part
@@ -394,6 +395,10 @@ class Run:
         """Look for written weights before the next batch: hooks run now that may write some."""
         if self._training is not None:
             self._training.accumulation.written.expect()
+
+    def check_draws(self) -> None:
+        """Check that no hook drew the same numbers into different shards; a collective."""
+        check_draws(self.module, self.part.specs, self._ranks.context)
 
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a

@@ -53,6 +53,11 @@ class WrittenWeights:
         """Look before the next batch: hooks run now that may write weights."""
         self._due = True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether hooks have run that may have written weights; the same on all ranks."""
+        return self._due
+
     def before_evaluation(self) -> None:
         """Look before a batch of an evaluation, if it is due. A collective."""
         if self._due:

@@ -399,3 +399,29 @@ def test_hooks_draw_the_same_numbers_on_all_replicas_and_steps_others(
     assert len({in_steps for _, in_steps, _ in ranks}) == layout.data
     if layout.data == layout.ranks:
         assert all(sums == ranks[0][2] for _, _, sums in ranks)
+
+
+def _draw_into_shards(layout: Layout, folder: str) -> str:
+    class Draws(ToyModule):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                for name, parameter in self.named_parameters():
+                    if name.endswith("linear1.weight"):
+                        nn.init.normal_(parameter)
+
+    try:
+        layout.trainer(folder, max_epochs=2).fit(Draws(), layout.data_module())
+    except PeerFailure:
+        return "peer"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@layouts(TP2_TOY, slow=[FSDP2, DP2])
+def test_draws_into_shards_are_refused(layout: Layout, tmp_path: Path) -> None:
+    for text in run(layout, _draw_into_shards, tmp_path):
+        if layout.name == "dp2":  # a full parameter on every rank
+            assert text == "trained"
+        else:
+            assert text == "peer" or ("ShardingError" in text and "linear1.weight" in text), text
