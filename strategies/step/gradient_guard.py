@@ -172,18 +172,20 @@ class GradientGuard:
     def _examine(self, code: _Code) -> None:
         """Refuse, or warn of, what code reads."""
         takes, aware = takes_norms(code.names), not code.names.isdisjoint(READ_BY_STRATEGY)
+        if aware:  # a module for several strategies chooses by itself
+            return
         if self._sharded and (takes or not code.names.isdisjoint(CLIPS)):
             self._withheld.begin(
                 self._module.parameters(),
                 f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): a "
                 f"norm would be 0, and clipping would change nothing. {_ADVICE}",
             )
-        elif takes and not aware:
+        elif takes:
             raise ConfigError(
                 f"{code.name} takes norms of p.grad, of which each rank holds a part "
                 f"({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
             )
-        elif "grad" in code.names and not aware and code.name not in self._warned:
+        elif "grad" in code.names and code.name not in self._warned:
             self._warned.add(code.name)
             held = "is None on every parameter" if self._sharded else "is a part on each rank"
             rank_zero_warn(f"{code.name} reads p.grad, which {held} ({self._parts}). {_ADVICE}")
