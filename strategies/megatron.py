@@ -36,6 +36,7 @@ from typing_extensions import override
 
 from megatron_lightning import compat
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.plans import check_plan_choice
 from megatron_lightning.checkpoint import plain_file
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.saver import SaveReport
@@ -132,7 +133,8 @@ class MegatronStrategy(ParallelStrategy):
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
             "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that
-            has no ``sharding_plan()`` of its own.
+            has no ``sharding_plan()`` of its own; "auto": split every linear layer by its output,
+            and embeddings by rows.
         checkpoint_options: Saving in the background, and the response to a failed save; None: the
             defaults.
         process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for
@@ -167,7 +169,7 @@ class MegatronStrategy(ParallelStrategy):
         compile_options: CompileOptions | None = None,
         non_finite: NonFinite = "ignore",
         start_method: StartMethod = "popen",
-        sharding_plan: ShardingPlan | None = None,
+        sharding_plan: ShardingPlan | Literal["auto"] | None = None,
         checkpoint_options: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         nccl_communicator_config_path: str | None = None,
@@ -184,6 +186,7 @@ class MegatronStrategy(ParallelStrategy):
         )
         warn_of_other_namespace()
         check_options(micro_batch_size, data_parallel, start_method, non_finite)
+        check_plan_choice(sharding_plan)
         check_process_groups(process_group_backend, timeout_s)
         pipeline = pipeline_options or PipelineOptions()
         sequence = context_options or ContextOptions()

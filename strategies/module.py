@@ -25,7 +25,7 @@ from megatron_lightning.assembly.assemble import (
     is_full,
     reattach,
 )
-from megatron_lightning.assembly.describe import describe_layout
+from megatron_lightning.assembly.describe import describe_layout, describe_sequence_parallel
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
@@ -35,8 +35,7 @@ from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models.hf_plans import transformers_models
 from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import copy_attributes
+from megatron_lightning.parallel.parameters import copy_attributes
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
 from megatron_lightning.strategies.options import StrategyOptions
@@ -163,6 +162,7 @@ def print_layout(
     """Print layout and parameter counts on rank 0."""
     if context.world_size > 1:
         layout = options.layout
+        sequence_parallel = describe_sequence_parallel(layout, shards_sequence=part.shards_sequence)
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
         shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)})"
@@ -175,21 +175,10 @@ def print_layout(
         rank_zero_info(
             f"MegatronStrategy: tensor {layout.tp}{shared if layout.cp > 1 else ''} x pipeline "
             f"{layout.pp} x data "
-            f"{context.dp.size}{experts}, sequence parallel {_sequence_parallel(part, layout)}, "
+            f"{context.dp.size}{experts}, sequence parallel {sequence_parallel}, "
             f"{options.data_parallel}{schedule}. The model has {part.num_parameters:,} parameters; "
             f"this rank holds {local_size(module):,} of them.{shards}"
         )
-
-
-def _sequence_parallel(part: Part, layout: ParallelLayout) -> str:
-    """Return whether sequence parallelism is on, and why it is not where the user leaves it to the
-    plan.
-    """
-    if part.shards_sequence:
-        return "on"
-    if layout.sp:
-        return "off (the sharding plan does not say where the sequence is sharded)"
-    return "off"
 
 
 def _synchronize_batch_norm(

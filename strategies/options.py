@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from megatron_lightning.assembly.plans import PlanChoice
 from megatron_lightning.config import (
     CheckpointOptions,
     CompileOptions,
@@ -17,7 +18,6 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 
 
@@ -48,8 +48,8 @@ class StrategyOptions:
     """Response to infinite or NaN losses and gradients."""
     checkpoint: CheckpointOptions
     """How checkpoints are written."""
-    sharding_plan: ShardingPlan | None
-    """Tensor-parallel table of a model that has no ``sharding_plan()`` of its own."""
+    sharding_plan: PlanChoice
+    """Tensor-parallel table of a model that has no ``sharding_plan()`` of its own, or "auto"."""
     start_method: StartMethod
     """How local ranks are started when no torchrun or Slurm did."""
     timeout: timedelta

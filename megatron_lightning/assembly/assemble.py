@@ -16,7 +16,7 @@ from torch import nn
 from megatron_lightning.assembly.checks import check_experts, check_shared, find_stages
 from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.part import Part, describe_part
-from megatron_lightning.assembly.plans import check_plans, find_plans
+from megatron_lightning.assembly.plans import PlanChoice, check_plans, find_plans
 from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import ContextOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
@@ -57,7 +57,7 @@ class _Record(NamedTuple):
 def assemble(
     module: nn.Module,
     context: ParallelContext,
-    plan: ShardingPlan | None,
+    plan: PlanChoice,
     placement: Placement,
     options: PipelineOptions,
     *,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.plans import check_plans
+from megatron_lightning.assembly.plans import PlanChoice, check_plans
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
@@ -203,7 +203,7 @@ def check_layers(
     module: nn.Module,
     recompute: RecomputeOptions,
     layout: ParallelLayout,
-    plan: ShardingPlan | None,
+    plan: PlanChoice,
 ) -> None:
     """Check the recomputed layers and the sharding plan of a full module.
 

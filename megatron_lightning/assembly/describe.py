@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
 from megatron_lightning.assembly.checks import find_stages
-from megatron_lightning.assembly.plans import check_plans, find_plans
+from megatron_lightning.assembly.plans import PlanChoice, check_plans, find_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
@@ -35,7 +35,7 @@ _HEADER = ("module", "stage", "style", "local shape", "axes")
 def describe_layout(
     module: nn.Module,
     layout: ParallelLayout,
-    plan: ShardingPlan | None,
+    plan: PlanChoice,
     placement: Placement,
     options: PipelineOptions,
 ) -> str:
@@ -76,17 +76,34 @@ def describe_layout(
             lines = [_parameter(name, spec, context) for name, spec in own.items()] or [("-", "-")]
             rows.append((path, stage, styles.get(path, "-"), *lines[0]))
             rows += [("", "", "", *line) for line in lines[1:]]
-    return "\n".join([_title(layout, specs), *_aligned(rows)])
+    shards = layout.sp and any(own_plan.shards_sequence for own_plan in plans.values())
+    title = _title(layout, specs, describe_sequence_parallel(layout, shards_sequence=shards))
+    return "\n".join([title, *_aligned(rows)])
 
 
-def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec]) -> str:
+def describe_sequence_parallel(layout: ParallelLayout, *, shards_sequence: bool) -> str:
+    """Return whether sequence parallelism is on, and why it is not where the user leaves it to the
+    plan.
+
+    Args:
+        layout: Sizes of the parallel axes.
+        shards_sequence: Whether a plan shards the sequence.
+    """
+    if shards_sequence:
+        return "on"
+    if layout.sp:
+        return "off (the sharding plan does not say where the sequence is sharded)"
+    return "off"
+
+
+def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec], sequence_parallel: str) -> str:
     size = sum(math.prod(spec.global_shape) for spec in specs.values() if spec.tied_to is None)
     shared = f" x context {layout.cp}" if layout.cp > 1 else ""
     experts = f", experts {layout.ep} x tensor {layout.etp}" if layout.divides_experts else ""
     return (
         f"tensor {layout.tp}{shared} x pipeline {layout.pp} ({layout.num_stages} stage"
         f"{'s' if layout.num_stages > 1 else ''}){experts}, sequence parallel "
-        f"{'on' if layout.sp else 'off'}, {size:,} parameters; shapes of tensor-parallel rank 0"
+        f"{sequence_parallel}, {size:,} parameters; shapes of tensor-parallel rank 0"
     )
 
 

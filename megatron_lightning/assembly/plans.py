@@ -5,20 +5,50 @@ of its ``transformers`` models.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 from torch import nn
 
 from megatron_lightning.assembly.attention_watch import check_attention_rows
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
+from megatron_lightning.models.gathered import auto_plan
 from megatron_lightning.models.hf_plans import transformers_models, transformers_plan
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan, check_plan, sharding_plans
+from megatron_lightning.parallel.sharding import (
+    ShardingPlan,
+    check_plan,
+    sharding_plans,
+)
+
+PlanChoice: TypeAlias = ShardingPlan | Literal["auto"] | None
+"""A user's plan for the whole module; "auto": every linear layer by its output; None: the plans of
+its models."""
+
+
+def check_plan_choice(plan: object) -> None:
+    """Check that ``plan`` is a :data:`PlanChoice`.
+
+    Raises:
+        ConfigError: If it is something else.
+    """
+    if not (plan is None or plan == "auto" or isinstance(plan, ShardingPlan)):
+        raise ConfigError(
+            f'sharding_plan is {plan!r}. Set it to a ShardingPlan, or to "auto", which splits '
+            "every linear layer by its output."
+        )
+
+
+_WAYS_OUT = (
+    'Pass MegatronStrategy(sharding_plan="auto"), which splits every linear layer by its output, '
+    "or a table: sharding_plan=ShardingPlan(...), or a method sharding_plan() of the model. Or set "
+    "tensor_model_parallel_size to 1."
+)
 
 
 def find_plans(
     module: nn.Module,
-    plan: ShardingPlan | None,
+    plan: PlanChoice,
     tensor_size: int = 1,
     context_size: int = 1,
     expert_size: int = 1,
@@ -31,7 +61,7 @@ def find_plans(
 
     Args:
         module: The module; for the plans of ``transformers`` with all of its layers, as they were.
-        plan: The user's plan; None: there is none.
+        plan: The user's choice.
         tensor_size: Tensor-parallel ranks.
         context_size: Context-parallel ranks.
         expert_size: Expert-parallel ranks.
@@ -39,6 +69,8 @@ def find_plans(
     Raises:
         ConfigError: If a plan of ``transformers`` cannot be translated.
     """
+    if plan == "auto":
+        return {"": auto_plan(module, tensor_size)} if tensor_size > 1 else {}
     if plan is not None:
         return {"": plan}
     plans = sharding_plans(module)
@@ -52,17 +84,45 @@ def find_plans(
     return plans | translated
 
 
+def _why_nothing(
+    module: nn.Module, plan: PlanChoice, plans: Mapping[str, ShardingPlan], tensor_size: int
+) -> str:
+    """Return why plans split no layer."""
+    if plan == "auto":
+        return (
+            f'sharding_plan="auto" finds no linear layer whose output features {tensor_size} '
+            "divides and whose weight nothing else reads"
+        )
+    if plan is not None:
+        return "the table of sharding_plan has no row that splits one"
+    texts = []
+    for path, own in plans.items():
+        model = module.get_submodule(path)
+        name = f"{type(model).__name__}{f' ({path})' if path else ''}"
+        if type(model).__module__.startswith("peft."):
+            texts.append(
+                f"adapters of peft wrap the layers of {name}, so that the paths of the model's own "
+                "plan do not match"
+            )
+        elif own.modules or not getattr(model, "_tp_plan", None):
+            texts.append(f"the sharding plan of {name} has no row that splits one")
+        else:
+            texts.append(f"no entry of the tensor-parallel plan of {name} matches one")
+    return "; ".join(texts)
+
+
 def _is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | None) -> None:
+def check_plans(module: nn.Module, layout: ParallelLayout, plan: PlanChoice) -> None:
     """Check the plans of a full module against the module and the layout.
 
     Raises:
         ConfigError: If a pattern of a plan is not used; over several tensor-parallel ranks, if none
-            of its modules has a plan, a plan cannot be translated, or sequence parallelism is asked
-            for and a plan does not say where the sequence is sharded.
+            of its modules has a plan, none of the plans splits a layer, a plan cannot be
+            translated, or sequence parallelism is asked for and a plan does not say where the
+            sequence is sharded.
         ShardingError: If experts of ``transformers`` do not divide.
     """
     for path, own_plan in find_plans(module, plan).items():
@@ -88,9 +148,13 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: ShardingPlan | 
     if not plans:
         raise ConfigError(
             f"tensor_model_parallel_size is {layout.tp}, and no module of "
-            f"{type(module).__name__} declares how it is split over ranks. Give the model a method "
-            "sharding_plan() that returns a ShardingPlan, pass "
-            "MegatronStrategy(sharding_plan=...), or set tensor_model_parallel_size to 1."
+            f"{type(module).__name__} declares how it is split over ranks. {_WAYS_OUT}"
+        )
+    if not any(own.splits(module.get_submodule(path)) for path, own in plans.items()):
+        raise ConfigError(
+            f"tensor_model_parallel_size is {layout.tp}, and no layer of "
+            f"{type(module).__name__} is split: {_why_nothing(module, plan, plans, layout.tp)}. "
+            f"Every rank would hold and compute all of it. {_WAYS_OUT}"
         )
     without = [path for path, own_plan in plans.items() if not own_plan.shards_sequence]
     if layout.sequence_parallel is True and without:

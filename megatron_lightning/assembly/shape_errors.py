@@ -30,6 +30,8 @@ _CONCATENATED = re.compile(
 _PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _NORMALIZED = re.compile(r"normalized_shape=\[(\d+)\].* got input of size\s?\[(?:.*, ?)?(\d+)\]")
 _TARGETS = re.compile(r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)")
+_UNPACKED = re.compile(r"values to unpack \(expected \d+")
+_HEAD_COUNTS = ("n_head", "n_heads", "num_heads", "nhead", "heads", "num_attention_heads")
 _MIXED = "mixed torch.Tensor and DTensor"
 _VIEW = re.compile(r"shape '\[(.*)\]' is invalid for input of size (\d+)")
 
@@ -83,15 +85,19 @@ def explain(
 ) -> str | None:
     """Return which rows are missing; None: the error's numbers are no shard and its full tensor."""
     mismatch, ranks = _mismatch(str(error)), context.tp.size
-    if mismatch is None or max(mismatch.sizes) != ranks * min(mismatch.sizes):
-        return None
     place = _place(error, module, plans)
     if place is None:
+        return None
+    heads = _explain_heads(error, place, module, context)
+    if heads is not None:
+        return heads
+    if mismatch is None or max(mismatch.sizes) != ranks * min(mismatch.sizes):
         return None
     path = place.path or type(module).__name__
     where = f"{path} ({type(place.module).__name__})" if place.path else path
     told = str(error).splitlines()[0]
-    if context.sp and not mismatch.is_feature and _is_sequence(mismatch, place, module):
+    sharded = place.plan.is_sequence_parallel(context)
+    if sharded and not mismatch.is_feature and _is_sequence(mismatch, place, module):
         return (
             f"{where} got a shard of the sequence where the full one was expected, or the other "
             f"way round ({told}). With sequence parallel on, activations are this rank's shard, 1 "
@@ -104,6 +110,52 @@ def explain(
         "ranks between a ColumnParallel row and its RowParallel partner. "
         f"{_missing_rows(place, sequence=False)}, or gather them with "
         "ColumnParallel(gather_output=True)."
+    )
+
+
+def _explain_heads(
+    error: Exception, place: _Place, module: nn.Module, context: ParallelContext
+) -> str | None:
+    """Return what to change in a forward that divides a rank's features by all heads, as ``C //
+    self.n_head`` does; None: the error is another one.
+
+    It fails where the forward gives the features of its column-parallel layers a shape or unpacks
+    them, or in the row-parallel layer that takes them.
+    """
+    text = str(error)
+    path, owner = place.path, place.module
+    if isinstance(owner, RowParallelLinear) and _PRODUCT.search(text):
+        path = path.rpartition(".")[0]
+        owner = module.get_submodule(path)
+    elif not (_VIEW.search(text) or _UNPACKED.search(text)):
+        return None
+    columns = [
+        name
+        for name, child in owner.named_children()
+        if isinstance(child, ColumnParallelLinear) and not child.gather_output
+    ]
+    if not columns:
+        return None
+    counts = [name for name in vars(owner) if name in _HEAD_COUNTS]
+    count = f"self.{counts[0]}" if counts else "its number of heads"
+    prefix = f"{place.owner}." if place.owner else ""
+    own = path.removeprefix(prefix)
+    gathers = place.plan.is_sequence_parallel(context) and not place.plan.style_of(own)
+    sequence = (
+        f" Its input is a shard of the sequence, too: add the row {own!r}: ParallelInput(), and "
+        "copy_input=False to its column-parallel layers."
+        if gathers
+        else ""
+    )
+    return (
+        f"{path or type(module).__name__} ({type(owner).__name__}) computes with the sizes of the "
+        f"full model ({text.splitlines()[0]}): the outputs of {', '.join(columns)} are "
+        f"shards of the features, 1 of {context.tp.size} on each tensor-parallel rank, and its "
+        f"forward divides all of them by {count}, as in C // self.n_head. Let it take the number "
+        "of heads from the tensor, view(B, T, -1, head_size) and view(B, T, -1), and split a fused "
+        f"projection by chunk(3, dim=2).{sequence} Or leave its forward as it is: "
+        "ColumnParallel(gather_output=True) and RowParallel(split_input=True), or "
+        'MegatronStrategy(sharding_plan="auto").'
     )
 
 

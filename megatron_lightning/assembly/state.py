@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.plans import find_plans
+from megatron_lightning.assembly.plans import PlanChoice, find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.manifest import TensorInfo
 from megatron_lightning.checkpoint.memory_source import MemorySource
@@ -28,7 +28,6 @@ from megatron_lightning.layers.styles import VocabParallel
 from megatron_lightning.optim.parameter_shard import MainShard
 from megatron_lightning.optim.sharded_unit import local_part
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
 
 _MODULE = "state_dict."
@@ -208,7 +207,7 @@ class ModuleState:
         """
         return name if prefix + name in stored else self.part.tied.get(name, name)
 
-    def vocabulary_shapes(self, plan: ShardingPlan | None) -> dict[str, Shape]:
+    def vocabulary_shapes(self, plan: PlanChoice) -> dict[str, Shape]:
         """Return the global shapes of the parameters over the vocabulary, by their own and their
         owners' names.
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.sharding import check_gradient_hooks
+from megatron_lightning.parallel.parameters import check_gradient_hooks
 
 _WAY_OUT = (
     "Leave it out of the sharding plan: it then stays full on every rank, as "

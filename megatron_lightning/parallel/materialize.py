@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.sharding import (
-    copy_attributes,
-    named_shard_specs,
-    tied_names,
-)
+from megatron_lightning.parallel.parameters import copy_attributes
+from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
 from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 _EMPTY = "_left_empty"

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_lightning.compat import GradientHooks, avoid_fused_inference
+from megatron_lightning.compat import avoid_fused_inference
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.parameters import check_gradient_hooks, copy_attributes, rebind
 from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -62,39 +62,6 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
     module.shard_specs = dict(specs)  # type: ignore[assignment]
     if module is not source and hasattr(source, "fused_rows"):
         module.fused_rows = source.fused_rows
-
-
-def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:
-    """Set the attributes that a user has given a parameter on the one that replaces it."""
-    for name, value in attributes.items():
-        if name not in vars(parameter):
-            setattr(parameter, name, value)
-
-
-def check_gradient_hooks(name: str, parameter: nn.Parameter | None) -> None:
-    """Check that no hook of the user's waits for the gradient of a parameter to be sharded.
-
-    Raises:
-        ShardingError: Naming the parameter.
-    """
-    if parameter is not None and GradientHooks(parameter):
-        raise ShardingError(
-            f"{name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), "
-            "which would be called with the gradient of a rank's shard instead of the full "
-            "parameter's. Leave this module out of the sharding plan (it then stays full on every "
-            "rank), or change the gradient in on_before_optimizer_step, where "
-            "strategy.gradients() has each shard."
-        )
-
-
-def rebind(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter`` other data, of any shape, and no gradient."""
-    parameter.grad = None
-    # A graph that is still alive keeps torch's record of the parameter's shape; another dtype
-    # makes torch forget it.
-    other = torch.float16 if data.dtype != torch.float16 else torch.float32
-    parameter.data = data.new_empty(0, dtype=other)
-    parameter.data = data
 
 
 def record_ties(model: nn.Module) -> None:
@@ -238,6 +205,13 @@ class ShardingPlan:
     def style_of(self, path: str) -> Style | None:
         """Return the style of the module at ``path``; None: it stays as it is."""
         return next((style for pattern, style in self._styles if pattern.fullmatch(path)), None)
+
+    def splits(self, model: nn.Module) -> bool:
+        """Return whether a row splits parameters of a module in ``model``; styles that do not have
+        an attribute ``splits`` that is False.
+        """
+        styles = (self.style_of(path) for path, _ in model.named_modules())
+        return any(style is not None and getattr(style, "splits", True) for style in styles)
 
     @property
     def shards_sequence(self) -> bool:

@@ -19,6 +19,8 @@ from megatron_lightning.parallel.sharding import ShardingPlan, Style
 class ContextGroup:
     """A module with an attribute ``context_group``, the ranks that share its sequences."""
 
+    splits = False
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the attribute.
 
@@ -44,6 +46,11 @@ class ContextAttention:
     """How they meet these keys; None: as ``ContextOptions`` says for all."""
     also: Style | None = None
     """Another style of the same module, which is applied first."""
+
+    @property
+    def splits(self) -> bool:
+        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        return self.also is not None and bool(getattr(self.also, "splits", True))
 
     @property
     def shards_sequence(self) -> bool:

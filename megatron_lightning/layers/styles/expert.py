@@ -29,6 +29,8 @@ class ExpertParallel:
     without sequence parallelism replicated tokens, of which each rank dispatches a part.
     """
 
+    splits = False
+
     shards_sequence: bool = True
     """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
 
@@ -55,6 +57,8 @@ class ExpertRouter:
 
     Weight: replicated; its gradient is a partial sum, of this rank's tokens.
     """
+
+    splits = False
 
     shards_sequence: bool = True
     """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""

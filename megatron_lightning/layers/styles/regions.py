@@ -30,6 +30,8 @@ class ParallelInput:
     from sequence shards.
     """
 
+    splits = False
+
     argument: str = "hidden_states"
     """Name of the input, where it is not the first positional argument."""
 
@@ -51,6 +53,8 @@ class ShardSequence:
     """The first module whose activations, under sequence parallelism, are sequence shards: its
     input is scattered.
     """
+
+    splits = False
 
     shards_sequence = True
 
@@ -74,6 +78,8 @@ class ReduceOutput:
     gradient passes unchanged.
     """
 
+    splits = False
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """All-reduce the output."""
         if context.tp.size > 1:
@@ -89,6 +95,8 @@ class CopyOutput:
     before it pass a column-parallel layer, which sums their gradient itself. Weights, input and
     forward: unchanged. Backward: the gradient of the last channels is all-reduced.
     """
+
+    splits = False
 
     channels: int
     """Number of those channels."""
@@ -108,6 +116,8 @@ class ShareInput:
     Weights: none. Input: divided by the number of ranks, so that the sum has it once; so is the
     gradient. Output: left alone.
     """
+
+    splits = False
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Divide the first argument."""

@@ -219,6 +219,8 @@ class SequenceParallel:
     are partial sums.
     """
 
+    splits = False
+
     shards_sequence = True
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
@@ -251,6 +253,8 @@ class HeadParallel:
     partial sums.
     """
 
+    splits = False
+
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Declare the gradients partial."""
         return _partial_over(module, context.tp)
@@ -262,6 +266,8 @@ class HeadsNorm:
 
     Weight: full; its gradient is a partial sum, of this rank's heads.
     """
+
+    splits = False
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the norm can be replaced.
@@ -294,6 +300,8 @@ class StreamDropout:
     """A ``Dropout`` whose input differs between the ranks, and which draws from a stream of the
     rank.
     """
+
+    splits = False
 
     always: bool = False
     """The input is sharded with and without sequence parallelism (attention probabilities)."""

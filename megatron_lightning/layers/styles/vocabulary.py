@@ -92,6 +92,8 @@ class _GatherLogits(nn.Identity):
 class GatherLogits:
     """The identity -> an all-gather of the logits' shards, and a scatter of the gradient."""
 
+    splits = False
+
     vocab_size: int
     """Size of the full vocabulary."""
 
@@ -109,6 +111,8 @@ class VocabParallelLoss:
     """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits'
     shards.
     """
+
+    splits = False
 
     vocab_size: int
     """Size of the full vocabulary."""

@@ -1,0 +1,44 @@
+"""Give a parameter other data, or another parameter its place; what a user has attached stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.compat import GradientHooks
+from megatron_lightning.errors import ShardingError
+
+
+def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:
+    """Set the attributes that a user has given a parameter on the one that replaces it."""
+    for name, value in attributes.items():
+        if name not in vars(parameter):
+            setattr(parameter, name, value)
+
+
+def check_gradient_hooks(name: str, parameter: nn.Parameter | None) -> None:
+    """Check that no hook of the user's waits for the gradient of a parameter to be sharded.
+
+    Raises:
+        ShardingError: Naming the parameter.
+    """
+    if parameter is not None and GradientHooks(parameter):
+        raise ShardingError(
+            f"{name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), "
+            "which would be called with the gradient of a rank's shard instead of the full "
+            "parameter's. Leave this module out of the sharding plan (it then stays full on every "
+            "rank), or change the gradient in on_before_optimizer_step, where "
+            "strategy.gradients() has each shard."
+        )
+
+
+def rebind(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give ``parameter`` other data, of any shape, and no gradient."""
+    parameter.grad = None
+    # A graph that is still alive keeps torch's record of the parameter's shape; another dtype
+    # makes torch forget it.
+    other = torch.float16 if data.dtype != torch.float16 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
