@@ -86,12 +86,11 @@ class ModuleState:
         stages: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._module = module
         self._device = device
         self._stages = stages
         self._last = max(stages, default=0)
         self._foreign = vars(base()).keys()
-        self._paths = [*_own_modules(module, set(units))]
+        self._modules = dict(_own_modules(module, set(units)))
         own = [kind for kind in reversed(type(module).__mro__) if not issubclass(base, kind)]
         self._of_class = {
             k: v for kind in own for k, v in vars(kind).items() if isinstance(v, list | dict)
@@ -150,7 +149,7 @@ class ModuleState:
     def _restore(self, records: dict[str, Items]) -> None:
         """Restore the values that were recorded, with copies."""
         for path, values in self._values():
-            owner, record = vars(self._module.get_submodule(path)), records[path]
+            owner, record = vars(self._modules[path]), records[path]
             for name in values.keys() - record.entries.keys():
                 owner.pop(name, None)
             for name, entry in record.entries.items():
@@ -188,7 +187,7 @@ class ModuleState:
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the values as they are now, and buffers."""
         records = self._record(copies=False).values()
-        buffers = [self._module.get_submodule(path)._buffers.values() for path in self._paths]
+        buffers = [module._buffers.values() for module in self._modules.values()]
         return [
             *(tensor for items in records for tensor in tensors_in(items)),
             *(buffer for owned in buffers for buffer in owned if buffer is not None),
@@ -219,7 +218,7 @@ class ModuleState:
 
     def _at(self, path: tuple[Any, ...]) -> Any:
         """Return the object or container at ``path``; ``MISSING`` if this stage has none."""
-        current: Any = self._module.get_submodule(path[0])
+        current: Any = self._modules.get(path[0], MISSING)
         for key in path[1:]:
             current = _entry(current, key)
         return current
@@ -233,24 +232,24 @@ class ModuleState:
         return record.length if isinstance(record, Items) else 0
 
     def _values(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for path in self._paths:
-            own = attributes_of(self._module.get_submodule(path), self._foreign)
+        for path, module in self._modules.items():
+            own = attributes_of(module, self._foreign)
             yield path, own if path else {**self._of_class, **own}
 
 
-def _own_modules(module: nn.Module, units: set[nn.Module]) -> Iterator[str]:
-    """Yield the paths of modules of the user's classes outside of units and metrics."""
+def _own_modules(module: nn.Module, units: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the user's classes outside of units and metrics, by their paths."""
 
-    def walk(child: nn.Module, path: str) -> Iterator[str]:
+    def walk(child: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         root = type(child).__module__.partition(".")[0]
         if child in units or isinstance(child, Metric | MetricCollection):  # these are gathered
             return
         if child is module or root not in _LIBRARIES:
-            yield path
+            yield path, child
         for name, inner in child.named_children():
             yield from walk(inner, f"{path}.{name}" if path else name)
 
-    yield from dict.fromkeys(walk(module, ""))
+    yield from walk(module, "")
 
 
 def _entry(container: Any, key: Any) -> Any:
