@@ -29,7 +29,7 @@ from megatron_lightning.cli_parser import (
     in_one_line,
     suggestion,
 )
-from megatron_lightning.errors import CheckpointError, ConfigError, DataError
+from megatron_lightning.errors import EXPLAINED, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -82,7 +82,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:
         if not _names_a_setting(error) or os.environ.get(_TRACEBACK_VARIABLE):
             raise
-        if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+        is_first = all(
+            os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+        )
+        if is_first and not _was_printed(error):
             print(
                 f"megatron-lightning: error: {in_one_line(str(error))}",
                 file=sys.stderr,
@@ -289,11 +292,18 @@ def _underscored(options: Sequence[str]) -> list[str]:
     ]
 
 
+def _was_printed(error: Exception) -> bool:
+    """Return whether a rank has printed ``error`` when it failed."""
+    from megatron_lightning.resilience.failure import is_printed  # imports torch
+
+    return is_printed(error)
+
+
 def _names_a_setting(error: Exception) -> bool:
     """Return whether ``error`` is about a setting, so that its text is enough; others are bugs and
     need their traceback.
     """
-    if isinstance(error, (ConfigError, DataError, CheckpointError, ArgumentError)):
+    if isinstance(error, (*EXPLAINED, ArgumentError)):
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_by = frame.f_globals.get("__name__", "").partition(".")[0]

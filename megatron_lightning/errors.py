@@ -60,6 +60,10 @@ class NonFiniteError(MegatronLightningError, FloatingPointError):
     """
 
 
+EXPLAINED = (ConfigError, DataError, CheckpointError)
+"""Errors whose message is all that a user needs: printed as one line, without a traceback."""
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error, which its traceback shows; Python 3.10 has none and logs it."""
     if sys.version_info >= (3, 11):

@@ -33,7 +33,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_lightning import compat
-from megatron_lightning.errors import CheckpointError, ConfigError, DataError
+from megatron_lightning.errors import EXPLAINED
 
 _FAILURE = "failure"
 _ALARM = "alarm"  # set with a failure and to start a liveness check: the one key that is polled
@@ -74,6 +74,10 @@ class Failure:
     """Position in the pipeline schedule; empty outside a schedule."""
     interrupted: bool = False
     """Whether Ctrl-C or SIGINT stopped it."""
+    explained: bool = False
+    """Whether the message suffices without a traceback."""
+    printed: bool = False
+    """Whether the failing rank itself prints it, for all ranks of its node."""
 
     @property
     def headline(self) -> str:
@@ -107,12 +111,13 @@ class Failure:
         """
         summary = "".join(traceback.format_exception_only(exception)).strip()
         interrupted = isinstance(exception, KeyboardInterrupt)
-        explained = explained or isinstance(exception, (ConfigError, DataError, CheckpointError))
+        explained = explained or isinstance(exception, EXPLAINED)
         # The traceback has the other lines.
         line = " ".join(summary.split()) if explained else summary.splitlines()[0]
         details = "" if interrupted or explained else "".join(traceback.format_exception(exception))
         position = str(getattr(exception, "pipeline_position", None) or "")
-        return cls(rank, socket.gethostname(), line, details, position, interrupted)
+        host = socket.gethostname()
+        return cls(rank, host, line, details, position, interrupted, explained, printed=True)
 
 
 def end_process(write_logs: Callable[[], object]) -> NoReturn:
@@ -142,7 +147,7 @@ def _named(text: str) -> str:
     return f"megatron_lightning: {text}"
 
 
-def replace_traceback(exception: BaseException, text: str) -> None:
+def replace_traceback(exception: BaseException, text: str = "") -> None:
     """Print ``text`` instead of a traceback if ``exception`` ends this process; "": nothing."""
     vars(exception)[_UNCAUGHT] = text
     previous = sys.excepthook
@@ -160,6 +165,11 @@ def replace_traceback(exception: BaseException, text: str) -> None:
 
     setattr(print_uncaught, _UNCAUGHT, True)
     sys.excepthook = print_uncaught
+
+
+def is_printed(exception: BaseException) -> bool:
+    """Return whether all that is to be said of ``exception`` has been printed by a rank."""
+    return vars(exception).get(_UNCAUGHT) == ""
 
 
 class FailureWatch:
@@ -231,8 +241,9 @@ class FailureWatch:
         """Report this rank's failure to the other ranks, and print which failure came first; the
         caller ends this process.
 
-        One rank prints one traceback, now, since it may be ended before Python does. A rank that
-        fails with the same error prints nothing.
+        The rank that failed first prints one traceback, or one line if that suffices, now, since it
+        may be ended before Python does. A rank of the same node that fails with the same error, or
+        by the loss of that rank, prints nothing.
 
         Args:
             exception: Cause; an attribute ``pipeline_position`` becomes part of the report.
@@ -252,15 +263,19 @@ class FailureWatch:
         if first.rank != self._rank:
             repeats = not lost and failure.repeats(first)
             if repeats:
-                replace_traceback(exception, "")
+                replace_traceback(exception)
+            elif failure.explained and not lost:
+                replace_traceback(exception, failure.headline)
             if not repeats or first.host != failure.host:
-                self._announce(first, f"rank {self._rank} ends with it")
+                self._announce(
+                    first, f"rank {self._rank} ends with it", shows_own=not lost and not repeats
+                )
             else:
                 self._announced.acquire(blocking=False)
         elif self._announced.acquire(blocking=False):
             print_message(first.text if prints_traceback else first.headline)
-            if prints_traceback and not first.interrupted:
-                replace_traceback(exception, "" if first.details else _short(exception, first))
+            if first.explained or (prints_traceback and not first.interrupted):
+                replace_traceback(exception)
             # Time to read it before this process ends, perhaps with the store.
             time.sleep(2 * self._poll_s)
         return lost and first.rank != self._rank
@@ -363,22 +378,19 @@ class FailureWatch:
                 end_process(self._write_logs)
             return
 
-    def _announce(self, failure: Failure, consequence: str) -> None:
-        """Print ``failure`` once; only one rank prints its traceback."""
+    def _announce(self, failure: Failure, consequence: str, *, shows_own: bool = False) -> None:
+        """Print ``failure`` once, unless the failing rank does on this node; only one rank prints
+        its traceback.
+        """
         if not self._announced.acquire(blocking=False):
+            return
+        here = failure.host == socket.gethostname()
+        if here and failure.printed and not shows_own:
             return
         # The failing rank prints its traceback where it runs.
         prints = self._rank == (1 if failure.rank == 0 else 0)
-        details = failure.details if prints and failure.host != socket.gethostname() else ""
+        details = failure.details if prints and not here else ""
         print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())
-
-
-def _short(exception: BaseException, failure: Failure) -> str:
-    """Return where an exception whose message suffices was raised, without its causes, and the
-    message last.
-    """
-    frames = traceback.format_exception(exception, chain=False)[:-1]
-    return f"{failure.headline}\n{''.join(frames)}{_named(failure.headline)}"
 
 
 def _is_lost_connection(exception: BaseException | None) -> bool:

@@ -47,7 +47,10 @@ def _work(rank: int, function: Callable[..., object], *args: Any) -> None:
 
 
 @contextmanager
-def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[None]:
+def watched_workers(
+    processes: Callable[[], Sequence[BaseProcess]],
+    on_failure: Callable[[int, str], None] = print_failure,
+) -> Iterator[None]:
     """Watch workers while a block starts them through torch and waits for them.
 
     When one fails, its rank and failure are printed and the others are ended; when the block
@@ -55,6 +58,7 @@ def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[
 
     Args:
         processes: Returns the workers by rank; empty before they are started.
+        on_failure: Called once with the failed rank and how it ended.
 
     Raises:
         KeyboardInterrupt: If a worker was interrupted.
@@ -68,7 +72,7 @@ def watched_workers(processes: Callable[[], Sequence[BaseProcess]]) -> Iterator[
         ]
 
     others = set(multiprocessing.active_children())
-    watch = ChildWatch(children, print_failure)
+    watch = ChildWatch(children, on_failure)
     watch.start()
     try:
         yield

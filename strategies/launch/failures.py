@@ -8,6 +8,7 @@ import signal
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from megatron_lightning.errors import EXPLAINED
 from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies.launch.out_of_memory import explain_out_of_memory
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
@@ -17,6 +18,11 @@ _TERMINATED = 128 + signal.SIGTERM  # exit code, as shells have it
 
 class AgreedStop(SIGTERMException):
     """All ranks end the run here and know it: none has failed, and none waits for another."""
+
+
+def is_explained(error: BaseException) -> bool:
+    """Return whether the message of ``error`` is all that a user needs."""
+    return isinstance(error, EXPLAINED) or refuses_settings(error)
 
 
 def report_failure(
@@ -39,7 +45,5 @@ def report_failure(
     # Code None is success, with which an agent waits for the other nodes.
     if isinstance(error, SIGTERMException):
         error.code = _TERMINATED
-    follows = watch.report(
-        error, explained=refuses_settings(error), prints_traceback=prints_traceback
-    )
+    follows = watch.report(error, explained=is_explained(error), prints_traceback=prints_traceback)
     return follows and not isinstance(error, KeyboardInterrupt)

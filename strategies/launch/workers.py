@@ -5,6 +5,7 @@ of them.
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,14 +13,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning import compat
-from megatron_lightning.resilience.failure import PeerFailure
-from megatron_lightning.resilience.processes import LINGER_S
+from megatron_lightning.resilience.failure import PeerFailure, replace_traceback
+from megatron_lightning.resilience.processes import LINGER_S, print_failure
 from megatron_lightning.resilience.workers import watched_workers, worker_process
 from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import report_failure
+from megatron_lightning.strategies.launch.failures import is_explained, report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
+from megatron_lightning.strategies.launch.worker_reports import WorkerReports
 from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher
 
 
@@ -39,6 +42,7 @@ class WorkerLauncher(MultiProcessingLauncher):
     ) -> None:
         super().__init__(strategy, start_method)
         self._hooks = hooks
+        self._reports: WorkerReports | None = None
 
     def launch(
         self,
@@ -50,15 +54,32 @@ class WorkerLauncher(MultiProcessingLauncher):
         """Start the workers, wait for them, and return what rank 0 returned.
 
         Raises:
-            ConfigError: If the module cannot be run this way; before any process is started.
+            ConfigError: If the module cannot be run this way; before any process is started. Errors
+                of workers whose message suffices are raised here as they were raised there.
             torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
             torch.multiprocessing.ProcessExitedException: For a worker that was killed.
             KeyboardInterrupt: If this process or a worker was interrupted.
         """
         args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
         self.procs = []
-        with watched_workers(lambda: self.procs):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+        with tempfile.TemporaryDirectory(prefix="megatron_lightning-") as folder:
+            reports = self._reports = WorkerReports(folder)
+
+            def on_failure(local_rank: int, how: str) -> None:
+                if not reports.has(local_rank):
+                    print_failure(local_rank, how)
+
+            try:
+                with watched_workers(lambda: self.procs, on_failure):
+                    return super().launch(function, *args, trainer=trainer, **kwargs)
+            except ProcessException as failed:
+                error = reports.error()
+                if error is None:
+                    raise
+                replace_traceback(error)
+                raise error from failed
+            finally:
+                self._reports = None
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         """Send the weights of all ranks to the process that started them, not those of its first
@@ -77,10 +98,10 @@ class WorkerLauncher(MultiProcessingLauncher):
                 super()._wrapping_function(process_idx, *args, **kwargs)
             # The Trainer's own handling of it stays in the process that started this one.
             except BaseException as error:
-                self._leave(error)
+                self._leave(process_idx, error)
                 raise
 
-    def _leave(self, error: BaseException) -> None:
+    def _leave(self, local_rank: int, error: BaseException) -> None:
         """Report this failure to the other ranks, and break the connections that they wait on.
 
         Raises:
@@ -90,6 +111,9 @@ class WorkerLauncher(MultiProcessingLauncher):
         if watch is None:
             return
         follows = report_failure(watch, error, prints_traceback=False)
+        if self._reports is not None:
+            explained = is_explained(error) and not follows
+            self._reports.write(local_rank, error if explained else None)
         self._hooks.write_logs()
         compat.abort_process_groups()
         compat.at_end_of_main_thread(gc.freeze)  # as in ScriptLauncher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -78,7 +79,7 @@ def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixtur
     assert re.fullmatch(
         rf"{named}Traceback [^\0]*ValueError: the cause\n{named}", capsys.readouterr().err
     )
-    # That is not certain: it has an error of its own to show.
+    # It has an error of its own to show.
     assert not second.report(_error("a consequence"))
     printed = capsys.readouterr().err
     assert "rank 1 on" in printed and "the cause" in printed and "a consequence" not in printed
@@ -113,10 +114,10 @@ except Exception as error:
         ("bug", r"RuntimeError: shard \d is lost"),
     ],
 )
-def test_of_ranks_that_fail_alike_one_prints_one_traceback(
+def test_of_ranks_that_fail_alike_one_prints_one_line_or_traceback(
     kind: str, line: str, tmp_path: Path
 ) -> None:
-    """The line that says why comes first and last."""
+    """The line that says why comes first and last, or alone."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SAME_ERROR, str(tmp_path / "store"), str(rank), kind],
@@ -131,9 +132,9 @@ def test_of_ranks_that_fail_alike_one_prints_one_traceback(
     lines = first.splitlines()
     for end in (lines[0], lines[-1]):
         assert re.search(rf"^megatron_lightning: rank \d on \S+ failed: .*{line}", end), first
-    # A chain of errors is one traceback; of one whose message suffices the causes are left out.
-    assert first.count("Traceback") == (1 if kind == "explained" else 2)
-    assert "no space left" not in first or kind == "bug"
+    # A chain of errors is one traceback.
+    assert first.count("Traceback") == (0 if kind == "explained" else 2)
+    assert len(lines) == 1 or kind == "bug"
 
 
 def test_an_error_of_its_own_is_shown_beside_the_first(
@@ -147,19 +148,30 @@ def test_an_error_of_its_own_is_shown_beside_the_first(
     capsys.readouterr()
     sys.excepthook(type(other), other, other.__traceback__)
     assert "Traceback" in capsys.readouterr().err
+    third, explained = FailureWatch(store, rank=2), ConfigError("set it to 1")
+    third.report(explained)
+    assert "the cause; rank 2 ends with it" in capsys.readouterr().err
+    sys.excepthook(type(explained), explained, None)
+    assert re.fullmatch(
+        r"megatron_lightning: rank 2 on \S+ failed: \S*ConfigError: set it to 1\n",
+        capsys.readouterr().err,
+    )
 
 
-def test_an_interruption_is_called_by_its_name(
-    store: dist.Store, capsys: pytest.CaptureFixture[str]
+def test_an_interruption_is_called_by_its_name_on_every_node(
+    store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = FailureWatch(store, rank=1), FailureWatch(store, rank=0)
-    assert not first.report(KeyboardInterrupt()) and second.report(_lost_connection())
+    assert not first.report(KeyboardInterrupt())
     printed = capsys.readouterr().err
     assert (
         re.search(r"rank 1 on \S+ was interrupted \(Ctrl-C or SIGINT\)\n", printed)
         and "Traceback" not in printed
     )
-    assert re.search(r"was interrupted .*; rank 0 ends with it", printed)
+    assert second.report(_lost_connection()) and not capsys.readouterr().err
+    monkeypatch.setattr(socket, "gethostname", lambda: "another node")
+    assert FailureWatch(store, rank=2).report(_lost_connection())
+    assert re.search(r"was interrupted .*; rank 2 ends with it", capsys.readouterr().err)
 
 
 def test_what_all_ranks_agreed_on_is_no_failure(
@@ -229,9 +241,10 @@ def test_a_failure_that_was_survived_does_not_end_the_next_run(store: dist.Store
 
 
 PROGRAM = """
-import sys, time
+import socket, sys, time
 import torch.distributed as dist
 from megatron_lightning.resilience.failure import FailureWatch
+socket.gethostname = lambda: "another node"
 watch = FailureWatch(dist.FileStore(sys.argv[1], 2), rank=0, poll_s=0.05, grace_s=0.2)
 watch.start()
 print("ready", flush=True)
@@ -250,11 +263,11 @@ def test_another_ranks_report_ends_a_blocked_process(store: dist.Store, tmp_path
     FailureWatch(store, rank=1).report(_error("the reason"))
     _, err = process.communicate(timeout=10)
     assert process.returncode == 1
-    # The failing rank, on the same host, has printed its traceback.
+    # The failing rank has printed its traceback on its own node only.
     assert (
         "rank 1 on" in err
         and "ValueError: the reason" in err
-        and "Traceback" not in err
+        and "Traceback" in err
         and "rank 0 ends" in err
     )
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessRaisedException
 
 from megatron_lightning.checkpoint.source import open_checkpoint
@@ -173,6 +174,47 @@ def test_workers_predict(start_method: Literal["spawn", "fork"]) -> None:
     trainer = _trainer(MegatronStrategy(start_method=start_method), 2)
     assert trainer.predict(ToyModule(), datamodule=ToyData()) is None
     with pytest.raises(
-        ProcessRaisedException, match="`return_predictions` should be set to `False`"
+        MisconfigurationException, match="`return_predictions` should be set to `False`"
     ):
         trainer.predict(ToyModule(), datamodule=ToyData(), return_predictions=True)
+
+
+class RefusesModule(ToyModule):
+    def __init__(self, error: type[Exception], ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.error, self.ranks = error, ranks
+
+    def on_fit_start(self) -> None:
+        if self.trainer.global_rank in self.ranks:
+            raise self.error("3 was found; set 4")
+
+
+@pytest.mark.parametrize(
+    ("start_method", "error", "ranks"),
+    [
+        ("fork", ConfigError, (0, 1)),
+        ("fork", ConfigError, (1,)),
+        pytest.param("spawn", ConfigError, (1,), marks=pytest.mark.slow),
+        pytest.param("fork", RuntimeError, (0, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_of_workers_is_said_once(
+    start_method: Literal["spawn", "fork"],
+    error: type[Exception],
+    ranks: tuple[int, ...],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error whose message suffices is itself in the process that has started the workers."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    caught = ConfigError if error is ConfigError else ProcessRaisedException
+    with pytest.raises(caught, match="3 was found; set 4") as raised:
+        _trainer(MegatronStrategy(start_method=start_method), 2).fit(
+            RefusesModule(error, ranks), datamodule=ToyData()
+        )
+    printed = capfd.readouterr().err
+    assert printed.count("3 was found; set 4") == 1 and "Traceback" not in printed, printed
+    assert "its process" not in printed, printed
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    printed = capfd.readouterr().err
+    assert printed == "" if error is ConfigError else "on_fit_start" in printed
