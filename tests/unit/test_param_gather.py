@@ -33,6 +33,9 @@ class _Bucket:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameters, self.gathering = [parameter], None
 
+    def record_codes(self) -> None:
+        """There are none."""
+
 
 class _Attention(nn.Module):
     def __init__(self) -> None:
