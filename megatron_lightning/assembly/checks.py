@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.assembly.plans import PlanChoice, check_plans
+from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
@@ -184,19 +185,16 @@ def check_experts(specs: Mapping[str, ShardSpec], context: ParallelContext) -> N
         )
 
 
-def check_sharded_units(module: nn.Module, options: PipelineOptions) -> None:
-    """Check that FSDP2 finds units to shard.
+def check_sharded_units(module: nn.Module, options: PipelineOptions, num_stages: int) -> None:
+    """Check that FSDP2 has something to shard.
 
     Raises:
-        ConfigError: If the model has none.
+        ConfigError: If a pipeline finds no units, or without one nothing can be sharded.
     """
-    try:
+    if num_stages > 1:
         find_pipelined(module, options.units or ())
-    except ConfigError as error:
-        raise ConfigError(
-            f'data_parallel="fsdp" shards the units of a model, as a pipeline does. {error} '
-            'Or set data_parallel="zero1".'
-        ) from error
+    else:
+        find_sharded(module, options)
 
 
 def check_layers(

@@ -1,6 +1,7 @@
 """``data_parallel="fsdp"``: FSDP2 over the pipeline units of an assembled module.
 
-Without a pipeline, the units are the same and the module that lists them is the root.
+Without a pipeline, the units are the same and the module that lists them is the root; a module
+without units is divided by size (``sharded_modules``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.sharded_modules import divide_units, find_sharded
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import initial_value, is_left_empty, materialize
-from megatron_lightning.pipeline.partition import unit_names
-from megatron_lightning.pipeline.units import find_pipelined
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -62,23 +62,25 @@ def shard_units(
     filled one full parameter at a time. ``micro_batches``: a step runs several.
 
     Raises:
-        ConfigError: If the model has no units.
+        ConfigError: If nothing can be sharded.
     """
-    stages, path, pipelined = part.units_of_stage, part.path or "", module
+    root: str | None = None
     if part.partition is None:
-        path, pipelined, found = find_pipelined(module, pipeline.units or ())
-        prefix = f"{path}." if path else ""
-        stages = {0: [prefix + unit for unit in unit_names(found)]}
+        found = {0: find_sharded(module, pipeline)}
+        root = found[0].path
+    else:
+        found = {stage: divide_units(module, units) for stage, units in part.units_of_stage.items()}
     units = ShardedUnits(
         module,
-        stages,
-        root=path if part.partition is None else None,
+        {stage: sharded.units for stage, sharded in found.items()},
+        root=root,
         excluded={*part.tied, *part.tied.values(), *part.everywhere},
+        full={n: why for sharded in found.values() for n, why in sharded.full.items()},
         specs=part.specs,
         context=context,
         options=options,
         micro_batches=micro_batches,
-        compute_dtype=_low_dtype(pipelined),
+        compute_dtype=_low_dtype(module if root is None else module.get_submodule(root)),
     )
     shards = {
         name: parameter

@@ -12,7 +12,7 @@ a weight of its own, and one whose parameters have gradient hooks.
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import isfunction, unwrap
 from types import CodeType
 from typing import Any
@@ -31,7 +31,7 @@ _HARMLESS = ("dtype", "device")
 """Attributes of a weight that a shard shares with it."""
 _NOT_IN_FORWARD = ("_init", "__init__", "tie_", "resize_", "get_", "set_", "configure_")
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.")
-_BY_INDEX = "[]"
+BY_INDEX = "[]"
 """Name of layers that are read by their index."""
 
 
@@ -116,7 +116,7 @@ def _has_rows(num_rows: int, num_ranks: int) -> bool:
 
 def _name(path: str) -> str:
     own = path.rpartition(".")[2]
-    return _BY_INDEX if own.isdecimal() else own
+    return BY_INDEX if own.isdecimal() else own
 
 
 def _input_embedding(model: nn.Module) -> nn.Module | None:
@@ -137,9 +137,22 @@ def _weights_read(model: nn.Module, *, everywhere: bool = False) -> set[str]:
         kind
         for module in model.modules()
         for kind in type(module).__mro__
-        if ("forward" in vars(kind) or everywhere) and not kind.__module__.startswith(_LIBRARIES)
+        if "forward" in vars(kind) or everywhere
     }
-    return {name for kind in kinds for code in _codes(kind) for name in _reads(code)}
+    return weights_read(kinds)
+
+
+def weights_read(kinds: Iterable[type[Any]]) -> set[str]:
+    """Return the names of layers whose weight or bias the code of classes reads, without that of
+    their bases; a layer in a list is :data:`BY_INDEX`.
+    """
+    return {
+        name
+        for kind in kinds
+        if not kind.__module__.startswith(_LIBRARIES)
+        for code in _codes(kind)
+        for name in _reads(code)
+    }
 
 
 def _codes(kind: type[Any]) -> Iterator[CodeType]:
@@ -167,4 +180,4 @@ def _reads(code: CodeType) -> Iterator[str]:
         if before.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             yield str(before.argval)
         elif before.opname.startswith("BINARY_"):
-            yield _BY_INDEX
+            yield BY_INDEX

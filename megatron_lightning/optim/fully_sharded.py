@@ -42,6 +42,12 @@ from megatron_lightning.compat import GradientHooks
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.data_groups import DataGroups
+from megatron_lightning.optim.full_parameters import (
+    IN_ONE_PIECE,
+    can_be_extended,
+    describe_full,
+    explain_full,
+)
 from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.optim.sharded_unit import (
     Division,
@@ -96,6 +102,7 @@ class ShardedUnits:
         compute_dtype: Dtype in which parameters are gathered and used; None: their own.
         excluded: Names of parameters that are not sharded, such as those with a copy on another
             pipeline rank.
+        full: Name of a parameter outside of the units -> why it is.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class ShardedUnits:
         *,
         root: str | None,
         excluded: Set[str],
+        full: Mapping[str, str],
         specs: Mapping[str, ShardSpec],
         context: ParallelContext,
         options: DataParallelOptions,
@@ -150,6 +158,8 @@ class ShardedUnits:
             self._make_root(stage, modules, module, root)
         self.names = frozenset(name for unit in self.units for name in unit.shards)
         """Names of the sharded parameters."""
+        self.full = explain_full(module, specs, excluded, self.names, full)
+        """Name of a parameter that every rank keeps in full -> why."""
         self.unfilled = tuple(unfilled)
         """Those that were on ``meta`` and are not initialized yet."""
         self.codes = UnitCodes()
@@ -166,10 +176,17 @@ class ShardedUnits:
     ) -> dict[int, str]:
         """Return id -> ``data_axes`` of the parameters that FSDP2 can shard."""
         uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        in_one_piece = {
+            parameter
+            for child in module.modules()
+            if isinstance(child, IN_ONE_PIECE)
+            for parameter in child.parameters()
+        }
         return {
             id(parameter): specs[name].data_axes
             for name, parameter in module.named_parameters()
             if uses[id(parameter)] == 1
+            and parameter not in in_one_piece
             and name not in excluded
             and specs[name].data_axes in self._meshes
             and specs[name].global_shape
@@ -264,6 +281,8 @@ class ShardedUnits:
         if path == "" or not units:
             return
         root = StageRoot(units) if path is None else module.get_submodule(path)
+        if not can_be_extended(root):
+            return
         fully_shard(
             root,
             mesh=next(iter(self._meshes.values())),
@@ -295,10 +314,13 @@ class ShardedUnits:
         )
         low = f", used as {self.compute_dtype}".replace("torch.", "") if self.compute_dtype else ""
         copies = f", {instances} times" if instances > 1 else ""
+        elements = sum(shard.numel() for unit in self.units for shard in unit.shards.values())
         return (
-            f"{len(self.names)} parameter tensors in {len(self.units)} units are shards over "
-            f"{ranks}{copies}{low}, {kept}; gradients are reduce-scattered {reduced}."
-        )
+            f"{len(self.names)} parameter tensors ({elements:,} parameters) in {len(self.units)} "
+            f"units are shards over "
+            f"{ranks}{copies}{low}, {kept}; gradients are reduce-scattered {reduced}. "
+            f"{describe_full(self.full)}"
+        ).rstrip()
 
     def call(self, stage: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``run(*args, **kwargs)``, the forward of a stage, with its parameters gathered

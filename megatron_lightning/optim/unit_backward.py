@@ -15,6 +15,16 @@ gathers parameters is, on every rank:
 Autograd runs in reverse order: when it has reached a unit, the gradients of later units are
 complete. A unit that it did not reach is gathered and reduced anyway, between the units around it.
 
+A unit that is called several times is gathered for its last call, whose backward is the first, and
+stays so until its first call's has ended; then it is reduced, once. Its gradients are complete when
+backward has reached a unit all of whose calls are before. Called in the order 0, 1, 2, 1, 2, 3:
+
+    backward reaches 3                  gather 3, gather 2 ahead
+    backward reaches 2 (second call)    reduce 3
+    backward reaches 1 (second call)    gather 1
+    ... 2 and 1 (first calls)
+    backward reaches 0                  reduce 2, reduce 1, gather 0
+
 A unit inside of another one (experts in a layer) is reached after it, and complete when it is:
 
     backward reaches 1            gather 1, gather the one inside ahead
@@ -50,9 +60,10 @@ class StageBackward:
         self.reduce: Callable[[int, bool], None] = lambda unit, last: None
         """Reduces a unit's gradients, given its index and whether they are the last ones of the
         step."""
-        # Unit -> units whose first call follows its last one.
+        # Units in the order in which their last calls end -> those whose first call follows.
         self._later: dict[int, list[int]] = {}
-        self._next: dict[int, int] = {}  # unit -> the one whose backward follows
+        self._ahead: dict[int, list[int]] = {}  # unit -> those that backward reaches before
+        self._next: dict[int, int] = {}  # unit -> the one to gather ahead
         self._last = self._running = False
         self._reached: set[int] = set()
         self._done: set[int] = set()
@@ -75,8 +86,7 @@ class StageBackward:
         """Reduce the units that no backward pass has reduced, such as those with deferred weight
         gradients.
         """
-        for unit in self._pending(dict.fromkeys([*self._later, *self._units])):
-            self._complete(unit)
+        self._complete_all(dict.fromkeys([*self._later, *self._units]))
         self._last = False
 
     def reached(self, unit: int) -> None:
@@ -85,8 +95,9 @@ class StageBackward:
             self._begin()
             self._running = True
             at_end_of_backward(self._end)
-        self._leave(self._pending(self._later.get(unit, ())), lambda _: True)
-        self._reached.add(unit)
+        for other in self._ahead.get(unit, ()):
+            self._pass(other, is_gathered=True)
+        self._arrive(unit)
 
     def _begin(self) -> None:
         if not self._later:
@@ -98,19 +109,26 @@ class StageBackward:
         first = {unit: order.index(unit) for unit in dict.fromkeys(order)}
         last = {unit: place for place, unit in enumerate(order)}
         ends = self._ends(order)
+        backward = list(dict.fromkeys(reversed(ends)))  # by the last calls
         self._later = {
             unit: [
                 other
-                for other in dict.fromkeys(ends)
+                for other in reversed(backward)
                 if first[other] > last[unit] and self._outer.get(other) != unit
             ]
-            for unit in dict.fromkeys(ends)
+            for unit in reversed(backward)
         }
-        self._next = {unit: ends[place - 1] if place else unit for place, unit in enumerate(ends)}
-        for unit, following in self._next.items():
+        self._ahead = {unit: backward[:place] for place, unit in enumerate(backward)}
+        for unit, following in zip(backward, [*backward[1:], *backward[-1:]], strict=True):
+            # FSDP2 would release and gather a unit, and those ahead, for each of its calls.
+            is_repeated = order.count(unit) > 1
+            self._units[unit].set_reshard_after_backward(
+                self._reshard and not is_repeated, recurse=False
+            )
             # By default FSDP2 prefetches the unit that ran before, which at the first unit is one
             # of another micro-batch.
-            self._units[unit].set_modules_to_backward_prefetch([self._units[following]])
+            self._next[unit] = unit if is_repeated else following
+            self._units[unit].set_modules_to_backward_prefetch([self._units[self._next[unit]]])
 
     def _ends(self, order: Sequence[int]) -> list[int]:
         """Return the units in the order in which their calls end, given that in which they
@@ -124,7 +142,9 @@ class StageBackward:
 
     def _end(self) -> None:
         """Complete the first units, and those that the backward pass did not reach."""
-        self._leave(self._pending(self._later), self._has_backward)
+        for unit in reversed(list(self._later)):
+            self._pass(unit, is_gathered=self._has_backward(unit))
+        self._complete_all(self._later)
         self._running = False
 
     def _has_backward(self, unit: int) -> bool:
@@ -132,17 +152,22 @@ class StageBackward:
         before = list(self._later)[: list(self._later).index(self._outer.get(unit, unit)) + 1]
         return any(p.requires_grad for other in before for p in self._units[other].parameters())
 
-    def _leave(self, units: Sequence[int], is_gathered: Callable[[int], bool]) -> None:
-        """Complete units after their backward; gather those that this rank did not reach, as other
-        ranks do.
-        """
-        for unit in units:
-            if unit not in self._reached:
-                self.reached(unit)
-                if is_gathered(unit) and self._reshard:
-                    self._units[unit].unshard()
-                    self._units[self._next[unit]].unshard(async_op=True)
-        for unit in self._pending(reversed(units)):
+    def _pass(self, unit: int, *, is_gathered: bool) -> None:
+        """Treat a unit that this rank's backward did not reach as other ranks do that it did."""
+        if unit in self._reached or unit in self._done:
+            return
+        self._arrive(unit)
+        if is_gathered and self._reshard:
+            self._units[unit].unshard()
+            self._units[self._next[unit]].unshard(async_op=True)
+
+    def _arrive(self, unit: int) -> None:
+        """Complete the units whose calls all follow those of ``unit``."""
+        self._reached.add(unit)
+        self._complete_all(self._later.get(unit, ()))
+
+    def _complete_all(self, units: Iterable[int]) -> None:
+        for unit in self._pending(units):
             self._complete(unit)
 
     def _complete(self, unit: int) -> None:

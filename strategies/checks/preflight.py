@@ -228,7 +228,7 @@ def _check_trained_by(
     )
     if options.data_parallel == "fsdp" and replicas > 1:
         if not is_built_later(module):
-            checks.check_sharded_units(module, options.pipeline)
+            checks.check_sharded_units(module, options.pipeline, options.layout.num_stages)
         if fitting:
             check_one_backward(module, replicas)
     if fitting:

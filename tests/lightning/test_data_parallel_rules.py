@@ -12,8 +12,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
 from torch.optim import Adadelta, Adagrad, Adamax, AdamW, RMSprop
 
-from megatron_lightning.assembly.checks import check_sharded_units, check_trained_layers
-from megatron_lightning.config import DataParallelOptions, PipelineOptions
+from megatron_lightning.assembly.checks import check_trained_layers
+from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import moments
 from megatron_lightning.optim.buckets import assigned_layout, flat_layout
@@ -164,14 +164,6 @@ class _Model(pl.LightningModule):
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(3, 2, sparse=sparse)
-
-
-def test_fsdp_says_what_it_misses_in_a_model_without_units() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r'"fsdp" shards the units .*_Model has no list of modules.* data_parallel="zero1"',
-    ):
-        check_sharded_units(_Model(sparse=False), PipelineOptions())
 
 
 def test_sparse_gradients_are_refused() -> None:

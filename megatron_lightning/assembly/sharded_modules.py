@@ -1,0 +1,197 @@
+"""The modules that ``data_parallel="fsdp"`` shards, and the parameters that stay full.
+
+The units of a pipeline are such modules. A model without them (one block that is called several
+times, one big module, branches), and what stands beside the pipelined module, is divided by size:
+
+    a module                                                        becomes
+    a list, or one whose class has no forward                       what its entries become
+    whose class torch cannot extend                                 what the modules inside become
+    with more than 1 / 8 of all elements, and with modules inside   what the modules inside become
+    of fewer than 1 / 1,000 of all elements, and than 65,536        full parameters
+    any other                                                       a unit
+
+Units do not overlap. FSDP2 gathers a unit at each of its calls, so a unit is small beside the
+model, and a module whose gather takes longer to start than to send stays full. A module that reads
+weights of the modules inside is one unit; a layer whose weight is read further outside stays full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from megatron_lightning.config import PipelineOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.gathered import BY_INDEX, weights_read
+from megatron_lightning.optim.full_parameters import IN_ONE_PIECE, can_be_extended, describe_full
+from megatron_lightning.pipeline.partition import unit_names
+from megatron_lightning.pipeline.units import find_pipelined
+
+_LARGEST = 8
+"""A module with more than one in so many elements is divided, if it can be."""
+_SMALLEST = 1000
+"""A module with fewer than one in so many elements stays full if it has ..."""
+_SMALL = 2**16
+"""... fewer elements than this: 256 KiB of fp32, which a network of 10 GB/s sends in 26
+microseconds, about the time in which it starts a collective."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CALLS_CHILDREN = (
+    nn.Sequential,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+)
+"""Modules of torch whose forward calls the modules inside; others may read weights of them."""
+
+
+class ShardedModules(NamedTuple):
+    """What is sharded of a module."""
+
+    path: str
+    """Path of the module whose call runs units; "": each is called by itself."""
+    units: Sequence[str]
+    """Paths of the units, which do not overlap."""
+    full: dict[str, str]
+    """Name of a parameter that is in no unit -> why."""
+
+
+def find_sharded(module: nn.Module, options: PipelineOptions) -> ShardedModules:
+    """Return what is sharded of a module that no pipeline divides.
+
+    Raises:
+        ConfigError: If nothing can be, or the units that ``options`` name contradict the module.
+    """
+    try:
+        path, _, found = find_pipelined(module, options.units or ())
+    except ConfigError:
+        if options.units:
+            raise
+        path, found = None, ()
+    prefix = f"{path}." if path else ""
+    division = _Division(module)
+    division.add_units(prefix + unit for unit in unit_names(found))
+    division.add("", done=path)
+    if not division.units:
+        raise ConfigError(
+            f'data_parallel="fsdp" finds no module of {type(module).__name__} to shard. '
+            f"{describe_full(division.full)} "
+            'Set data_parallel="zero1", which shards the gradients and the optimizer state of any '
+            "model."
+        )
+    return ShardedModules(path or "", division.units, division.full)
+
+
+def divide_units(module: nn.Module, units: Iterable[str]) -> ShardedModules:
+    """Return what is sharded of pipeline units."""
+    division = _Division(module)
+    division.add_units(units)
+    return ShardedModules("", division.units, division.full)
+
+
+class _Division:
+    """The modules of one model that are sharded.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.units: list[str] = []
+        self.full: dict[str, str] = {}
+        """Name of a parameter -> why it is in no unit."""
+        self._root = root
+        self._modules = dict(root.named_modules())  # a shared module has one path
+        total = _size(root)
+        self._largest = total // _LARGEST
+        self._smallest = min(_SMALL, total // _SMALLEST)
+        self._reads = {
+            kind: weights_read(kind.__mro__) for kind in map(type, self._modules.values())
+        }
+
+    def add_units(self, paths: Iterable[str]) -> None:
+        """Add units of a pipeline, which are divided only if torch cannot extend their classes."""
+        for path in paths:
+            module = self._root.get_submodule(path)
+            if isinstance(module, _LISTS):
+                self.add_units(f"{path}.{name}" for name, _ in module.named_children())
+            elif can_be_extended(module):
+                self.units.append(path)
+            else:
+                self.add(path)
+
+    def add(self, path: str, done: str | None = None) -> None:
+        """Add what a module becomes, less the module at the path ``done``."""
+        module = self._modules.get(path)
+        if module is None or path == done or not _has_parameters(module):
+            return
+        why = self._obstacle(module, path)
+        holds_done = done is not None and f"{done}.".startswith(f"{path}." if path else "")
+        if why is None and self._is_whole(module) and not holds_done:
+            if _size(module) < self._smallest:
+                self._keep(module, path, f"fewer than {self._smallest:,} elements in a module")
+            else:
+                self.units.append(path)
+        elif _is_closed(module):
+            self._keep(module, path, why)
+        else:
+            self._keep(module, path, why or "read by a module that is divided", recurse=False)
+            for name, _ in module.named_children():
+                self.add(f"{path}.{name}" if path else name, done)
+
+    def _keep(self, module: nn.Module, path: str, why: str | None, *, recurse: bool = True) -> None:
+        for name, _ in module.named_parameters(path, recurse=recurse):
+            self.full[name] = why or ""
+
+    def _obstacle(self, module: nn.Module, path: str) -> str | None:
+        """Return why a module cannot be a unit."""
+        if isinstance(module, IN_ONE_PIECE):
+            return f"{type(module).__name__}, whose weights stay in one piece of memory"
+        if not path or isinstance(module, _LISTS) or not _has_forward(module):
+            return f"read by {type(module).__name__}, which is not called as a module"
+        if not can_be_extended(module):
+            return f"of {type(module).__name__}, a class that torch cannot extend"
+        inside = set(module.modules())
+        outside = {type(other) for other in self._root.modules() if other not in inside}
+        read = set[str]().union(*(self._reads[kind] for kind in outside))
+        for inner, child in module.named_modules(prefix=path):
+            if "weight" in child._parameters and _name(inner) in read:
+                return f"read by code beside the forward of {inner}"
+        return None
+
+    def _is_whole(self, module: nn.Module) -> bool:
+        """Return whether a module that can be a unit is not divided."""
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        inside = {_name(name) for name, _ in module.named_children()}
+        return (
+            _size(module) <= self._largest
+            or 2 * own >= _size(module)
+            or _is_closed(module)
+            or not inside.isdisjoint(self._reads[type(module)])
+        )
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """Return whether modules inside, if any, may not be called."""
+    is_torch = type(module).__module__.startswith("torch.nn.")
+    return not any(map(_has_parameters, module.children())) or (
+        is_torch and not isinstance(module, (*_LISTS, *_CALLS_CHILDREN))
+    )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _name(path: str) -> str:
+    own = path.rpartition(".")[2]
+    return BY_INDEX if own.isdecimal() else own

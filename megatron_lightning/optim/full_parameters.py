@@ -1,0 +1,89 @@
+"""Parameters that stay full on every rank where FSDP2 shards the others, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Set
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_lightning.parallel.spec import ShardSpec
+
+IN_ONE_PIECE = (nn.RNNBase,)
+"""Modules that keep views of their weights in one piece of memory, which shards are not."""
+_LISTED = 3
+
+
+def can_be_extended(module: nn.Module) -> bool:
+    """Return whether FSDP2 can make the module's class one of its own.
+
+    Python refuses it where the memory of the objects differs, as with ``class Block(ABC,
+    nn.Module)``.
+    """
+    kind = type(module)
+    if isinstance(module, FSDPModule):
+        return True
+    try:
+        module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+        module.__class__ = kind
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def explain_full(
+    module: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    excluded: Set[str],
+    sharded: Set[str],
+    known: Mapping[str, str],
+) -> dict[str, str]:
+    """Return why parameters are not sharded, by name.
+
+    Args:
+        module: The assembled module.
+        specs: Specs of all parameters.
+        excluded: Names of parameters with a copy on another pipeline rank.
+        sharded: Names of the sharded parameters.
+        known: Reasons that are known.
+    """
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    kept = {
+        name
+        for path, child in module.named_modules()
+        if isinstance(child, IN_ONE_PIECE)
+        for name, _ in child.named_parameters(path)
+    }
+
+    def why(name: str, parameter: nn.Parameter) -> str:
+        if name in known:
+            return known[name]
+        if name in kept:
+            return "of an RNN, whose weights stay in one piece of memory"
+        if uses[id(parameter)] > 1:
+            return "under several names"
+        if name in excluded:
+            return "on several pipeline stages"
+        if not specs[name].global_shape:
+            return "a scalar"
+        return "outside of the units, or of another dtype than most of its unit"
+
+    return {
+        name: why(name, parameter)
+        for name, parameter in module.named_parameters()
+        if name not in sharded
+    }
+
+
+def describe_full(full: Mapping[str, str]) -> str:
+    """Return one sentence that names the parameters that stay full; "" if there are none."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in full.items():
+        by_reason.setdefault(why, []).append(name)
+    said = [
+        f"{', '.join(names[:_LISTED])}"
+        f"{f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''} ({why})"
+        for why, names in by_reason.items()
+    ]
+    return f"Full on every rank: {'; '.join(said)}." if said else ""
