@@ -299,7 +299,8 @@ def _drifting(layout: Layout, folder: str, kind: str, saves: bool) -> str:
     trainer = layout.trainer(folder, max_steps=3, **hooks)
     with pytest.raises(ShardingError) as caught:
         trainer.fit(module, datamodule=layout.data_module())
-    assert trainer.global_step == (2 if saves else 3)
+    # Some averages are found before the second batch, others by the save or when training ends.
+    assert 1 <= trainer.global_step <= (2 if saves else 3)
     return str(caught.value)
 
 
