@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,19 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 class ShardingError(MegatronLightningError, RuntimeError):
     """A parameter or module that contradicts its declared sharding."""
+
+    @classmethod
+    def drifted(cls, names: Sequence[str], axis: str, ranks: Sequence[int]) -> ShardingError:
+        """Return the error for tensors that ranks replicate and that have drifted apart."""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return cls(
+            f"{len(names)} tensor(s) that the {axis} ranks {list(ranks)} replicate have other "
+            f"values on some of them: {', '.join(names[:5])}{more}. Usual causes: a hook that "
+            "writes values which depend on the rank, a loss that is computed on one rank, random "
+            "draws from a generator that the ranks do not share, or an average of weights that is "
+            "kept outside of the pipeline's units: use Lightning's WeightAveraging or "
+            "EMAWeightAveraging callback for averages."
+        )
 
 
 class PipelineError(MegatronLightningError, RuntimeError):

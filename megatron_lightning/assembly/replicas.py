@@ -175,15 +175,7 @@ def _refuse_drift(names: Sequence[str], differs: Tensor, group: AxisGroup) -> No
 
 def drift_error(names: Sequence[str], group: AxisGroup) -> ShardingError:
     """Return the error for tensors that ranks replicate and that have drifted apart."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ShardingError(
-        f"{len(names)} tensor(s) that the {group.name} ranks {list(group.ranks)} replicate have "
-        f"other values on some of them: {', '.join(names[:5])}{more}. Usual causes: a hook that "
-        "writes values which depend on the rank, a loss that is computed on one rank, random draws "
-        "from a generator that the ranks do not share, or an average of weights that is kept "
-        "outside of the pipeline's units: use Lightning's WeightAveraging or EMAWeightAveraging "
-        "callback for averages."
-    )
+    return ShardingError.drifted(names, group.name, group.ranks)
 
 
 def check_same_batch(batch: object, context: ParallelContext) -> None:

@@ -75,6 +75,8 @@ class Bucket:
     """The gradient of each parameter, in its shape."""
     touched: list[bool] = field(init=False)
     """Parameters that received a gradient in this step; the views of the others are stale."""
+    versions: list[int] = field(init=False, default_factory=list)
+    """Version of each parameter when it was gathered."""
     ready: set[int] = field(init=False, default_factory=set)
     """Parameters that have received their last gradient of this step."""
     launched: bool = field(init=False, default=False)
@@ -102,6 +104,18 @@ class Bucket:
         if self.coders and self.value is not None:
             self.main = self.value[self.shard].clone()
             self.keep_codes()
+        self.record_versions()
+
+    def record_versions(self) -> None:
+        """Record that the parameters are as gathered."""
+        self.versions = [parameter._version for parameter in self.parameters]
+
+    def names_written(self) -> list[str]:
+        """Return the parameters that code beside the step has written in place. An optimizer writes
+        its shards, which have versions of their own.
+        """
+        rows = zip(self.names, self.parameters, self.versions, strict=True)
+        return [name for name, parameter, version in rows if parameter._version != version]
 
     def keep_codes(self) -> None:
         """Keep this rank's shard as main params, and of all parameters codes, which are not made

@@ -134,6 +134,7 @@ class ParameterGather:
                 bucket.record_codes()
                 # Autograd refuses a backward with the old value.
                 increment_version(bucket.parameters)
+                bucket.record_versions()
 
     def keep_codes(self) -> None:
         """Keep parameters as codes from now on, where there are coders. A collective."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.buckets import Bucket
 from megatron_lightning.optim.column_sums import column_sums
 from megatron_lightning.optim.distributed import DistributedOptimizer
@@ -90,6 +91,7 @@ class WrittenWeights:
         written = differ or any(view.main_was_written() for view in self._views)
         if not self._agree(written):
             return False
+        self._refuse_drift(differ)
         for view in self._views:
             view.synchronize_written()
         return True
@@ -113,6 +115,20 @@ class WrittenWeights:
             largest, smallest = extremes.chunk(2)
             differ |= not torch.equal(largest, -smallest)
         return differ
+
+    def _refuse_drift(self, differ: bool) -> None:
+        """Refuse parameters that code beside the step has written with other values on some ranks.
+        A collective.
+
+        Raises:
+            ShardingError: On every rank, naming them.
+        """
+        buckets = {id(b): b for view in self._views for b in view.buckets}.values()
+        mine = [name for bucket in buckets for name in bucket.names_written()] if differ else []
+        world = self._context.axis("world")
+        names = list(dict.fromkeys(n for rank in world.all_gather_object(mine) for n in rank))
+        if names:
+            raise ShardingError.drifted(names, world.name, world.ranks)
 
     def _agree(self, mine: bool) -> bool:
         """Return whether it holds on any rank."""

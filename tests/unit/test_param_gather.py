@@ -36,6 +36,9 @@ class _Bucket:
     def record_codes(self) -> None:
         """There are none."""
 
+    def record_versions(self) -> None:
+        """Nobody asks for them."""
+
 
 class _Attention(nn.Module):
     def __init__(self) -> None:
