@@ -36,11 +36,16 @@ from megatron_lightning.optim.column_sums import column_sums
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.rebound import check_rebound
+from megatron_lightning.optim.write_watch import WriteWatch
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
 BUCKET_ALIGNMENT = 128
+_NO_ROOM = (
+    "Such weights are kept as quantized data of 8 bits, which have no room for other weights. "
+    "Replace weights before the strategy sets up the fit, or set fp8_param_gather=False."
+)
 
 
 @dataclass(eq=False)
@@ -71,6 +76,8 @@ class Bucket:
     """Column sums of the main params whose codes were gathered last."""
     gathered: Tensor | None = field(init=False, default=None)
     """Column sums of these codes."""
+    watch: WriteWatch = field(init=False, default_factory=WriteWatch)
+    """Watches this rank's codes between steps."""
     views: list[Tensor] = field(init=False)
     """The gradient of each parameter, in its shape."""
     touched: list[bool] = field(init=False)
@@ -124,6 +131,7 @@ class Bucket:
         if self.main is None or self.value is None or self.holds_codes:
             return
         self.main.copy_(self.value[self.shard])
+        self.watch.forget()
         self.value = torch.zeros(self.value.shape, dtype=torch.uint8, device=self.value.device)
         for index, (parameter, coder) in enumerate(zip(self.parameters, self.coders, strict=True)):
             parameter.data = self._view(self.value, index).view(coder.dtype)
@@ -152,6 +160,7 @@ class Bucket:
             gathering.wait()
         self.value = values
         self.holds_codes = False
+        self.watch.forget()
         for index, parameter in enumerate(self.parameters):
             parameter.data = self._view(values, index)
             set_grad_dtype(parameter, parameter.dtype)
@@ -172,13 +181,28 @@ class Bucket:
         if not self.holds_codes or self.main is None or self.value is None:
             return False
         if self.gathered is not None and not torch.equal(column_sums(self.value), self.gathered):
-            raise ConfigError(
-                f"{', '.join(self.names[:3])}{', …' if len(self.names) > 3 else ''}: some of these "
-                "weights were written outside of a step. They are kept as quantized data of 8 "
-                "bits, which have no room for other weights. Replace weights before the strategy "
-                "sets up the fit, or set fp8_param_gather=False."
-            )
+            raise ConfigError(f"{self._some_names}: written outside of a step. {_NO_ROOM}")
         return self.encoded is not None and not torch.equal(column_sums(self.main), self.encoded)
+
+    def watch_codes(self) -> None:
+        """Record this rank's codes, which have just been made."""
+        if self.holds_codes and self.value is not None:
+            self.watch.record([self.value[self.shard]])
+
+    def look_for_writes(self) -> None:
+        """Look before a step whether this rank's codes were written, which it would overwrite.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+        if self.holds_codes and self.value is not None:
+            self.watch.look([self.value[self.shard]], [self._some_names], _NO_ROOM)
+
+    @property
+    def _some_names(self) -> str:
+        if len(self.names) == 1:
+            return self.names[0]
+        return f"some of {', '.join(self.names[:3])}{', …' if len(self.names) > 3 else ''}"
 
     def bind(self) -> None:
         """Copy the memory of parameters that were rebound (``p.data = ...``) into the buffer, and

@@ -280,6 +280,11 @@ class DistributedOptimizer(OptimizerState):
         for exchange in self._exchanges:
             if exchange.is_local:
                 exchange.take_over()
+            else:
+                exchange.look_for_writes()
+        for bucket in self._buckets:
+            bucket.look_for_writes()
+        self._reducer.look_for_writes()
         if self._options.moments_dtype == "bf16":
             moments.widen(self.optimizer, self._targets())
         for exchange in self._exchanges:
@@ -312,10 +317,16 @@ class DistributedOptimizer(OptimizerState):
         return self._buckets
 
     def main_was_written(self) -> bool:
-        """Return whether the optimizer's main params were written outside of a step. Waits for the
-        device.
+        """Return whether main params were written outside of a step, of which other tensors were
+        made. Waits for the device.
         """
-        return self._main.were_written()
+        return self._main.were_written() or self._reducer.units_were_written()
+
+    def parts_were_written(self) -> bool:
+        """Return whether parts of matrices that ranks exchange were written outside of a step.
+        Waits for the device.
+        """
+        return any(exchange.were_written() for exchange in self._exchanges)
 
     @torch.no_grad()
     def take_over(self) -> None:

@@ -243,6 +243,18 @@ class FullyShardedReducer(GradientReducer):
         """Renew the codes that FSDP2 gathers. A collective."""
         self.units.codes.encode(self._all_reduce)
 
+    def look_for_writes(self) -> None:
+        """Look before a step whether weights were written whose codes FSDP2 has gathered.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+        self.units.codes.look_for_writes()
+
+    def units_were_written(self) -> bool:
+        """Return the same. Waits for the device."""
+        return self.units.codes.were_written()
+
     def begin_step(self) -> None:
         """Begin the accumulation of one optimizer step: there is no gradient yet."""
         super().begin_step()

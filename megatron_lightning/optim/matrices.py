@@ -30,10 +30,17 @@ from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.entries import OptimizerEntry, Target
 from megatron_lightning.optim.main_params import take_over
 from megatron_lightning.optim.parameter_shard import ParameterShard
+from megatron_lightning.optim.write_watch import WriteWatch
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
 
 _MATRIX_OPTIMIZERS = (Muon,)
+_DIVIDED = (
+    "The ranks that hold parts of a matrix step it on one of them, which does not see what hooks "
+    "write into the parts of others. Write weights in hooks of the start or end of an epoch or "
+    "validation, or after every step from the first one on, or step these weights by an "
+    "element-wise optimizer: ChainedOptimizer(Muon(...), AdamW(...))."
+)
 
 
 def steps_matrices(optimizer: Optimizer) -> bool:
@@ -132,6 +139,26 @@ class MatrixExchange:
         self._held = [self._pieces(specs[me], self._owned_by(rank)) for rank in range(group.size)]
         """Rank -> what this rank holds of its matrices."""
         self._targets = self._make_targets(device)
+        self._watch = WriteWatch()
+        self.record()
+
+    def record(self) -> None:
+        """Record the parameters, which are what the owners' matrices round to."""
+        if not self.is_local:
+            self._watch.record(self._values())
+
+    def look_for_writes(self) -> None:
+        """Look before a step whether this rank's parts were written, which it would overwrite.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+        names = [entry.name for entry in self._entries]
+        self._watch.look(self._values(), names, _DIVIDED)
+
+    def were_written(self) -> bool:
+        """Return the same. Waits for the device."""
+        return self._watch.was_written(self._values())
 
     def _owned_by(self, rank: int) -> list[int]:
         return [number for number, owner in enumerate(self._owner) if owner == rank]
@@ -186,6 +213,7 @@ class MatrixExchange:
             for target in targets:
                 target.grad = None
         self._scatter(full)
+        self.record()
 
     def refresh(self, keep: Set[str]) -> None:
         """Copy the parameters into the owners' matrices, except those with a global name in
@@ -204,6 +232,7 @@ class MatrixExchange:
             parts = _split(full, self._entries[self._matrices[number].entry].spec)
             for target, part in zip(self._targets[number], parts, strict=True):
                 take_over(target.data, part.to(target.device))
+        self.record()
 
     @property
     def is_local(self) -> bool:

@@ -139,6 +139,7 @@ class ParameterGather:
     def keep_codes(self) -> None:
         """Keep parameters as codes from now on, where there are coders. A collective."""
         for bucket in self._reducer.buckets:
+            bucket.codes_are_stale()  # raises where hooks have written codes since the setup
             bucket.keep_codes()
         self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)
 

@@ -192,9 +192,21 @@ class GradientReducer:
         collective.
         """
         encode(bucket.coded_weights(), bucket.data.shard, self._all_reduce)
+        bucket.watch_codes()
 
     def encode_units(self) -> None:
         """Renew the codes that FSDP2 gathers. A collective."""
+
+    def look_for_writes(self) -> None:
+        """Look before a step whether weights were written whose codes FSDP2 has gathered.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+
+    def units_were_written(self) -> bool:
+        """Return the same. Waits for the device."""
+        return False
 
     def hide(self) -> None:
         """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish`

@@ -31,6 +31,13 @@ from megatron_lightning.optim.codes import (
 )
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.sharded_unit import Unit, local_part
+from megatron_lightning.optim.write_watch import WriteWatch
+
+_OLD_CODES = (
+    "Forwards read the quantized data of 8 bits that the last step made of these weights. Write "
+    "weights in hooks of the start or end of an epoch or validation, after which the data are "
+    "renewed, or set fp8_param_gather=False."
+)
 
 
 class UnitCodes:
@@ -39,6 +46,8 @@ class UnitCodes:
     def __init__(self) -> None:
         self._weights: dict[DataGroups, list[CodedWeight]] = {}
         self._names: set[str] = set()
+        self._main: dict[str, Tensor] = {}
+        self._watch = WriteWatch()
 
     @property
     def num_weights(self) -> int:
@@ -71,15 +80,31 @@ class UnitCodes:
             )
         self._names = names
         self._weights.clear()
+        self._main.clear()
+        self._watch.forget()
         for unit, name, shard in found:
             weight = _keep(shard, coders[name], unit.groups.shard.size)
             self._weights.setdefault(unit.groups, []).append(weight)
+            self._main[name] = local_part(shard)[0]
 
     def encode(self, reduce: AllReduce = all_reduce) -> None:
         """Renew the codes from the main params. A collective."""
         for groups in sorted(self._weights, key=lambda groups: groups.all.name):
             weights = self._weights[groups]
             encode(weights, groups.shard, reduce)
+        self._watch.record(list(self._main.values()))
+
+    def look_for_writes(self) -> None:
+        """Look before a step whether main params were written since their codes were made.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+        self._watch.look(list(self._main.values()), list(self._main), _OLD_CODES)
+
+    def were_written(self) -> bool:
+        """Return the same. Waits for the device."""
+        return self._watch.was_written(list(self._main.values()))
 
 
 def _dim(shard: DTensor) -> int:

@@ -77,18 +77,22 @@ class WrittenWeights:
             return
         between_steps = second and not self._due and not first
         self._due = False
+        parts = [view.parts_were_written() for view in self._views if between_steps]
         for view in self._views:
             view.take_over()
-        self._always |= self.share() and between_steps
+        self._always |= self.share(found=any(parts)) and between_steps
 
     @torch.no_grad()
-    def share(self) -> bool:
+    def share(self, *, found: bool = False) -> bool:
         """Gather parameters of which a rank's shard was written; return whether any was. A
         collective.
+
+        Args:
+            found: Whether writes were found before.
         """
         self._gather.wait()
         differ = self._differ()  # first: a collective
-        written = differ or any(view.main_was_written() for view in self._views)
+        written = found or differ or any(view.main_was_written() for view in self._views)
         if not self._agree(written):
             return False
         self._refuse_drift(differ)
