@@ -65,16 +65,18 @@ def shard_units(
         ConfigError: If nothing can be sharded.
     """
     root: str | None = None
+    tied = set[str]()  # with copies on other stages
     if part.partition is None:
         found = {0: find_sharded(module, pipeline)}
         root = found[0].path
     else:
+        tied = {*part.tied, *part.tied.values()}
         found = {stage: divide_units(module, units) for stage, units in part.units_of_stage.items()}
     units = ShardedUnits(
         module,
         {stage: sharded.units for stage, sharded in found.items()},
         root=root,
-        excluded={*part.tied, *part.tied.values(), *part.everywhere},
+        excluded={*tied, *part.everywhere},
         full={n: why for sharded in found.values() for n, why in sharded.full.items()},
         specs=part.specs,
         context=context,

@@ -111,12 +111,14 @@ class _Division:
         }
 
     def add_units(self, paths: Iterable[str]) -> None:
-        """Add units of a pipeline, which are divided only if torch cannot extend their classes."""
+        """Add units of a pipeline, which are divided only if torch cannot extend their classes, or
+        they have no forward.
+        """
         for path in paths:
             module = self._root.get_submodule(path)
             if isinstance(module, _LISTS):
                 self.add_units(f"{path}.{name}" for name, _ in module.named_children())
-            elif can_be_extended(module):
+            elif can_be_extended(module) and _has_forward(module):
                 self.units.append(path)
             else:
                 self.add(path)
@@ -149,7 +151,7 @@ class _Division:
         if isinstance(module, IN_ONE_PIECE):
             return f"{type(module).__name__}, whose weights stay in one piece of memory"
         if not path or isinstance(module, _LISTS) or not _has_forward(module):
-            return f"read by {type(module).__name__}, which is not called as a module"
+            return f"read outside of a forward of {type(module).__name__}"
         if not can_be_extended(module):
             return f"of {type(module).__name__}, a class that torch cannot extend"
         inside = set(module.modules())

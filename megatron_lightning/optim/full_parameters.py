@@ -1,9 +1,9 @@
-"""Parameters that stay full on every rank where FSDP2 shards the others, and why."""
+"""The parameters that FSDP2 can shard, and those that stay full on every rank, with the reason."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +32,50 @@ def can_be_extended(module: nn.Module) -> bool:
     return True
 
 
+def shardable(
+    module: nn.Module,
+    units: Iterable[Sequence[nn.Module]],
+    specs: Mapping[str, ShardSpec],
+    excluded: Set[str],
+) -> dict[int, str]:
+    """Return id -> ``data_axes`` of the parameters that FSDP2 can shard in their unit.
+
+    A parameter that code reaches around the unit is none of them: one with a name outside, or with
+    two inside. A unit itself may have several paths.
+
+    Args:
+        module: The assembled module.
+        units: Its units, by stage.
+        specs: Specs of all parameters.
+        excluded: Names of parameters with a copy on another pipeline rank.
+    """
+    names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    paths = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
+    inside = set[int]()
+    for unit in (unit for stage in units for unit in stage):
+        uses = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
+        num_paths = paths[id(unit)]
+        inside |= {key for key, n in uses.items() if n == 1 and names[key] == num_paths}
+    in_one_piece = _in_one_piece(module)
+    return {
+        id(parameter): specs[name].data_axes
+        for name, parameter in module.named_parameters()
+        if id(parameter) in inside
+        and name not in in_one_piece
+        and name not in excluded
+        and specs[name].global_shape
+    }
+
+
+def _in_one_piece(module: nn.Module) -> set[str]:
+    return {
+        name
+        for path, child in module.named_modules()
+        if isinstance(child, IN_ONE_PIECE)
+        for name, _ in child.named_parameters(path)
+    }
+
+
 def explain_full(
     module: nn.Module,
     specs: Mapping[str, ShardSpec],
@@ -49,17 +93,12 @@ def explain_full(
         known: Reasons that are known.
     """
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    kept = {
-        name
-        for path, child in module.named_modules()
-        if isinstance(child, IN_ONE_PIECE)
-        for name, _ in child.named_parameters(path)
-    }
+    in_one_piece = _in_one_piece(module)
 
     def why(name: str, parameter: nn.Parameter) -> str:
         if name in known:
             return known[name]
-        if name in kept:
+        if name in in_one_piece:
             return "of an RNN, whose weights stay in one piece of memory"
         if uses[id(parameter)] > 1:
             return "under several names"

@@ -25,7 +25,6 @@ another dtype than their unit, and those outside of the units.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -43,10 +42,10 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.data_groups import DataGroups
 from megatron_lightning.optim.full_parameters import (
-    IN_ONE_PIECE,
     can_be_extended,
     describe_full,
     explain_full,
+    shardable,
 )
 from megatron_lightning.optim.parameter_shard import main_dtype
 from megatron_lightning.optim.sharded_unit import (
@@ -143,19 +142,26 @@ class ShardedUnits:
                 "groups of one each rank would keep everything. Leave the module as it is."
             )
         hooks = {name: GradientHooks(parameter) for name, parameter in module.named_parameters()}
-        manageable = self._manageable(module, specs, excluded)
+        modules = {
+            stage: [
+                child for path in paths for child in callable_modules(module.get_submodule(path))
+            ]
+            for stage, paths in stages.items()
+        }
+        manageable = {
+            key: axes
+            for key, axes in shardable(module, modules.values(), specs, excluded).items()
+            if axes in self._meshes
+        }
         self._paths = {child: path for path, child in module.named_modules()}
         self.units: list[Unit] = []
         """The units of all stages, whose positions in this list are their indices."""
         self._backwards: dict[int, StageBackward] = {}
         self._calls: dict[int, nn.Module] = {}
         unfilled: list[str] = []
-        for stage, paths in stages.items():
-            modules = [
-                child for path in paths for child in callable_modules(module.get_submodule(path))
-            ]
-            unfilled += self._shard_stage(stage, modules, manageable, context.device)
-            self._make_root(stage, modules, module, root)
+        for stage, units in modules.items():
+            unfilled += self._shard_stage(stage, units, manageable, context.device)
+            self._make_root(stage, units, module, root)
         self.names = frozenset(name for unit in self.units for name in unit.shards)
         """Names of the sharded parameters."""
         self.full = explain_full(module, specs, excluded, self.names, full)
@@ -170,27 +176,6 @@ class ShardedUnits:
         # Ranks that share experts, and those that share the rest, are all among these.
         callers = context.axis("tp-dp-cp") if "edp" in manageable.values() else context.dp_cp
         self._order = UnitOrder([str(unit) for unit in self.units], callers, context.device)
-
-    def _manageable(
-        self, module: nn.Module, specs: Mapping[str, ShardSpec], excluded: Set[str]
-    ) -> dict[int, str]:
-        """Return id -> ``data_axes`` of the parameters that FSDP2 can shard."""
-        uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        in_one_piece = {
-            parameter
-            for child in module.modules()
-            if isinstance(child, IN_ONE_PIECE)
-            for parameter in child.parameters()
-        }
-        return {
-            id(parameter): specs[name].data_axes
-            for name, parameter in module.named_parameters()
-            if uses[id(parameter)] == 1
-            and parameter not in in_one_piece
-            and name not in excluded
-            and specs[name].data_axes in self._meshes
-            and specs[name].global_shape
-        }
 
     def _shard_stage(
         self,

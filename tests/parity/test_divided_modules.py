@@ -29,7 +29,7 @@ from tests.helpers.trainers import Losses, trainer
 
 FSDP = {"data_parallel": "fsdp"}
 FSDP = {"data_parallel": "fsdp"}
-WIDTH, CLASSES, BATCH, STEPS = 8, 4, 8, 3
+WIDTH, CLASSES, BATCH, STEPS = 8, 4, 8, 4
 RTOL = 1e-5
 
 
@@ -89,6 +89,18 @@ class _SharedBlock(_Module):
     def between(self, x: Tensor) -> Tensor:
         for _ in range(4):
             x = x + self.block(x).relu()
+        return x
+
+
+class _ListOfOne(_Module):
+    """One block under several names."""
+
+    def add(self) -> None:
+        self.blocks = nn.ModuleList([_Block()] * 3)
+
+    def between(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
         return x
 
 
@@ -204,6 +216,7 @@ class _Albert(_Module):
 
 KINDS: tuple[type[_Module], ...] = (
     _SharedBlock,
+    _ListOfOne,
     _Recurrent,
     _UNet,
     _Towers,
@@ -214,6 +227,7 @@ KINDS: tuple[type[_Module], ...] = (
 )
 FULL = {
     _SharedBlock: set(),
+    _ListOfOne: set(),
     _Recurrent: set(),
     _UNet: set(),
     _Towers: set(),
@@ -324,7 +338,9 @@ def _continued(kind: type[_Module], modes: list[str], folder: str) -> list[float
     return norms
 
 
-@pytest.mark.parametrize("kind", [_Recurrent, pytest.param(_Albert, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [_ListOfOne, *(pytest.param(k, marks=pytest.mark.slow) for k in (_Recurrent, _Albert))]
+)
 def test_a_checkpoint_moves_to_zero1_and_back(kind: type[_Module], tmp_path: Path) -> None:
     modes = ["fsdp", "zero1", "fsdp"]
     [found, _] = run_ranks(2, _continued, kind, modes, str(tmp_path / "a"))
