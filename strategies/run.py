@@ -28,6 +28,7 @@ from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.assembly.saving_guard import SavingGuard
+from megatron_lightning.assembly.stage_draws import StageDraws
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
@@ -101,6 +102,7 @@ class Run:
             self._earlier_part = previous._part
         self._training: Training | None = None if previous is None else previous._training
         self._steps: Steps | None = None
+        self._stage_draws: StageDraws | None = None
         self._pipeline_executor: PipelineExecutor | None = (
             None if previous is None else previous._pipeline_executor
         )
@@ -280,6 +282,7 @@ class Run:
     ) -> None:
         """Reduce gradients for these optimizers from now on."""
         self._training = Training(self._scope(precision), optimizers, schedulers)
+        self._stage_draws = StageDraws(self.module, self.part, self._ranks.context)
 
     def begin_steps(self, precision: Precision) -> None:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
@@ -397,8 +400,12 @@ class Run:
             self._training.accumulation.written.expect()
 
     def check_draws(self) -> None:
-        """Check that no hook drew the same numbers into different shards; a collective."""
+        """Check that no hook drew the same numbers into different shards, or layers of different
+        stages; a collective.
+        """
         check_draws(self.module, self.part.specs, self._ranks.context)
+        if self._stage_draws is not None:
+            self._stage_draws.check()
 
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a

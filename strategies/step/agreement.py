@@ -159,7 +159,9 @@ def _other_random_state(ranks: Sequence[int]) -> ShardingError:
     return ShardingError(
         f"ranks {list(ranks)} belong to one model replica, and the states of their random "
         "generators (torch's, NumPy's or Python's default ones) differ at the beginning of a step: "
-        "a hook or callback has drawn random numbers on some of them, on rank 0 alone, say. Random "
-        "masks in the step would differ. Draw on all ranks alike, or from a generator of your own "
-        "(torch.Generator, numpy.random.default_rng, random.Random)."
+        "a hook or callback has drawn random numbers on some of them: on rank 0 alone, or for the "
+        "parameters that a rank has, of which each pipeline stage has others. Random masks in the "
+        "step would differ. Initialize weights in __init__ or configure_model, and draw on all "
+        "ranks alike, or from a generator of your own (torch.Generator, numpy.random.default_rng, "
+        "random.Random)."
     )

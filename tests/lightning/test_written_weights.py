@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def _fit_full(layout: Layout, folder: str, *args: Any) -> dict[str, float]:
     trainer = layout.trainer(folder, max_epochs=3, limit_train_batches=2, precision=precision)
     module = _Written(writes, lr)
     trainer.fit(module, layout.data_module())
-    state = trainer.strategy.full_module_state(folder)
+    state = trainer.strategy.full_module_state()
     names = [] if state is None else [name for name in state if name.startswith("model.")]
     return {name: float(state[name].double().abs().sum()) for name in names}
 
@@ -416,6 +417,44 @@ def _draw_into_shards(layout: Layout, folder: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained"
+
+
+def _draw_into_stages(layout: Layout, folder: str, init: str) -> str:
+    class Draws(ToyModule):
+        def on_train_start(self) -> None:
+            for name, parameter in self.named_parameters():
+                if init == "normal_" or name.endswith("linear1.weight"):
+                    getattr(nn.init, init)(parameter)
+
+    try:
+        layout.trainer(folder, max_epochs=1, limit_train_batches=1).fit(
+            Draws(), layout.data_module()
+        )
+    except PeerFailure:
+        return "peer"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("layout", "init", "found"),
+    [
+        (PP2, "kaiming_uniform_", r"layers.0.linear1.weight = \S+layers.2.linear1.weight"),
+        (PP2, "ones_", "trained"),
+        pytest.param(PP2, "normal_", "each pipeline stage has others", marks=pytest.mark.slow),
+        pytest.param(
+            TP2_TOY, "xavier_normal_", "linear1.weight.* equal values", marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_draws_into_layers_of_stages_are_refused(
+    layout: Layout, init: str, found: str, tmp_path: Path
+) -> None:
+    texts = run(layout, _draw_into_stages, tmp_path, init)
+    assert any(re.search(found, text) for text in texts), texts
+    assert all(text == "peer" or re.search(found, text) for text in texts), texts
 
 
 @layouts(TP2_TOY, slow=[FSDP2, DP2])

@@ -1,0 +1,85 @@
+"""Random numbers that hooks drew into layers of pipeline stages.
+
+A loop of ``nn.init.kaiming_uniform_`` over ``self.parameters()`` in a hook draws on every stage
+from the stream that the ranks of a replica share. Each stage has other layers, and all of them
+receive the first numbers of that stream: layers of different stages become equal. Stages that draw
+unequal amounts are found by their random states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.replicas import fingerprint
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.parallel.context import ParallelContext
+
+
+class StageDraws:
+    """Looks for layers of different stages that hooks have made equal.
+
+    Layers that were equal when the strategy set up the fit, such as copies of one layer, may stay
+    so.
+
+    Args:
+        module: Whose parameters this rank has.
+        part: Knows the units of this stage.
+        context: Groups of this rank.
+    """
+
+    def __init__(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
+        self._module = module
+        self._part = part
+        self._group = context.pp
+        self._before = set(self._marks().values())
+
+    def check(self) -> None:
+        """Compare the parameters that have changed since; a collective.
+
+        Raises:
+            ShardingError: If parameters of different stages are equal and not constant.
+        """
+        if self._group.process_group is None:
+            return
+        changed = {name: mark for name, mark in self._marks().items() if mark not in self._before}
+        first: dict[int, str] = {}
+        equal: list[str] = []
+        for marks in self._group.all_gather_object(changed):
+            pairs = [sorted((first[mark], name)) for name, mark in marks.items() if mark in first]
+            equal += [" = ".join(pair) for pair in pairs]
+            first |= {mark: name for name, mark in marks.items() if mark not in first}
+        if equal:
+            raise ShardingError(
+                f"{', '.join(equal[:3])}{', …' if len(equal) > 3 else ''}: parameters of different "
+                "pipeline stages hold equal values. A hook drew random numbers into the "
+                "parameters (nn.init, normal_), and every stage drew the same ones for other "
+                "layers. Initialize the weights in __init__ or configure_model, where all layers "
+                "exist."
+            )
+
+    def _marks(self) -> dict[str, int]:
+        """Return fingerprints of the parameters of this stage's units that are not constant."""
+        if self._group.process_group is None:
+            return {}
+        own = dict(self._own())
+        if not own:
+            return {}
+        varies = torch.stack([(tensor != tensor.flatten()[0]).any() for tensor in own.values()])
+        marks = torch.stack([fingerprint(tensor) for tensor in own.values()])
+        pairs = zip(own, varies.tolist(), marks.tolist(), strict=True)
+        return {name: mark for name, is_varied, mark in pairs if is_varied}
+
+    def _own(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._module.named_parameters():
+            spec = self._part.specs.get(name)
+            is_tied = name in self._part.tied or (spec is not None and spec.tied_to is not None)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            is_compared = local.numel() > 1 and not is_code(local.dtype) and not local.is_meta
+            if is_compared and self._part.in_unit(name) and not is_tied:
+                yield name, local.detach()
