@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,12 @@ class AutoBridge:
 
     @classmethod
     def can_handle(cls, path: str | Path, *, revision: str | None = None) -> bool:
-        """Return whether ``transformers`` knows the model of a folder or Hub id."""
+        """Return whether ``transformers`` knows the model of a folder or Hub id; its weights are not
+        downloaded.
+        """
         try:
-            return cls.from_hf_pretrained(path, revision=revision).model_class is not None
+            folder = local_folder(path, revision=revision, patterns=("*.json",))
+            return cls(folder).model_class is not None
         except (ConfigError, MissingCheckpointError):
             return False
 
@@ -131,8 +135,15 @@ class AutoBridge:
         return model
 
 
-def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
+def local_folder(
+    path: str | Path, *, revision: str | None = None, patterns: Sequence[str] = _DOWNLOADED
+) -> Path:
     """Return a folder, or the local snapshot of a Hub id, which is downloaded if it is not cached.
+
+    Args:
+        path: A folder, or a Hub id.
+        revision: Branch, tag or commit of the Hub id; None: main.
+        patterns: Files that are downloaded.
 
     Raises:
         MissingCheckpointError: If there is no such folder, and the Hub has no such id.
@@ -142,7 +153,7 @@ def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(_DOWNLOADED)}
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(patterns)}
     try:
         snapshot = Path(snapshot_download(str(path), local_files_only=True, **options))
         if (snapshot / SINGLE).exists() or (snapshot / INDEX).exists():

@@ -7,7 +7,9 @@ nothing. A box of the result is filled later from the byte ranges that it consis
 
 Three rules for everything that is no move:
 
-* An operation in place is ignored: initial values do not replace those of a file.
+* An operation in place is ignored: initial values, and arithmetic on them (``trunc_normal_``, and
+  ``_init_weights`` of some families), do not replace those of a file. ``convert verify`` compares
+  logits, which shows a family whose loading code needs such an operation.
 * ``*_like`` returns a real tensor.
 * Other operations (dequantization) are computed from full tensors, if and when somebody reads.
 """

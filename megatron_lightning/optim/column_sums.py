@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_COLUMNS = 4096
+_COLUMNS = 512  # 4 KB a record
 _INTEGERS: Mapping[int, torch.dtype] = {
     1: torch.int8,
     2: torch.int16,

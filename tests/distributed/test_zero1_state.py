@@ -13,6 +13,7 @@ from torch import nn
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
+from megatron_lightning.optim.elementwise import require_elementwise
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.shards import TensorShards
 from tests.helpers.ranks import run_ranks
@@ -255,9 +256,9 @@ def loose_parameter() -> None:
         match=r"param_groups\.0\.1 of SGD, of shape \(2,\), is not a trainable parameter",
     ):
         DistributedOptimizer(loose, reducer)
-    muon = torch.optim.Adafactor([parameter])
-    with pytest.raises(ConfigError, match='Set data_parallel="ddp"'):
-        DistributedOptimizer(muon, reducer)
+    matrix = torch.optim.Adafactor([nn.Parameter(torch.zeros(4, 6))])
+    with pytest.raises(ConfigError, match='data_parallel="ddp"'):
+        require_elementwise(matrix)
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
