@@ -77,7 +77,7 @@ class AutoBridge:
 
     @classmethod
     def can_handle(cls, path: str | Path, *, revision: str | None = None) -> bool:
-        """Return whether ``transformers`` knows the model in a folder or Hub id. No weights are read."""
+        """Return whether ``transformers`` knows the model; no weights are downloaded."""
         try:
             folder = local_folder(path, revision=revision, patterns=("*.json",))
             return cls(folder).model_class is not None
