@@ -178,7 +178,7 @@ def _is_closed(module: nn.Module) -> bool:
     """Return whether modules inside, if any, may not be called."""
     is_torch = type(module).__module__.startswith("torch.nn.")
     return not any(map(_has_parameters, module.children())) or (
-        is_torch and not isinstance(module, (*_LISTS, *_CALLS_CHILDREN))
+        is_torch and _has_forward(module) and not isinstance(module, _CALLS_CHILDREN)
     )
 
 

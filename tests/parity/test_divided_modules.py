@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from megatron_lightning.assembly.checks import check_sharded_units
+from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
@@ -427,3 +428,15 @@ def test_a_pipeline_says_what_a_pipeline_misses() -> None:
         check_sharded_units(_OneBlock(), PipelineOptions(), 2)
     assert "fsdp" not in str(caught.value) and "zero1" not in str(caught.value)
     check_sharded_units(_OneBlock(), PipelineOptions(), 1)
+
+
+def test_a_module_without_a_forward_is_what_its_entries_are() -> None:
+    module = _OneBlock()
+    module.parts = nn.Module()
+    module.parts.first, module.parts.list = (
+        nn.Linear(WIDTH, WIDTH),
+        nn.ParameterList([torch.ones(2)]),
+    )
+    found = find_sharded(module, PipelineOptions())
+    assert found.units == ["block", "parts.first"]
+    assert set(found.full) == {"parts.list.0"}
