@@ -8,7 +8,8 @@ Between tensor-parallel ranks these must be equal or must differ:
   one, the sum is a multiple of it, which an adaptive optimizer hides.
 - The input of a layer that gathers sequence shards differs. If it is the full sequence, the layer
   gathers copies of it, and the output is right while gradients are multiples.
-- The output of the parallel module and the loss are equal, unless the plan says otherwise.
+- The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
+  are compared again when ranks look for written weights (``optim/written.py``).
 
 Each rank sums a tensor's elements with fixed random signs, which distinguishes tensors as well as
 their distance does, without sending them.
@@ -68,7 +69,7 @@ class _Spread(NamedTuple):
 
 class PlanWatch:
     """Compare gradients, inputs, outputs and losses between the tensor-parallel ranks, in the first
-    finite pipeline run.
+    finite pipeline run; losses also after :meth:`watch_loss`.
 
     Args:
         module: This rank's part of the LightningModule.
@@ -91,6 +92,7 @@ class PlanWatch:
         self._sums: dict[_Key, Tensor] = {}  # signed elements, squares, positions that differ [3]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loss_differs = _DIFFER
+        self._was_right = False  # in the first run, so that a later loss takes something else in
         if self._group.size == 1:
             return
         summed = self._watch_gradients(module, part)
@@ -145,6 +147,14 @@ class PlanWatch:
                 hook = partial(self._add_output, key)
                 self._hooks.append(module.get_submodule(root).register_forward_hook(hook))
         if not any(plan.shards_output for plan in self._plans.values()):
+            self._key("loss", "")
+
+    def watch_loss(self) -> None:
+        """Compare the losses of the next pipeline run, where the first run's were compared: a step
+        may add a penalty on weights later. All ranks call this.
+        """
+        is_whole = not any(plan.shards_output for plan in self._plans.values())
+        if self._group.size > 1 and not self._sums and is_whole:
             self._key("loss", "")
 
     def _key(self, kind: str, name: str) -> _Key:
@@ -233,7 +243,9 @@ class PlanWatch:
             tolerance = self._loss_differs if key.kind == "loss" else _DIFFER
             return spread.difference > tolerance * spread.norm
 
-        has_output = any(key.kind == "output" and s.norm > 0 for key, s in spreads.items())
+        has_output = self._was_right or any(
+            key.kind == "output" and s.norm > 0 for key, s in spreads.items()
+        )
         ranks = f"the tensor-parallel ranks {list(self._group.ranks)}"
         for found, describe in (
             (names("input", lambda _, spread: spread.is_equal and spread.varies), _copied),
@@ -245,6 +257,7 @@ class PlanWatch:
             if found:
                 listed = ", ".join(self._described(name) for name in found[:5])
                 raise ShardingError(describe(ranks, self._group.size, len(found), listed))
+        self._was_right = True
 
     def _described(self, name: str) -> str:
         return f"{name} ({self._kinds[name]})" if self._kinds.get(name) and name else name

@@ -205,7 +205,8 @@ class Steps(ABC):
     def _begin_training(self, batch: Any, num_samples: int) -> None:
         """Begin a training batch of ``num_samples`` samples on this rank."""
         accumulation = self.training.accumulation
-        accumulation.written.before_training(first=self._batches_of_epoch() == 1)
+        if accumulation.written.before_training(first=self._batches_of_epoch() == 1):
+            self.training.plan_watch.watch_loss()
         accumulation.gather.begin_step()
         if isinstance(self._scope.precision, MegatronFP8Precision):
             self._scope.precision.forget_weights()

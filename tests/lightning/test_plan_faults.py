@@ -82,6 +82,21 @@ class Penalized(Module):
         )
 
 
+class PenalizedLater(Penalized):
+    """Adds the norm from a batch of an epoch on; at first that is nothing."""
+
+    def __init__(self, epoch: int, batch: int) -> None:
+        super().__init__()
+        self.begins = epoch, batch
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        begun = (self.current_epoch, batch_idx) >= self.begins
+        return (super() if begun else super(Penalized, self)).training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+
+
 class Wide(Module):
     """Returns the features of its one parallel layer, and reads nothing else."""
 
@@ -124,6 +139,7 @@ def fit(
     *,
     sp: bool = True,
     constant: bool = False,
+    epochs: int = 1,
     **options: Any,
 ) -> list[float] | str:
     """Return the losses, or the error."""
@@ -136,7 +152,13 @@ def fit(
         )
     )
     try:
-        trainer(strategy, max_epochs=1, callbacks=[record]).fit(module, data(constant=constant))
+        fitting = trainer(
+            strategy,
+            max_epochs=epochs,
+            callbacks=[record],
+            val_check_interval=0.5 if epochs > 1 else 1.0,
+        )
+        fitting.fit(module, data(constant=constant), data() if epochs > 1 else None)
     except ShardingError as error:
         return str(error)
     return record.losses
@@ -165,6 +187,11 @@ def test_right_plans_are_let_through() -> None:
         assert isinstance(pieces, list)
 
 
+PENALTY = (
+    "the loss of the step differs",
+    "and the output of the model does not",
+    "A norm of parameters() counts this rank's shards only: set weight_decay",
+)
 SILENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     # With AdamW the losses would be right, with SGD they are not.
     "norms alone": (
@@ -191,11 +218,7 @@ SILENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a penalty": (
         lambda: fit(Penalized(), plan(WHOLE)),
-        (
-            "the loss of the step differs",
-            "and the output of the model does not",
-            "A norm of parameters() counts this rank's shards only: set weight_decay",
-        ),
+        PENALTY,
     ),
     "a layer of the step": (
         lambda: fit(Direct(), plan({"fc1": ColumnParallel()}), sp=False),
@@ -204,6 +227,14 @@ SILENT: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a layer of the step in micro-batches": (
         lambda: fit(Direct(), plan({"fc1": ColumnParallel()}), sp=False, micro_batch_size=2),
         ("the loss of the step differs",),
+    ),
+}
+LATER: dict[str, Callable[[], Any]] = {
+    "second batch": lambda: fit(PenalizedLater(0, 1), plan(WHOLE)),
+    "after a validation": lambda: fit(PenalizedLater(0, 2), plan(WHOLE), epochs=2),
+    "second epoch": lambda: fit(PenalizedLater(1, 0), plan(WHOLE), epochs=2),
+    "second epoch in micro-batches": lambda: fit(
+        PenalizedLater(1, 0), plan(WHOLE), epochs=2, micro_batch_size=2
     ),
 }
 WITHOUT_WPE = {key: style for key, style in WHOLE.items() if key != "net.wpe"}
@@ -251,6 +282,17 @@ def error_of(case: str) -> Any:
 def test_what_no_shape_shows_is_found_in_the_first_step(case: str) -> None:
     for found in run_ranks(2, error_of, case):
         for words in SILENT[case][1]:
+            assert words in found
+
+
+def error_later(case: str) -> Any:
+    return LATER[case]()
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_penalty_that_begins_later_is_found(case: str) -> None:
+    for found in run_ranks(2, error_later, case):
+        for words in PENALTY:
             assert words in found
 
 
