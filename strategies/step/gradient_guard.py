@@ -85,6 +85,7 @@ class GradientGuard:
         self._running: list[_Code] = []  # between now and the next check
         self._before: list[_Gradient] = []
         self._withheld = WithheldGradients()
+        self._reason = ""  # of what is withheld
         self._warned: set[str] = set()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -164,22 +165,33 @@ class GradientGuard:
 
     def _begin(self, codes: list[_Code]) -> None:
         self._withheld.end()
-        self._running = codes
+        self._running, self._reason = codes, ""
         self.record()
         for code in codes:
             self._examine(code)
+        self._withhold()
+
+    def _withhold(self) -> None:
+        if self._reason:
+            held = {id(target) for target in self._accumulation.reducer.targets().values()}
+            others = [p for p in self._module.parameters() if id(p) not in held]
+            self._withheld.begin(others, self._reason)
+
+    def resume(self) -> None:
+        """Watch the user's code again, after ours has changed gradients in the middle of it."""
+        self.record()
+        self._withhold()
 
     def _examine(self, code: _Code) -> None:
         """Refuse, or warn of, what code reads."""
         takes, aware = takes_norms(code.names), not code.names.isdisjoint(READ_BY_STRATEGY)
-        if aware:  # a module for several strategies chooses by itself
-            return
         if self._sharded and (takes or not code.names.isdisjoint(CLIPS)):
-            self._withheld.begin(
-                self._module.parameters(),
+            self._reason = self._reason or (
                 f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): a "
-                f"norm would be 0, and clipping would change nothing. {_ADVICE}",
+                f"norm would be 0, and clipping would change nothing. {_ADVICE}"
             )
+        elif aware:  # a module for several strategies chooses by itself
+            return
         elif takes:
             raise ConfigError(
                 f"{code.name} takes norms of p.grad, of which each rank holds a part "

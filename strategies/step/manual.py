@@ -76,4 +76,4 @@ def follow_zero_grad(
 def _clear(zero_grad: Callable[..., None], guard: GradientGuard, *args: Any, **kwargs: Any) -> None:
     guard.check()
     zero_grad(*args, **kwargs)
-    guard.record()  # gradients of one bucket share a version
+    guard.resume()  # gradients of one bucket share a version

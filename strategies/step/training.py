@@ -160,7 +160,7 @@ class Training:
         self._has_clipped = True
         self.guard.check()
         clip(unwrapped(optimizer), clip_val)
-        self.guard.record()
+        self.guard.resume()
 
     @contextmanager
     def _before_step(self) -> Iterator[None]:

@@ -108,7 +108,8 @@ def _steps(
 
 @layouts(DP2, PP2, slow=[TP2_TOY, FSDP2])
 def test_clipping_by_all_ranks_and_reading_pass(layout: Layout, tmp_path: Path) -> None:
-    assert run(layout, _steps, tmp_path, _ClipsRightly) == [(2, [])] * 2
+    for kind in (_ClipsRightly, _ClipsByStrategy):
+        assert run(layout, _steps, tmp_path, kind) == [(2, [])] * 2
 
 
 def test_whole_gradients_may_be_clipped_by_hand(tmp_path: Path) -> None:
@@ -179,6 +180,31 @@ class _ClipsByHandRightly(_ClipsByHand):
             self.clip_gradients(optimizer, 0.5, "norm")
 
 
+class _ClipsTwice(ToyModule):
+    """By all ranks, then by what this rank sees."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 1.0, "norm")
+        clip_grad_norm_(self.parameters(), 0.5)
+
+
+class _ClipsAfterClearing(_ClipsByHand):
+    def _clip(self) -> None:
+        self.trainer.strategy.gradient_norm()
+        self.optimizers()[0].zero_grad()
+        clip_grad_norm_(self.parameters(), 0.5)
+
+
+class _ClipsByStrategy(ToyModule):
+    """For several strategies."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if hasattr(self.trainer.strategy, "gradient_norm"):
+            self.log("norm", self.trainer.strategy.gradient_norm())
+        else:
+            clip_grad_norm_(self.parameters(), 0.5)
+
+
 class _LogsNorms(ToyModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self._log_norms()
@@ -205,6 +231,9 @@ class _ReadsNorm(pl.Callback):
         (TP2_TOY, _ClipsByStepHook, "<lambda> changed the gradient of"),
         (DP2, _ClipsByHand, "_ClipsByHand.training_step uses p.grad, which is None"),
         (TP2_TOY, _ClipsByHand, "_ClipsByHand.training_step changed the gradient of"),
+        (DP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
+        (FSDP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
+        (DP2, _ClipsAfterClearing, "_ClipsAfterClearing.training_step uses p.grad"),
         (DP2, _LogsNorms, "_LogsNorms.on_before_optimizer_step uses p.grad, which is None"),
         (TP2_TOY, _LogsNorms, "_LogsNorms.on_before_optimizer_step takes norms of p.grad"),
         (PP2, _ReadsNorm, "_ReadsNorm.on_after_backward takes norms of p.grad"),
